@@ -3,8 +3,8 @@ PY := .venv/bin/python
 ARGS ?=
 # How many tests run at a time.
 JOBS ?= 2
-# A module's tests run in one process, and modules in the order of their names: the last ones are
-# short, while those of the fewest tests, which xdist would take last, train for minutes.
+# A module's tests run in one process, and modules in the order of tests/conftest.py, longest first;
+# xdist would take those of the fewest tests last, which train for minutes.
 SPREAD := -n $(JOBS) --dist loadscope --no-loadscope-reorder
 # How many tests run at a time on the GPU of `make test-gpu`: each compiles on a core of its own.
 GPU_JOBS ?= 12

@@ -18,8 +18,8 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
-from megatron_cp_plugin.planner.text_table import text_table
 from megatron_cp_plugin.process_exit import one_line_errors
+from megatron_cp_plugin.text_table import text_table
 from megatron_cp_plugin.tokens import heads_of, tokens_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with one_line_errors("megatron-cp: error"):
             return compare.main(words[1:])
+    if words[:1] == ["invariance"]:
+        from megatron_cp_plugin.harness import invariance
+
+        with one_line_errors("megatron-cp: error"):
+            return invariance.main(words[1:])
     parser, commands = parsers()
     try:
         arguments, unknown = parser.parse_known_args(words)
@@ -79,6 +84,9 @@ def parsers() -> tuple[OneLineParser, Any]:
     )
     commands.add_parser(
         "compare", help="train with Megatron's own attention and with the plugin, side by side"
+    )
+    commands.add_parser(
+        "invariance", help="whether context parallelism changes a model's log-probabilities"
     )
     commands.add_parser("prepare-data", help="make a Megatron dataset from text files")
     _add_draw(commands)

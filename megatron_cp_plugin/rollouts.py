@@ -10,7 +10,7 @@ that a pack is no longer than a tree of all tokens would be.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -90,6 +90,8 @@ def pack_rollouts(
     *,
     budget: int | None = None,
     multiple: int = 1,
+    ranks: int = 1,
+    token_work: int = 24_576,
 ) -> list[Pack]:
     """Packs rollouts so that equal prefixes are computed once, with the same loss and gradients.
 
@@ -117,17 +119,26 @@ def pack_rollouts(
             that needs it. None: one pack.
         multiple: of the lengths of packs, which are padded to it: P for layouts that need equal
             parts, 2P for batches that are split by zigzag (`layout="thd"`).
+        ranks: data-parallel ranks. Their number divides that of the packs, and `packs[r::ranks]`,
+            which are rank r's, are about the same work for all, and the largest first: the n-th of
+            all ranks are alike, too. Where rollouts are too few, some packs have none, and a
+            short one's tokens with weights 0.
+        token_work: what a token costs beside attention, in pairs of a query and a key: six times
+            the hidden size. Only with `ranks`.
 
     Returns: packs; every rollout is in one of them.
 
     Raises: ContextParallelError for what is no list of tokens, a rollout of fewer than 2, weights
         that do not fit, and a budget that is too small for one of the rollouts.
 
-    Source: best fit, the largest subtrees first, each into the pack with which it shares most.
+    Source: best fit, the largest subtrees first, each into the pack with which it shares most. For
+    ranks the longest packs first, each to the rank with the least work.
     """
-    multiple = whole_number("multiple", multiple)
+    multiple, ranks = whole_number("multiple", multiple), whole_number("ranks", ranks)
     if multiple < 1:
         raise ContextParallelError(f"multiple needs 1 or more tokens, got {multiple}")
+    if ranks < 1:
+        raise ContextParallelError(f"ranks needs 1 or more data-parallel ranks, got {ranks}")
     tokens = [_tokens(number, rollout) for number, rollout in enumerate(rollouts)]
     weighed = _weights(weights, tokens)
     room = _room(tokens, budget, multiple)
@@ -136,10 +147,22 @@ def pack_rollouts(
     ordered = [tokens[number] for number in order]
     terms = np.array([len(each) - 1 for each in ordered], np.int64)
     shared = np.array([0, *map(_shared, ordered[:-1], ordered[1:])], np.int64)
+    tree = _Tree(terms, shared[: len(terms)], token_work)
+    bins = tree.bins(room)
+    if bins and ranks > 1:
+        bins = tree.dealt(bins, room, ranks)
+    shortest = [min(order, key=lambda number: len(tokens[number]))] if [] in bins else []
     return [
         _pack([order[at] for at in members], tokens, weighed, multiple)
-        for members in _bins(terms, shared[: len(terms)], room)
+        if members
+        else _filler(_pack(shortest, tokens, weighed, multiple))
+        for members in bins
     ]
+
+
+def _filler(pack: Pack) -> Pack:
+    """The same batch, which adds nothing to a loss or a gradient."""
+    return replace(pack, weights=torch.zeros_like(pack.weights), rollouts=(), places=())
 
 
 def _tokens(number: int, rollout: Tokens) -> Numbers:
@@ -201,43 +224,106 @@ def _shared(one: Numbers, other: Numbers) -> int:
     return max(0, (int(differs[0]) if len(differs) else length) - 1)
 
 
-def _bins(terms: Numbers, shared: Numbers, room: int | None) -> list[list[int]]:
-    """Which rollouts share a pack.
+@dataclass(frozen=True)
+class _Tree:
+    """Rollouts in the order of their tokens.
 
-    Args:
-        terms: loss terms of each rollout, in the order of their tokens.
+    Attributes:
+        terms: loss terms of each.
         shared: how many of them the one before has too.
-        room: terms of a pack at most; None: any number.
+        token_work: as in `pack_rollouts`.
     """
-    if room is None or not len(terms):
-        return [list(range(len(terms)))] if len(terms) else []
-    # Terms of rollouts up to one, each shared one counted once.
-    total = np.concatenate(([0], np.cumsum(terms - shared)))
 
-    def size(start: int, stop: int) -> int:
-        return int(total[stop] - total[start] + shared[start])
+    terms: Numbers
+    shared: Numbers
+    token_work: int
 
-    units = sorted(_units(shared, room, size), key=lambda unit: -size(*unit))
-    pack_of = np.full(len(terms), -1)
-    sizes: list[int] = []
-    for start, stop in units:
-        # What each rollout that was placed has in common with this unit.
-        before = np.minimum.accumulate(shared[start:0:-1])[::-1]
-        after = np.minimum.accumulate(shared[stop:])
-        common = np.concatenate((before, np.zeros(stop - start, np.int64), after))
-        most = np.zeros(len(sizes), np.int64)
-        placed = pack_of >= 0
-        np.maximum.at(most, pack_of[placed], common[placed])
-        needed = size(start, stop)
-        fitting = [at for at, filled in enumerate(sizes) if filled + needed - most[at] <= room]
-        if fitting:
-            chosen = max(fitting, key=lambda at: (most[at], sizes[at]))
-            sizes[chosen] += needed - int(most[chosen])
-        else:
-            chosen = len(sizes)
-            sizes.append(needed)
-        pack_of[start:stop] = chosen
-    return [np.flatnonzero(pack_of == at).tolist() for at in range(len(sizes))]
+    def bins(self, room: int | None) -> list[list[int]]:
+        """Which rollouts share a pack. Args: room: terms of a pack at most; None: any number."""
+        terms, shared = self.terms, self.shared
+        if room is None or not len(terms):
+            return [list(range(len(terms)))] if len(terms) else []
+        # Terms of rollouts up to one, each shared one counted once.
+        total = np.concatenate(([0], np.cumsum(terms - shared)))
+
+        def size(start: int, stop: int) -> int:
+            return int(total[stop] - total[start] + shared[start])
+
+        units = sorted(_units(shared, room, size), key=lambda unit: -size(*unit))
+        pack_of = np.full(len(terms), -1)
+        sizes: list[int] = []
+        for start, stop in units:
+            # What each rollout that was placed has in common with this unit.
+            before = np.minimum.accumulate(shared[start:0:-1])[::-1]
+            after = np.minimum.accumulate(shared[stop:])
+            common = np.concatenate((before, np.zeros(stop - start, np.int64), after))
+            most = np.zeros(len(sizes), np.int64)
+            placed = pack_of >= 0
+            np.maximum.at(most, pack_of[placed], common[placed])
+            needed = size(start, stop)
+            fitting = [at for at, filled in enumerate(sizes) if filled + needed - most[at] <= room]
+            if fitting:
+                chosen = max(fitting, key=lambda at: (most[at], sizes[at]))
+                sizes[chosen] += needed - int(most[chosen])
+            else:
+                chosen = len(sizes)
+                sizes.append(needed)
+            pack_of[start:stop] = chosen
+        return [np.flatnonzero(pack_of == at).tolist() for at in range(len(sizes))]
+
+    def dealt(self, bins: list[list[int]], room: int | None, ranks: int) -> list[list[int]]:
+        """As many for each rank, about equal work; rank r's are every `ranks`-th from r on.
+
+        Returns: bins; [] where there are too few rollouts.
+        """
+        wanted = -(-len(bins) // ranks) * ranks
+        # As small as so many packs can be, which are then about equal.
+        least = int(self.terms.max())
+        most = int((self.terms - self.shared).sum()) if room is None else room
+        while most - least > max(1, most // 64):
+            middle = (least + most) // 2
+            fewer = self.bins(middle)
+            if len(fewer) <= wanted:
+                most, bins = middle, fewer
+            else:
+                least = middle
+        works = [(float(self._works(members).sum()), members) for members in bins]
+        while len(works) % ranks:
+            several = [at for at, (_, members) in enumerate(works) if len(members) > 1]
+            if not several:
+                works.append((0.0, []))
+                continue
+            at = max(several, key=lambda at: works[at][0])
+            works[at : at + 1] = [
+                (float(self._works(half).sum()), half) for half in self._halves(works[at][1])
+            ]
+        works.sort(key=lambda pack: -pack[0])
+        loads, of_ranks = [0.0] * ranks, [list[list[int]]() for _ in range(ranks)]
+        for work, members in works:
+            fewest = (at for at in range(ranks) if len(of_ranks[at]) < len(works) // ranks)
+            chosen = min(fewest, key=loads.__getitem__)
+            of_ranks[chosen].append(members)
+            loads[chosen] += work
+        return [members for step in zip(*of_ranks, strict=True) for members in step]
+
+    def _works(self, members: Sequence[int]) -> NDArray[np.float64]:
+        """What each rollout of a pack adds to its work."""
+        common = [0] + [int(self.shared[a + 1 : b + 1].min()) for a, b in pairwise(members)]
+        known, all_of = np.array(common, float), self.terms[list(members)].astype(float)
+        return self._prefix(all_of) - self._prefix(known)
+
+    def _prefix(self, length: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The work of so many terms, from the first one on."""
+        return self.token_work * length + length * (length + 1) / 2
+
+    def _halves(self, members: list[int]) -> tuple[list[int], list[int]]:
+        """Two packs of one, whose larger one is as small as it can be."""
+        cuts = range(1, len(members))
+        before = self._works(members).cumsum()
+        again = [self._works(members[cut:])[0] - before[cut] + before[cut - 1] for cut in cuts]
+        rest = before[-1] - before[:-1] + np.array(again)
+        cut = 1 + int(np.maximum(before[:-1], rest).argmin())
+        return members[:cut], members[cut:]
 
 
 def _units(

@@ -155,11 +155,12 @@ def times(
         for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     lse = torch.zeros(1, heads, tokens, device="cuda")
+    way = {"packed": call.packed, "gaps": call.kernel.gaps}
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         total = Accumulator(q, value_dim)
         total.add(slice(0, tokens), dout, lse)
-        attend_block(total, q, k, v, work, call)
+        attend_block(total, q, k, v, work.calls(**way, forward=True), call)
         return total.result(torch.float32)
 
     out, merged = forward()
@@ -167,7 +168,7 @@ def times(
 
     def backward() -> None:
         sums = Gradients(GradientSum(q), GradientSum(k, v))
-        differentiate_block(sums, dout, q, k, v, statistics, work, call)
+        differentiate_block(sums, dout, q, k, v, statistics, work.calls(**way), call)
 
     return milliseconds(forward), milliseconds(backward)
 

@@ -1,10 +1,11 @@
 """Tokens and work that shared prefixes of rollouts save, and how evenly ranks share the rest.
 
-    python scripts/rollout_packs.py --size 8 --budget 128K
+    python scripts/rollout_packs.py --size 8 --budget 128K --ranks 4
 
 For sets of rollouts of random tokens: tokens one by one and in packs of `pack_rollouts`, pairs of a
 query and a key of both, and the pairs of the rank that has most, as a multiple of the mean of all,
-over all packs. No processes are needed.
+over all packs. With `--ranks` also the work of the data-parallel rank that has most, likewise; a
+token costs as much as 24,576 pairs beside attention. No processes are needed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from megatron_cp_plugin.tokens import tokens_of
 type Rollout = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 LAYOUTS = ("zigzag", "documents")
+TOKEN_WORK = 24_576  # pairs
 
 
 def answers(
@@ -76,13 +78,22 @@ def row(rollouts: Sequence[Rollout], args: argparse.Namespace) -> list[str]:
     """Cells of the table."""
     alone = [len(each) - 1 for each in rollouts]
     began = perf_counter()
-    packs = cp.pack_rollouts(rollouts, budget=args.budget, multiple=2 * args.size)
+    packs = cp.pack_rollouts(
+        rollouts,
+        budget=args.budget,
+        multiple=2 * args.size,
+        ranks=args.ranks,
+        token_work=TOKEN_WORK,
+    )
     took = perf_counter() - began
     of_ranks, pairs = {layout: [0.0, 0.0] for layout in LAYOUTS}, 0
-    for pack in packs:
+    dealt = [0] * args.ranks
+    for number, pack in enumerate(packs):
         shape = Shape(1, len(pack.tokens), args.size, args.size, 128)
         mask = Mask.of(Slices.of(pack.spans, shape.seq_len), None)
-        pairs += visible_pairs(shape.seq_len, mask)
+        seen = visible_pairs(shape.seq_len, mask)
+        dealt[number % args.ranks] += TOKEN_WORK * shape.seq_len + seen
+        pairs += seen
         for layout, sums in of_ranks.items():
             algorithm = planned("zigzag", args.size, shape, mask, {"layout": layout})
             work = work_of(algorithm, shape, mask)
@@ -100,6 +111,7 @@ def row(rollouts: Sequence[Rollout], args: argparse.Namespace) -> list[str]:
         *(f"{most * args.size / total:.3f}" for most, total in of_ranks.values()),
         str(max(len(pack.spans) for pack in packs)),
         f"{took * 1e3:.0f} ms",
+        f"{max(dealt) * args.ranks / sum(dealt):.3f}",
     ]
 
 
@@ -107,16 +119,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", type=int, default=8, help="context-parallel ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--budget", type=tokens_of, default=1 << 17, help="tokens of a pack")
     args = parser.parse_args(argv)
     table = Table(
         *("rollouts of", "are", "tokens", "in packs", "fewer tokens", "fewer pairs"),
         *("zigzag: most / mean", "documents: most / mean", "slices of a pack", "packing"),
-        title=f"P = {args.size}, packs of {args.budget} tokens at most",
+        "data-parallel: most / mean",
+        title=f"P = {args.size}, {args.ranks} data-parallel rank(s), at most {args.budget} tokens",
     )
     for name, make in SETS.items():
         table.add_row(name, *row(list(make(np.random.default_rng(0))), args))
-    Console(width=190).print(table)
+    Console(width=210).print(table)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ others are asked for.
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +40,24 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("random tests")
 
 
+# Modules that take longest, which come first, so that no process is left alone with one at the end.
+# The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
+LONGEST = """
+    test_rollouts test_conformance integration/test_rollouts_in_megatron integration/test_training
+    integration/test_resume integration/test_cut_batches test_documented_commands
+    integration/test_packed_documents test_parity_matrix integration/test_auto
+    integration/test_gated_delta_net integration/test_inputs test_benchmark_train
+    kernels/test_kernels test_documents integration/test_launch integration/test_latent_attention
+    integration/test_linear_models integration/test_mistakes integration/test_chunked_loss
+    integration/test_endings test_convergence_long test_convergence_smoke
+    algorithms/test_collective_conformance core/test_executor test_cli
+""".split()
+_RANKS = {f"{name}.py": rank for rank, name in enumerate(LONGEST)}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: _RANKS.get(item.path.relative_to(tests).as_posix(), len(_RANKS)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -19,6 +19,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/algorithms.md",
     "docs/benchmarks.md",
+    "docs/invariance.md",
     "docs/megatron.md",
     "docs/pictures.md",
     "docs/planner.md",
@@ -60,7 +61,6 @@ RUN: dict[str, tuple[str, str]] = {
     ),
     "megatron-cp draw --algo attention2d --size 9 --option chunks=2 --output "
     "docs/pictures/attention2d.svg": ("", "wrote"),
-    "megatron-cp doctor": ("--head-dim 16", "verdict: ok, "),
     "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": (
         "--head-dim 16",
         "4 over gloo",
@@ -105,10 +105,13 @@ ELSEWHERE: dict[str, str] = {
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
     "megatron-cp plan": "tests/planner/test_costs.py",
+    "megatron-cp doctor": "tests/test_cli.py",
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
+    "megatron-cp invariance": "tests/test_help.py",
+    "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",
     "torchrun ... -m megatron_cp_plugin.cli train": CHECK_INSTALLS,
     "torchrun ... scripts/pretrain_gpt.py --config FILE": "tests/integration/test_training.py",
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "
@@ -175,7 +178,8 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     words = shlex.split(f"{command.removesuffix('...')} {more}")
     (tmp_path / "docs" / "pictures").mkdir(parents=True)
     if "--data-path" in words:
-        data = [str(ROOT / "README.md"), "--output", str(tmp_path / "data" / "readme")]
+        pages = [str(ROOT / name) for name in ("README.md", "CONTRIBUTING.md")]
+        data = [*pages, "--output", str(tmp_path / "data" / "readme")]
         assert prepare_data.main([*data, "--document-bytes", "200"]) == 0
     done = run_in(tmp_path, words)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -188,7 +192,7 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
 
 def run_in(folder: Path, words: Sequence[str]) -> Process:
     """Runs a command in a folder; several ranks end with the first error, and print together."""
-    if words[0] == "megatron-cp" and words[1] in ("plan", "draw", "prepare-data", "capabilities"):
+    if words[0] == "megatron-cp" and words[1] != "train":
         return run_program(folder, "-m", "megatron_cp_plugin.cli", *words[1:]).processes[0]
     if words[0] == "torchrun" and words[3].endswith("pretrain_gpt.py"):
         assert words[1] == "--nproc-per-node"

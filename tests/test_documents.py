@@ -53,7 +53,7 @@ CALLERS = [
 ]
 
 
-def serves(case: Case, size: int) -> bool:
+def serves(case: Case, size: int, *rest: object) -> bool:
     """Whether 4 heads, teams of 2 and two rows divide among so many ranks."""
     options = dict(case.options)
     if case.algo == "ulysses":
@@ -109,14 +109,7 @@ def test_own_outputs_that_are_complete_before_those_of_others() -> None:
 
 @pytest.mark.parametrize(
     ("case", "size", "packing", "kv_heads"),
-    [
-        (case, size, packing, kv_heads)
-        for case in CALLERS
-        for size, packings in ((1, ["odd"]), (2, PADDED), (3, ["odd"]), (4, PADDED), (5, ["odd"]))
-        for packing in packings
-        for kv_heads in ((4, 2, 1) if (size, packing) == (4, "odd") else (2,))
-        if serves(case, size)
-    ],
+    pairwise(CALLERS, (1, 2, 3, 4, 5), tuple(PADDED), (4, 2, 1), allowed=serves),
     ids=str,
 )
 def test_documents_as_their_callers_cut_them(

@@ -17,7 +17,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, number
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
@@ -33,6 +32,7 @@ from tests.foreign_algorithm import RandomBalanced
 from tests.foreign_linear import Doubling
 from tests.halves import Halves
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
 SIZES = (1, 2, 3, 4, 5, 8)

@@ -13,6 +13,7 @@ COMMANDS = (
     "",
     "train",
     "compare",
+    "invariance",
     "prepare-data",
     "draw",
     "plan",

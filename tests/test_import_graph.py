@@ -206,7 +206,14 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
     }
     assert commands - {RECORDING} == {
         (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{name}")
-        for name in ("train", "compare", "prepare_data", "compatibility", "compatibility_page")
+        for name in (
+            "train",
+            "compare",
+            "invariance",
+            "prepare_data",
+            "compatibility",
+            "compatibility_page",
+        )
     }
 
 

@@ -157,9 +157,11 @@ def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) 
     assert_all_match(case, results, expected)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 7, 33])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("case", "size", "heads"),
+    pairwise(tuple(cases()), (2, 3, 4, 8), (1, 2, 7, 33)),
+    ids=str,
+)
 def test_heads_that_ranks_do_not_divide(case: Case, size: int, heads: int) -> None:
     """Outputs, states, all gradients; bytes, of linear_ulysses those of as many heads as it fills
     up to.
@@ -289,11 +291,11 @@ def test_bfloat16(case: Case, causal: bool) -> None:
     assert relative_error(final, expected.final) <= 6e-3
 
 
-@pytest.mark.parametrize("states", [False, True], ids=["out", "states"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
-@pytest.mark.parametrize("rates", ["half", "plain"])
+@pytest.mark.parametrize(
+    ("case", "size", "causal", "states", "rates"),
+    pairwise(tuple(cases()), SIZES, (True, False), (False, True), ("half", "plain")),
+    ids=str,
+)
 def test_bytes_are_those_of_the_formula(
     case: Case, size: int, causal: bool, states: bool, rates: str
 ) -> None:

@@ -1,8 +1,6 @@
 """The matrix of parity runs: a few of its cells, and that a cell which fails is seen."""
 
 import importlib
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +20,13 @@ def matrix() -> ModuleType:
         return importlib.import_module("parity_matrix")
 
 
-# Ranks and samples without a token that counts; the same by tokens; padded documents, cut apart;
-# sharded parameters; experts over the ranks, with auxiliary losses and padding; and one refused.
+# Ranks and samples without a token that counts; the same by tokens, also of further tokens; padded
+# documents, cut apart; sharded parameters; experts over the ranks, with auxiliary losses and
+# padding; and one refused.
 CELLS = {
     "padded/zigzag": "equal",
     "padded-per-token/ring": "equal",
+    "mtp-per-token/zigzag": "equal",
     "thd-mla/distflash:layout=thd": "equal",
     "fsdp/attention2d": "equal",
     "moe-ep-cp/distflash": "equal",
@@ -36,11 +36,9 @@ CELLS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_cells(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path), "--only", *CELLS]
-    job = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert job.returncode == 0, job.stdout + job.stderr
-    lines = dict(line.split(": ", 1) for line in job.stdout.splitlines())
+def test_cells(matrix: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["--output", str(tmp_path), "--only", *CELLS]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines.keys() == CELLS.keys()
     for name, verdict in CELLS.items():
         assert lines[name].startswith(verdict)

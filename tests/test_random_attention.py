@@ -73,6 +73,7 @@ class Choice:
 CHOICES = [
     *(Choice(algo, ()) for algo in ("ring", "zigzag", "distflash", "allgather", "ulysses", "usp")),
     Choice("zigzag", (("layout", "documents"),)),
+    Choice("distflash", (("helpers", "work"),)),
     *(Choice("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
     *(Choice("any", (("relay", name),)) for name in ("none", "either")),
     Choice("random_balanced", ()),
@@ -411,7 +412,7 @@ def assert_refused_or_equal(program: Program, results: list[list[Found] | str]) 
 
 
 @pytest.mark.parametrize("given_choice", CHOICES, ids=str)
-@examples(12)
+@examples(8)
 @given(data=st.data())
 def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> None:
     world = data.draw(worlds())

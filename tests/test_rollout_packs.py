@@ -17,10 +17,14 @@ def test_counts_by_hand() -> None:
     """One prompt of 10 tokens with 2 answers of 5: 2 x 14 terms, of which 9 are shared."""
     prompt = np.arange(10)
     rollouts = [np.concatenate((prompt, np.full(5, answer))) for answer in (20, 21)]
-    found = rollout_packs.row(rollouts, Namespace(size=1, budget=100))
+    found = rollout_packs.row(rollouts, Namespace(size=1, budget=100, ranks=1))
     pairs, packed = 2 * 14 * 15 / 2, 9 * 10 / 2 + 2 * (5 * 9 + 5 * 6 / 2)
     assert found[:7] == ["2", "28", "20 in 1", "1.40x", f"{pairs / packed:.2f}x", "1.000", "1.000"]
     assert found[7] == "4"
+    assert found[9] == "1.000"
+    two = rollout_packs.row(rollouts, Namespace(size=1, budget=100, ranks=2))
+    assert two[2] == "28 in 2"
+    assert two[9] == "1.000"
 
 
 def test_documents_share_evenly_what_zigzag_does_not() -> None:
@@ -28,7 +32,8 @@ def test_documents_share_evenly_what_zigzag_does_not() -> None:
     rollouts = list(rollout_packs.answers(draw, 1, 600, 6, 100))
     assert len({tuple(each[:600]) for each in rollouts}) == 1
     assert len(rollouts) == 6
-    *_, zigzag, documents, _, _ = rollout_packs.row(rollouts, Namespace(size=4, budget=2000))
+    settings = Namespace(size=4, budget=2000, ranks=1)
+    *_, zigzag, documents, _, _, _ = rollout_packs.row(rollouts, settings)
     assert float(documents) < 1.02 < 1.1 < float(zigzag)
 
 

@@ -147,6 +147,47 @@ def test_packs_share_what_they_can() -> None:
     assert [len(pack.tokens) for pack in packs] == [159, 159]
 
 
+@examples(40)
+@given(SEEDS)
+def test_packs_for_ranks_are_about_equal(seed: int) -> None:
+    source = Random(seed)
+    rollouts, _ = random_rollouts(source)
+    ranks = source.randint(2, 4)
+    token_work = source.choice([0, 1, 50])
+    longest = max(map(len, rollouts)) - 1
+    budget = source.choice([None, longest, 3 * longest])
+    packs = cp.pack_rollouts(rollouts, budget=budget, ranks=ranks, token_work=token_work)
+    assert len(packs) % ranks == 0
+    assert sorted(n for pack in packs for n in pack.rollouts) == list(range(len(rollouts)))
+    assert budget is None or max(len(pack.tokens) for pack in packs) <= budget
+    tokens = [len(pack.tokens) for pack in packs]
+    pairs = [int(dense(pack.spans, len(pack.tokens)).sum()) for pack in packs]
+    works = [token_work * n + seen for n, seen in zip(tokens, pairs, strict=True)]
+    fillers = [at for at, pack in enumerate(packs) if not pack.rollouts]
+    assert all(len(pack.rollouts) < 2 for pack in packs) or not fillers
+    assert len(fillers) < ranks
+    for at in fillers:
+        works[at] = 0
+        assert not packs[at].weights.any()
+        assert packs[at].per_rollout(torch.ones(len(packs[at].tokens))) == []
+    loads = [sum(works[rank::ranks]) for rank in range(ranks)]
+    # Dealing leaves less than the largest pack between two ranks, where counts need not be equal.
+    assert max(loads) - min(loads) <= max(works)
+    for rank in range(ranks):
+        assert works[rank::ranks] == sorted(works[rank::ranks], reverse=True)
+
+
+def test_packs_for_ranks_by_hand() -> None:
+    """Prompts of 40 tokens with answers of 10 each: 12 for one prompt, and 4 for the other."""
+    rollouts = [[1] * 40 + [answer] * 10 for answer in range(4, 16)]
+    rollouts += [[2] * 40 + [answer] * 10 for answer in range(4, 8)]
+    packs = cp.pack_rollouts(rollouts, ranks=2)
+    assert [len(pack.tokens) for pack in packs] == [39 + 10 * 10, 39 + 2 * 10 + 39 + 4 * 10]
+    packs = cp.pack_rollouts(rollouts, ranks=4, token_work=1000)
+    assert len(packs) == 4
+    assert max(len(pack.tokens) for pack in packs) <= 39 + 5 * 10
+
+
 def test_no_rollouts_make_no_packs() -> None:
     assert cp.pack_rollouts([]) == cp.pack_rollouts([], [], budget=8) == []
 
@@ -207,6 +248,10 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         cp.pack_rollouts(rollouts, budget=7, multiple=4)
     with pytest.raises(ContextParallelError, match="multiple needs 1 or more tokens, got 0"):
         cp.pack_rollouts(rollouts, multiple=0)
+    with pytest.raises(
+        ContextParallelError, match="ranks needs 1 or more data-parallel ranks, got"
+    ):
+        cp.pack_rollouts(rollouts, ranks=0)
     (pack,) = cp.pack_rollouts(rollouts)
     with pytest.raises(ContextParallelError, match=r"the pack's 5 tokens, got \[1, 3\]: unshard"):
         pack.per_rollout(torch.zeros(1, 3))
@@ -286,7 +331,13 @@ def compare(source: Random, size: int, layout: str) -> None:
 
     longest = max(map(len, rollouts)) - 1
     budget = source.choice([None, longest + 2 * size, 3 * longest])
-    packs = cp.pack_rollouts(rollouts, weights, budget=budget, multiple=source.choice([1, size]))
+    packs = cp.pack_rollouts(
+        rollouts,
+        weights,
+        budget=budget,
+        multiple=source.choice([1, size]),
+        ranks=source.randint(1, 3),
+    )
 
     def rank(topology: Topology) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
         mine, total, back = policy.leaves(), torch.zeros((), dtype=torch.float64), {}
@@ -339,5 +390,5 @@ def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_rollouts_one_by_one_of_500_sets(size: int, layout: str) -> None:
-    for seed in range(125):
-        compare(Random(f"{size} {seed}"), size, layout)
+    for seed in range(63):
+        compare(Random(f"{size} {layout} {seed}"), size, layout)

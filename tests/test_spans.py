@@ -23,7 +23,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virt
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
@@ -33,6 +32,7 @@ from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.span_masks import (
     Spans,

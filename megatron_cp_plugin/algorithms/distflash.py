@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
+from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -42,15 +45,7 @@ class HelpedPlacement(BlockPlacement):
     shared: bool = True
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for other in range(self.size):
-            yield rank, other
-            if other != rank:
-                yield other, rank
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         if self.helping and self.shared and 0 < 2 * distance == self.size:
             yield Place(query, distance, part=(1, 2))
@@ -77,16 +72,7 @@ class EvenPlacement(BlockPlacement):
     helped: frozenset[int] = frozenset()
     cyclic = True
 
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        """See BlockPlacement.pairs_of."""
-        for distance in range(self.size):
-            if distance in self.helped:
-                yield (rank + distance) % self.size, rank
-            else:
-                yield rank, (rank - distance) % self.size
-
     def place(self, query: int, key: int) -> Iterator[Place]:
-        """See BlockPlacement.place."""
         distance = (query - key) % self.size
         yield Place(key if distance in self.helped else query, self._steps[distance])
 
@@ -145,6 +131,10 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
+            helpers: "distance", who helps whom follows from their distance, as in the paper; or
+                "work", ranks with more than the mean of what the mask leaves give some of it to
+                ranks with less, see `WorkPlacement`: for windows, documents and spans on contiguous
+                chunks. Without these the two are the same.
             layout: "contiguous", or "thd", see ring: no rank would wait, so that `balanced` says
                 whether queries may travel in place of keys, and `last_step` is for spans alone, see
                 EvenPlacement.
@@ -154,6 +144,7 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
+        helpers: Literal["distance", "work"] = "distance"
         layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
@@ -162,8 +153,19 @@ class DistFlash(PointToPoint):
         super().__init__(topology, options)
         self.overlap = options.overlap
 
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        assert isinstance(options, cls.Options)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        if options.helpers == "work" and options.layout != "contiguous":
+            raise ConfigError(
+                f"distflash helpers work needs layout contiguous, got {options.layout}: leave one "
+                "of the two out"
+            )
+
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
-        """See Algorithm.placement."""
         chunks = 1 if phase == "forward" else self.options.chunks
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False)
         of_all = self.layout, self.topology.size, groups
@@ -171,8 +173,21 @@ class DistFlash(PointToPoint):
         if isinstance(self.layout, PaddedDocuments) and mask.slices is None:
             helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
             return EvenPlacement(*of_all, helped=helped)
+        if self.options.balanced and self.options.helpers == "work" and mask.special:
+            return self._by_work(of_all, shape, mask)
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)
+
+    def _by_work(
+        self, of_all: tuple[Layout, int, tuple[HeadGroup, ...]], shape: Shape, mask: Mask
+    ) -> WorkPlacement:
+        return WorkPlacement(
+            *of_all,
+            seq_len=shape.seq_len,
+            mask=mask,
+            nodes=self.topology.nodes,
+            row_bytes=shape.travel_bytes,
+        )
 
     def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:
         """See EvenPlacement. Half way round the two are about equal, and what counts is what the

@@ -1,26 +1,208 @@
 """Ring attention: blocks travel around a ring, and each rank computes the pairs it can see.
 
+Routes say where the ranks meet each other's blocks, and which way these take.
+
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from itertools import count
+from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.algorithms.ring_routes import (
-    RingPlacement,
-    Route,
-    Rule,
-    Rules,
-    nodes_for,
-    ring_placement,
-)
 from megatron_cp_plugin.core.algorithm import PointToPoint
+from megatron_cp_plugin.core.blocks.visible_rows import sees_all
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Contiguous, Layout
+from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
+
+Travelling = Literal["kv", "query"]
+Rule = Literal["auto", "kv", "query"]  # of the backward
+Route = Literal["ring", "straight", "double"]
+
+_SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
+
+
+@dataclass(frozen=True)
+class RingPlacement(BlockPlacement):
+    """Every block goes round the ring, and is computed with at every rank that receives it.
+
+    KV blocks go up (rank r to r + 1), query blocks down, so that with a causal mask on a contiguous
+    layout the ranks that need a block come first.
+
+    Attributes:
+        travelling: what goes round.
+        retains: of K and V every rank keeps the block that its forward has last; the backward
+            begins with it, and blocks take the same hops in reverse.
+        reverse: it is that backward.
+    """
+
+    travelling: Travelling = "kv"
+    retains: bool = False
+    reverse: bool = False
+    relay = True
+    cyclic = True
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        """See BlockPlacement.place: after as many hops as the blocks are apart."""
+        hops = (query - key) % self.size
+        step = self.size - 1 - hops if self.reverse else hops
+        yield Place(query if self.travelling == "kv" else key, step)
+
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        for other in range(self.size):
+            yield (rank, other) if self.travelling == "kv" else (other, rank)
+
+    def retained_by(self, owner: int) -> int | None:
+        return (owner - 1) % self.size if self.retains else None
+
+
+@dataclass(frozen=True)
+class StraightPlacement(RingPlacement):
+    """The same pairs in the same steps, but blocks and gradients go straight from rank to rank.
+
+    No rank passes on what it does not own, so that with a causal mask on a contiguous layout the
+    busiest one sends about half as much.
+    """
+
+    relay = False
+
+
+@dataclass(frozen=True)
+class DoubleRingPlacement(RingPlacement):
+    """Rings inside nodes, and rings of the ranks that have the same place in their nodes.
+
+    A block goes once to each other node, during all the steps in which it is passed on inside one:
+    so every network card of a node is used, and each carries a block a node, not one a step.
+
+    Source: LoongTrain, Double-Ring-Attention. Differs: gradients are summed inside a node and sent
+    straight to their owner.
+
+    Attributes: nodes: of each rank; equally many ranks on each.
+    """
+
+    nodes: tuple[int, ...] = ()
+    cyclic = False
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        (of_query, first), (of_key, second) = self._places[query], self._places[key]
+        outer = (of_query - of_key) % (self.size // self.latency)
+        inner = (first - second) % self.latency
+        yield Place(query if self.travelling == "kv" else key, outer * self.latency + inner)
+
+    def node_segment(self, rank: int) -> int:
+        """See BlockPlacement.node_segment: the node."""
+        return self.nodes[rank]
+
+    @cached_property
+    def latency(self) -> int:
+        """See BlockPlacement.latency: as many steps as a node has ranks."""
+        return self.nodes.count(self.nodes[0])
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rank the number of its node, and its place in there."""
+        places = {node: count() for node in self.nodes}
+        numbers = {node: number for number, node in enumerate(places)}
+        return tuple((numbers[node], next(places[node])) for node in self.nodes)
+
+
+class Rules(NamedTuple):
+    """Options of a ring, see Ring.Options."""
+
+    backward: Rule = "auto"
+    keep: Literal["auto", "local"] = "local"
+    gradients: Literal["float32", "model"] = "float32"
+    route: Route = "ring"
+
+
+def ring_placement(
+    layout: Layout,
+    nodes: Sequence[int],
+    groups: tuple[HeadGroup, ...],
+    shape: Shape,
+    mask: Mask,
+    phase: Phase,
+    rules: Rules,
+) -> RingPlacement:
+    """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
+    size = len(nodes)
+    passed_on = size > 2 and rules.route != "straight"  # else gradients are no sums
+    wide = passed_on and rules.gradients == "float32"
+    backward = rules.backward
+    if backward == "auto":
+        backward = cheaper(shape, wide_gradients=wide)
+    retains = (
+        rules.keep == "auto"
+        and rules.route == "ring"
+        and len(groups) == 1
+        and backward == "kv"
+        and worth_retaining(layout, size, shape, mask)
+    )
+    ring = RingPlacement(
+        layout,
+        size,
+        groups,
+        wide_gradients=wide,
+        travelling="kv" if phase == "forward" else backward,
+        retains=retains,
+        reverse=retains and phase == "backward",
+    )
+    if rules.route == "straight":
+        return StraightPlacement(**vars(ring))
+    if rules.route == "double":
+        return DoubleRingPlacement(**vars(ring), nodes=tuple(nodes))
+    return ring
+
+
+def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
+    """What moves fewer bytes a hop of the backward: K, V, dK, dV; or Q, dO, dQ and rows of lse and
+    delta. Args: wide_gradients: dQ, dK and dV travel in float32.
+    """
+    e, g = shape.element_bytes, shape.wide_bytes if wide_gradients else shape.element_bytes
+    of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
+    rows = 2 * shape.heads * shape.wide_bytes
+    return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
+
+
+def worth_retaining(layout: Layout, size: int, shape: Shape, mask: Mask) -> bool:
+    """Whether keeping K and V of a rank's last block pays: all ranks save the same hop, and K and V
+    are small.
+    """
+    return (
+        size > 1
+        and shape.elements(size) <= _SHORT
+        and 4 * shape.kv_heads <= shape.heads
+        and sees_all(layout, size, shape.seq_len, mask)
+    )
+
+
+def nodes_for(name: str, topology: Topology, route: Route, teams_of: int = 1) -> Sequence[int]:
+    """The nodes of a ring's ranks; a collective operation the first time if the route needs them.
+
+    Args: teams_of: so many ranks of the topology are a team, and the ring is of each team's ranks
+        that have the same place in it.
+
+    Raises: ConfigError if nodes have unequally many ranks, and the route does not serve that.
+    """
+    if route != "double":
+        return (0,) * (topology.size // teams_of)
+    nodes = topology.nodes[topology.rank % teams_of :: teams_of]
+    ranks = Counter(nodes)
+    if len(set(ranks.values())) > 1:
+        raise ConfigError(
+            f"{name} route double needs as many ranks on one node as on another, got "
+            f"{', '.join(map(str, ranks.values()))}: use route ring"
+        )
+    return nodes
 
 
 class Ring(PointToPoint):
@@ -80,7 +262,6 @@ class Ring(PointToPoint):
         self._nodes = nodes_for(self.name, topology, options.route)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
-        """See Algorithm.placement."""
         options, groups = self.options, self.head_groups(shape, mask)
         rules = Rules(options.backward, options.keep, options.gradients, options.route)
         return ring_placement(self.layout, self._nodes, groups, shape, mask, phase, rules)

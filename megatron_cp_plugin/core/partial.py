@@ -314,7 +314,7 @@ class GradientSum(_Partials):
     Those of k and v come together and are summed by one object.
 
     Attributes:
-        empty: there is no gradient yet.
+        placing: there is no gradient yet, and the first may be written where the sums will be.
         placed: what the sums will be written to, once that is known.
     """
 
@@ -335,20 +335,21 @@ class GradientSum(_Partials):
         self._wide = accumulation_dtype(like[0].dtype)
         self._few = few
         self._place = place
+        self.placing = place is not None
         self.placed: Tensors | None = None
         self._total: list[Tensor] = []
         self._owned = False  # whether _total has wide buffers of ours
 
     def place_of_first(self, rows: int) -> Tensors | None:
         """Where the first partial, of so many rows, is to be written to; None: anywhere."""
-        if self._place is None or not self.empty or rows != self._like[0].shape[1]:
+        if self._place is None or not self.placing or rows != self._like[0].shape[1]:
             return None
         self.placed = self._place()
         return self.placed
 
     def add(self, rows: SomeRows, *gradients: Tensor) -> None:
         """Adds the gradients of some rows [B,rows,heads,D]."""
-        self.empty = False
+        self.empty = self.placing = False
         whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
         if whole and not self._total:
             self._total = list(gradients)

@@ -22,11 +22,23 @@ class Place(NamedTuple):
         step: counts from 0. A rank has blocks of other ranks from step 1, and gathered blocks
             (`assembled`) from step 0.
         part: (i, n): the pair has only the i-th of n equal parts of the query rows, i from 0.
+        parts: of these parts so many, from the i-th on.
     """
 
     rank: int
     step: int
     part: tuple[int, int] = (0, 1)
+    parts: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the pair has all query rows."""
+        return self.parts == self.part[1]
+
+    def rows(self, tokens: int) -> tuple[int, int]:
+        """Rows [start, stop) of the queries that the pair has. Args: tokens: of their block."""
+        first, count = self.part
+        return tokens * first // count, tokens * (first + self.parts) // count
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,13 @@ class BlockPlacement(ABC):
         """Pairs (owner of queries, owner of keys), among them all pairs that meet on a rank.
 
         An override names few pairs: one rank's part of a plan is then found without placing all
-        pairs of a thousand ranks.
+        pairs of a thousand ranks. Of a `cyclic` placement these are known.
         """
-        return product(range(self.size), range(self.size))
+        if not self.cyclic:
+            return product(range(self.size), range(self.size))
+        places = ((t, place.rank) for t in range(self.size) for place in self.place(t, 0))
+        keys = ((t, (rank - where) % self.size) for t, where in places)
+        return [((key + t) % self.size, key) for t, key in keys]
 
     def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Owners of the queries, and of the keys, of the pairs of a rank."""

@@ -11,7 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf, isfinite, nan
@@ -27,7 +27,7 @@ from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import parallel_sizes, ranks_of
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
-from megatron_cp_plugin.planner.text_table import text_table
+from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
 # One rounding of a dtype; docs/data/parity.md says how many count as equal.
@@ -140,12 +140,7 @@ def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
     path, rest = launch.split_run_file(words)
     launch.check_run_file(path, rest)
     flags, of_megatron = split_flags(rest)
-    content: dict[str, Any] = {}
-    if path is not None:
-        from megatron_cp_plugin.integration.yaml_config import as_written
-
-        content = as_written(path)
-        content["megatron"] = {k: v for k, v in content["megatron"].items() if k != "save"}
+    content = read_run_file(path, ("save",))
     section = content.get("context_parallel") or {}
     if flags.algo is None and section.get("algo", MEGATRON) == MEGATRON:
         raise ConfigError(
@@ -174,7 +169,7 @@ def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
         line = [
             "--nproc-per-node",
             str(here),
-            *_run_file(name, content, sections, known.output),
+            *run_file(known.output / f"{name}.yaml", content, sections[name]),
             *line,
         ]
         record = ["--cp-record", str(known.output / name)] if known.gradients else []
@@ -183,16 +178,25 @@ def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def _run_file(
-    name: str, content: Mapping[str, Any], sections: Mapping[str, Any], folder: Path
-) -> list[str]:
-    """Writes a run file, if there is one, with another section of the plugin."""
+def read_run_file(path: str | None, dropped: Collection[str]) -> dict[str, Any]:
+    """A run file as it is written, without some settings of Megatron; {} if there is none."""
+    if path is None:
+        return {}
+    from megatron_cp_plugin.integration.yaml_config import as_written
+
+    content = as_written(path)
+    of_megatron = (content.get("megatron") or {}).items()
+    kept = {key: v for key, v in of_megatron if str(key).replace("-", "_") not in dropped}
+    return content | {"megatron": kept}
+
+
+def run_file(path: Path, content: Mapping[str, Any], section: Mapping[str, Any]) -> list[str]:
+    """Writes a run file, if there is one, with another section of the plugin. Returns: flags."""
     if not content:
         return []
     import yaml
 
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**content, "context_parallel": dict(sections[name])}))
+    path.write_text(yaml.safe_dump({**content, "context_parallel": dict(section)}))
     return ["--config", str(path)]
 
 
@@ -200,22 +204,39 @@ def _run(name: str, words: Sequence[str], folder: Path) -> Printed:
     """Trains as `megatron-cp train` does; what it prints goes to a file."""
     for path in (folder / name).glob("rank*"):  # of an earlier recording, of more ranks perhaps
         path.unlink()
-    log = folder / f"{name}.log"
-    command = [sys.executable, "-m", "megatron_cp_plugin.cli", "train", *words]
     print(f"{name}: megatron-cp train {' '.join(words)}", flush=True)
     said = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if name == "reference" else {}
+    log = folder / f"{name}.log"
+    printed = Printed.of(logged(log, ("megatron_cp_plugin.cli", "train", *words), said))
+    if not printed.losses:
+        raise ContextParallelError(f"the run of {name} printed no losses, see {log}")
+    return printed
+
+
+def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
+    """Runs `python -m *program`; returns the lines that it prints, which go to a file.
+
+    Args:
+        log: The file, which has the name of the run.
+        program: A module and its command line.
+        said: More environment variables.
+
+    Raises:
+        ContextParallelError: It failed.
+    """
     with log.open("w") as file:
         done = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=said | os.environ, check=False
+            [sys.executable, "-m", *program],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=said | os.environ,
+            check=False,
         )
     lines = log.read_text(errors="replace").splitlines()
     if done.returncode:
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        raise ContextParallelError(f"the run of {name} failed, see {log}: {last.strip()}")
-    printed = Printed.of(lines)
-    if not printed.losses:
-        raise ContextParallelError(f"the run of {name} printed no losses, see {log}")
-    return printed
+        raise ContextParallelError(f"the run of {log.stem} failed, see {log}: {last.strip()}")
+    return lines
 
 
 def report(reference: Printed, ours: Printed) -> str:

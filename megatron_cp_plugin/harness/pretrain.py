@@ -6,7 +6,7 @@ this module is imported, as it does for any other training script.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,11 @@ _NOT_HERE = (
 )
 
 
-def run() -> None:
+def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | None = None) -> None:
     """Trains a GPT as the command line says.
+
+    Args:
+        step, datasets: In the place of `forward_step` and `build_datasets`.
 
     Raises:
         ConfigError: A flag asks for what this program does not do.
@@ -75,8 +78,9 @@ def run() -> None:
     model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
     with refusals_in_one_line():
         config = pretrain_cfg_container_from_args(args, model(args))
-    build_datasets.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    provider: Any = datasets or build_datasets
+    provider.is_distributed = True
+    pretrain(config, provider, ModelType.encoder_or_decoder, step or forward_step)
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
@@ -88,9 +92,14 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
+    return output_of(model, batch), partial(sum_of_losses, batch["loss_mask"])
+
+
+def output_of(model: Any, batch: dict[str, Any]) -> Tensor:
+    """The losses of this rank's tokens [b, s]; the hidden states where the pipeline goes on."""
+    output: Tensor = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
@@ -98,7 +107,7 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
         loss_mask=batch["loss_mask"],
         packed_seq_params=_packed(batch),
     )
-    return output, partial(sum_of_losses, batch["loss_mask"])
+    return output
 
 
 def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
@@ -185,8 +194,13 @@ def _has_documents() -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str, Any]:
-    """Returns this rank's part of the next micro-batch; inside the pipeline its documents only."""
+def next_batch(
+    data_iterator: Iterator[Any], vp_stage: int | None, *, numbered: bool = False
+) -> dict[str, Any]:
+    """Returns this rank's part of the next micro-batch; inside the pipeline its documents only.
+
+    Args: numbered: also the "numbers" of its tokens in the whole micro-batch, where it has labels.
+    """
     nothing: dict[str, Any] = dict.fromkeys(_KEYS)
     args = get_args()
     has_documents = _has_documents()
@@ -216,5 +230,8 @@ def _next_batch(data_iterator: Iterator[Any], vp_stage: int | None) -> dict[str,
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     batch = flatten_batch_for_packed_sequences(batch)
+    if numbered and batch["labels"] is not None:
+        batch["numbers"] = torch.arange(batch["labels"].numel(), device=batch["labels"].device)
+        batch["numbers"] = batch["numbers"].view_as(batch["labels"])
     cp_group = mpu.get_context_parallel_group()
     return nothing | get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)

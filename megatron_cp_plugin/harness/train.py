@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print(_HELP)
     else:
         with one_line_errors():
-            return _start(argv)
+            return start(argv, "megatron_cp_plugin.cli", "train")
     train(argv)
     return 0
 
@@ -51,8 +51,13 @@ def train(argv: Sequence[str]) -> None:
         run()
 
 
-def _start(argv: Sequence[str]) -> int:
-    """Starts ranks and waits for them; returns the exit code of the first that failed."""
+def start(argv: Sequence[str], *program: str) -> int:
+    """Starts ranks and waits for them; returns the exit code of the first that failed.
+
+    Args:
+        argv: Flags of `megatron-cp train`.
+        program: Each rank runs `python -m *program *argv`.
+    """
     need("megatron", "megatron-cp train")
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, default=None)
@@ -88,7 +93,7 @@ def _start(argv: Sequence[str]) -> int:
     )
     print(f"megatron_cp_plugin: {ranks} rank(s)", flush=True)
     try:
-        elastic_launch(config, sys.executable)("-m", "megatron_cp_plugin.cli", "train", *words)
+        elastic_launch(config, sys.executable)("-m", *program, *words)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         said = failure.error_file_data["message"]

@@ -2,9 +2,9 @@
 
 They give a model no labels, divide its logits by a temperature, split them by tokens, and hand them
 to a function of their own that makes log-probabilities or entropies of them. `ChunkedLogits` stands
-for the logits on this way. The functions at its end, of verl, slime and NeMo-RL, are replaced, and
-multiply by the output layer then, in chunks of tokens. Everything else that somebody does with the
-logits is refused.
+for the logits on this way. The functions at its end, of verl, slime, NeMo-RL and SkyRL, are
+replaced, and multiply by the output layer then, in chunks of tokens. Everything else that somebody
+does with the logits is refused.
 """
 
 from __future__ import annotations
@@ -112,9 +112,15 @@ class Head:
 
 
 class ChunkedLogits:
-    """Stands for logits [...,V] in float32, of some tokens or all, divided by a temperature."""
+    """Stands for logits [...,V] in float32, of some tokens or all, divided by a temperature.
+
+    Attributes:
+        entropies: Of the tokens, once `log_probs` was called where they `want_entropies`.
+    """
 
     dtype = torch.float32
+    want_entropies = False
+    entropies: Tensor | None = None
 
     def __init__(
         self, head: Head, rows: Tensor | None = None, temperature: float | Tensor = 1.0
@@ -218,10 +224,10 @@ class ChunkedLogits:
                 f"logits {list(self.shape)} need labels {list(self._rows.shape)}, got "
                 f"{list(labels.shape)}"
             )
-        losses, entropies = self._head.statistics(
-            self._rows, labels, self._temperature, entropy=entropy
+        losses, self.entropies = self._head.statistics(
+            self._rows, labels, self._temperature, entropy=entropy or self.want_entropies
         )
-        return -losses, entropies
+        return -losses, self.entropies
 
     def entropy(self) -> Tensor:
         """Entropies [...], by a pass of their own."""
@@ -267,7 +273,8 @@ class ChunkedLogits:
 def _refuse(what: str) -> Never:
     raise LogitsTakenApartError(
         "logits in chunks can be split by tokens, divided by a temperature, and given to the "
-        f"log-probability functions of verl, slime and NeMo-RL, got {what}: leave chunked_loss out"
+        f"log-probability functions of verl, slime, NeMo-RL and SkyRL, got {what}: leave "
+        "chunked_loss out"
     )
 
 
@@ -280,11 +287,13 @@ def serve_programs() -> list[compat.Replacement]:
     made = []
     for path, hook in _TAKERS.items():
         module, name = path.split(":")
-        if module.split(".")[0] not in sys.modules:
+        if (module if path in _OPTIONAL else module.split(".")[0]) not in sys.modules:
             continue
         try:
             made.append(compat.Replacement(Name(module, name), hook))
         except (ImportError, AttributeError) as error:
+            if path in _OPTIONAL:
+                continue
             raise ContextParallelError(
                 f"chunked_loss needs {module}.{name}, which this version does not have ({error}): "
                 "leave chunked_loss out"
@@ -299,9 +308,31 @@ def _of_verl(original: Callable[..., Tensor], logits: Any, labels: Tensor) -> Te
     return logits.log_probs(labels)[0]
 
 
-def _entropy_of_verl(original: Callable[..., Tensor], logits: Any) -> Tensor:
-    """A second pass, because verl asks for entropies before it has labels."""
-    return logits.entropy() if isinstance(logits, ChunkedLogits) else original(logits)
+def _entropy(original: Callable[..., Tensor], logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A pass of its own, because programs ask for entropies without labels."""
+    if not isinstance(logits, ChunkedLogits):
+        return original(logits, *args, **kwargs)
+    return logits.entropy()
+
+
+def _of_verls_engine(
+    original: Callable[..., dict[str, Any]], engine: Any, logits: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Its method that has labels and wants entropies: both by one pass."""
+    wants = kwargs.get("calculate_entropy") and not kwargs.get("distillation_only")
+    if not (isinstance(logits, ChunkedLogits) and wants):
+        return original(engine, logits, *args, **kwargs)
+    logits.want_entropies = True
+    found = original(engine, logits, *args, **kwargs | {"calculate_entropy": False})
+    return found | {"entropy": logits.entropies}
+
+
+def _weighted_entropy_of_skyrl(
+    original: Callable[..., Tensor], logits: Any, weights: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    if not isinstance(logits, ChunkedLogits):
+        return original(logits, weights, *args, **kwargs)
+    return (logits.entropy() * weights).sum()
 
 
 def _of_slime(
@@ -334,10 +365,21 @@ def _of_nemo(original: Callable[..., Tensor], logits: Any, target: Tensor, *args
 
 # Names of functions and autograd functions, after their modules.
 _VERL, _NEMO = "verl.utils.megatron.tensor_parallel", "nemo_rl.distributed.model_utils"
+_SKYRL = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+_VERLS_ENGINE = (
+    "verl.workers.engine.megatron.transformer_impl:"
+    "MegatronEngineWithLMHead._lm_head_logits_processor"
+)
 _TAKERS: dict[str, Callable[..., Any]] = {
     f"{_VERL}:vocab_parallel_log_probs_from_logits": _of_verl,
-    f"{_VERL}:_VocabParallelEntropy.apply": _entropy_of_verl,
+    f"{_VERL}:_VocabParallelEntropy.apply": _entropy,
+    _VERLS_ENGINE: _of_verls_engine,
     "slime.utils.ppo_utils:calculate_log_probs_and_entropy": _of_slime,
     f"{_NEMO}:DistributedLogprob.apply": _of_nemo,
     f"{_NEMO}:ChunkedDistributedLogprob.apply": _of_nemo,
+    f"{_SKYRL}:DistributedLogprob.apply": _of_nemo,
+    f"{_SKYRL}:ChunkedDistributedLogprob.apply": _of_nemo,
+    f"{_SKYRL}:vocab_parallel_entropy": _entropy,
+    f"{_SKYRL}:vocab_parallel_entropy_weighted_sum": _weighted_entropy_of_skyrl,
 }
+_OPTIONAL = {_VERLS_ENGINE}  # not in all versions: entropies take a pass of their own without it

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.latent_attention import shape_of_latents
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -38,7 +39,8 @@ def set_up_groups(
             "configuration before the model is built"
         )
     settings = Settings(config)
-    shape = settings.shape(runtime.config.layout.multiple(own.size()))
+    sizes = shape_of_latents if runtime.config.send_latents else Settings.shape
+    shape = sizes(settings, runtime.config.layout.multiple(own.size()))
     runtime.set_up(own, shape, _new_group(args), recurrent=settings.is_gated)
 
 

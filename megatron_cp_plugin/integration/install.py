@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed as dist
 from torch import nn
 
 from megatron_cp_plugin import registry
@@ -19,6 +20,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
+from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_logits import serve_programs
 from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
@@ -41,6 +43,7 @@ def install(
     kernel: str = "auto",
     recompute_attention: bool = False,
     chunked_loss: int | None = None,
+    send_latents: bool = False,
     tokens: int | None = None,
     mean_document: str | int | None = None,
     allow_untested_megatron: bool = False,
@@ -65,9 +68,10 @@ def install(
         kernel: "auto" or a kernel's name.
         recompute_attention: Activation recomputation runs attention a second time.
         chunked_loss: How many tokens' logits there are at a time: losses, and the log-probabilities
-            and entropies of verl, slime and NeMo-RL, are computed in chunks; None: as the caller
-            does. A model that is given no labels returns what stands for logits then; whatever
-            needs logits themselves is refused.
+            and entropies of verl, slime, NeMo-RL and SkyRL, are computed in chunks; None: as the
+            caller does. A model that is given no labels returns what stands for logits then;
+            whatever needs logits themselves is refused.
+        send_latents: Ranks send latents of multi-latent attention in place of K and V.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
         mean_document: With auto: length of documents: the mean in tokens,
             "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
@@ -79,7 +83,10 @@ def install(
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
     batches = Batches(tokens, mean_document)
-    config = _config(algo, layout, kernel, recompute_attention, options, batches, chunked_loss)
+    config = _config(
+        *(algo, layout, kernel, recompute_attention, options, batches, chunked_loss),
+        send_latents=send_latents,
+    )
     found = _in_force()
     if found is not None:
         before = found.batches if isinstance(found, ProgramInstaller) else Batches()
@@ -202,6 +209,14 @@ class ProgramInstaller(Installer):
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
+        assert self._runtime is not None
+        if dist.get_rank() == 0:  # of the job's ranks, or of a program's workers
+            layers = model.config.num_layers
+            said = describe(self._runtime.config, None)
+            print(
+                f"megatron_cp_plugin: {said}, in a {type(model).__name__} of {layers} layers",
+                flush=True,
+            )
         if self._asked.chunked_loss is not None:
             serve_loss(model, self._asked.chunked_loss, for_programs=True)
 
@@ -232,6 +247,8 @@ def _config(
     options: dict[str, object],
     batches: Batches,
     chunked_loss: int | None = None,
+    *,
+    send_latents: bool = False,
 ) -> ContextParallelConfig:
     """What was asked for, over the ranks of Megatron's parallel state."""
     if not parallel_state.model_parallel_is_initialized():
@@ -257,7 +274,9 @@ def _config(
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
     config = ContextParallelConfig(
-        algo, size, kernel, given, recompute_attention, chunked_loss=chunked_loss
+        *(algo, size, kernel, given, recompute_attention),
+        chunked_loss=chunked_loss,
+        send_latents=send_latents,
     )
     config.layout  # noqa: B018  (an unknown option is the first thing to say)
     return config
@@ -268,7 +287,7 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
         if config.algo == registry.AUTO:
             return (config,)
         options = registry.read_options(config.algo, dict(config.options))
-        rest = config.kernel, config.recompute_attention, config.chunked_loss
+        rest = config.kernel, config.recompute_attention, config.chunked_loss, config.send_latents
         return (config.algorithms, options, *rest)
 
     return one.algo == other.algo and settings(one) == settings(other)
@@ -276,6 +295,7 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
 
 def _words(config: ContextParallelConfig, batches: Batches) -> str:
     others = vars(batches) | {"chunked_loss": config.chunked_loss}
+    others |= {"send_latents": config.send_latents or None}
     given = (*config.options, *((k, v) for k, v in others.items() if v is not None))
     options = ", ".join(f"{name}={value}" for name, value in given)
     return f"{config.algo} ({options})" if options else config.algo

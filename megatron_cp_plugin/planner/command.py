@@ -18,8 +18,8 @@ from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
 from megatron_cp_plugin.planner.step import dispatch
-from megatron_cp_plugin.planner.text_table import text_table
 from megatron_cp_plugin.registry import AUTO
+from megatron_cp_plugin.text_table import text_table
 
 _PROPOSALS = 10
 

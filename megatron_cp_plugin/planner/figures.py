@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.pictures import check_picture, write_picture
 from megatron_cp_plugin.planner.drawing import (
     WHOSE,
     Cell,
@@ -71,19 +70,8 @@ def save(drawn: Picture, path: Path) -> None:
     Raises:
         ConfigError: Another ending, or matplotlib is not installed.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{path.name!r} needs matplotlib, which is not installed: "
-            "pip install 'megatron-cp-plugin[report]', or leave --output out"
-        )
-    import matplotlib
-
-    # Text stays text in an SVG, and two runs write the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
-        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
-        figure(drawn).savefig(path, dpi=120, metadata=metadata)
+    check_picture(path)
+    write_picture(figure(drawn), path)
 
 
 @dataclass(frozen=True)

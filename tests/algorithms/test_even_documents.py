@@ -10,12 +10,12 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import Exponential, Lengths, LogNormal, random_documents
 from megatron_cp_plugin.registry import create, read_options
+from tests.plan_check import check
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 HEADS = {"MHA": (8, 8), "MQA": (8, 1)}

@@ -6,7 +6,6 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -14,6 +13,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.test_conformance import Case, assert_matches
 
 NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.algorithms.grid import column_major, row_major
+from megatron_cp_plugin.algorithms.attention2d import column_major, row_major
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
 from megatron_cp_plugin.core.layout import LAYOUTS, Grouped
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments

@@ -11,7 +11,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside
 from megatron_cp_plugin.core.shape import Shape
@@ -19,6 +18,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_random_attention import (
     HEADS,

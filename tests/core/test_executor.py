@@ -163,6 +163,10 @@ def test_groups_of_heads_straight_from_their_owners(
     assert compare(algo, options, size, mask, 5 * size + size // 2)[0]
 
 
+def test_groups_of_heads_that_share_gathered_keys() -> None:
+    compare("attention2d", {"chunks": 4, "rows": 2, "transport": "group"}, 4, Mask(), 16)
+
+
 @pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
 def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str) -> None:
     """Of three rounds. c: is let come, C: has come, .: is computed, l: is sent, L: has left."""

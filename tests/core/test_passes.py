@@ -8,8 +8,10 @@ import torch
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.blocks.rows import Rows, row_count
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.execution import passes
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -148,6 +150,22 @@ def test_dtypes_that_models_have(algo: str, options: dict, dtype: torch.dtype, g
         )
 
     assert max(run_virtual(SIZE, body)) < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rows", [((0, 4),), ((1, 3),)], ids=["all rows", "some rows"])
+def test_what_came_first_is_not_overwritten_by_what_comes_next(rows: Rows) -> None:
+    """A rank may get results before it has any of its own: the next ones come in their buffers."""
+    q = torch.zeros(1, 4, 2, 8, dtype=torch.float64)
+    outs = [torch.randn(1, row_count(rows), 2, 8, dtype=torch.float64) for _ in range(3)]
+    buffer = torch.empty_like(outs[0]), torch.zeros(1, 2, row_count(rows), dtype=torch.float64)
+    total = partial.Accumulator(q, 8)
+    for out in outs:  # of equal lse: their mean
+        total.settle()
+        buffer[0].copy_(out)
+        passes._merge(total, passes.Packed(rows, buffer), ((0, 4),))
+    out, _ = total.result()
+    ((start, stop),) = rows
+    assert relative_error(out[:, start:stop], sum(outs) / 3) < 1e-12
 
 
 @pytest.mark.parametrize("size", [2, 4])

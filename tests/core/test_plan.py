@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.check import PlanError, check, check_slots
+from megatron_cp_plugin.core.plans.check import PlanError, check_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import (
     PHASES,
@@ -33,6 +33,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.span_masks import random_spans
 
@@ -50,6 +51,7 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
     for helped in (True, False):
         for last_step in ("owner", "shared"):
             yield "distflash", {"balanced": helped, "last_step": last_step, "chunks": 2}
+    yield "distflash", {"helpers": "work"}
     yield "allgather", {"chunks": 3}
     for rows in range(1, size + 1):
         if size % rows == 0:
@@ -60,6 +62,7 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield "ulysses", {"keep": keep, "chunks": 2}
         for team in range(1, size + 1):
             if size % team == 0:
+                yield "usp", {"keep": keep, "ulysses": team, "route": "grid"}
                 yield "usp", {"keep": keep, "ulysses": team, "chunks": 2}
                 yield (
                     "usp",

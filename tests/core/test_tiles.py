@@ -242,6 +242,7 @@ def test_tables() -> None:
     assert tile.document_bounds == tuple(range(0, 68, 4))
     assert (len(table), len(table.single)) == (1, 16)
     assert tile.area == table.areas.sum() == 160
-    moved = table.moved(8, 2)
-    assert [(one.q, one.kv) for one in moved] == [(slice(8, 72), slice(2, 66))]
+    for rows, cols in ((8, 2), (0, 2), (8, 0)):
+        moved = [(one.q, one.kv) for one in table.moved(rows, cols)]
+        assert moved == [(slice(rows, rows + 64), slice(cols, cols + 64))]
     assert not TileTable.of(())

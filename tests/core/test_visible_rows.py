@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,18 +18,21 @@ from megatron_cp_plugin.core.blocks.rows import (
     positions_of,
     rows_of_all,
     union,
+    united,
 )
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
+    rows_of_parts,
     visible_rows,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.documents import document_starts
-from megatron_cp_plugin.core.plans.check import PlanError, check
+from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
@@ -36,6 +40,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.core.test_plan import masks, variants
 from tests.oracle import expected_attention
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
@@ -332,6 +337,12 @@ def numbers_of(rows: Rows) -> list[int]:
 SETS = st.sets(st.integers(0, 30), max_size=20)
 
 
+def test_ranges_within_others_are_united() -> None:
+    assert united(np.array([[5, 0, 1], [8, 6, 2]]), 0) == ((0, 8),)
+    assert united(np.array([[0, 4], [2, 6]]), 1) == ((0, 2), (4, 6))
+    assert united(np.array([[0, 4], [2, 6]]), 2) == ((0, 6),)
+
+
 @examples(200)
 @given(SETS, SETS, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4))
 def test_rows_are_sets(a: set[int], b: set[int], start: int, stop: int, gap: int) -> None:
@@ -408,6 +419,24 @@ def test_visible_rows_of_all_pairs(
             rows, cols = visible_rows(spans[query], spans[key], mask)
             assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
             assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+
+
+@examples(100)
+@given(st.sampled_from([Contiguous(), Zigzag()]), st.integers(1, 5), st.integers(1, 90), st.data())
+def test_rows_of_parts(layout: Layout, size: int, seq_len: int, data: st.DataObject) -> None:
+    """At once, and each by itself, those that overlap too."""
+    mask = data.draw(masks(seq_len))
+    blocks, rank = TokenMap.of(layout, size, seq_len), st.integers(0, size - 1)
+    parts = []
+    for query, key in data.draw(st.lists(st.tuples(rank, rank), max_size=6)):
+        rows = st.integers(0, blocks.lengths[query])
+        start, stop = sorted((data.draw(rows), data.draw(rows)))
+        parts += [(query, key, start, stop)] * (start < stop)
+    found = rows_of_parts(blocks, parts, mask) if parts else {}
+    assert set(found) == set(parts)
+    for (query, key, start, stop), met in found.items():
+        rows, cols = visible_rows(blocks[query].at(start, stop), blocks[key], mask)
+        assert met == (tuple((start + first, start + last) for first, last in rows), cols)
 
 
 def gap_of(spans: Sequence[Span]) -> int:

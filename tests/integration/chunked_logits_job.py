@@ -1,4 +1,4 @@
-"""What verl, slime and NeMo-RL do with a model's logits: chunked_logits_job.py TENSOR CONTEXT.
+"""What programs around Megatron do with a model's logits: chunked_logits_job.py TENSOR CONTEXT.
 
 With `install(chunked_loss=...)`, beside sequence parallelism if TENSOR > 1. It prints, for each
 program, what log-probabilities, entropies and gradients are off by, compared with those of all
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.chunked_logits import Head
 from tests.integration.cut_batches_job import Batch, make_config, make_model, set_up
 
 LENGTHS = (13, 2, 27, 6)
@@ -34,10 +35,19 @@ NAMES = {
         "vocab_parallel_log_probs_from_logits",
         "_VocabParallelEntropy.apply",
     ),
+    "verl.workers.engine.megatron.transformer_impl": (
+        "MegatronEngineWithLMHead._lm_head_logits_processor",
+    ),
     "slime.utils.ppo_utils": ("calculate_log_probs_and_entropy",),
     "nemo_rl.distributed.model_utils": (
         "DistributedLogprob.apply",
         "ChunkedDistributedLogprob.apply",
+    ),
+    "skyrl.backends.skyrl_train.distributed.megatron.model_utils": (
+        "DistributedLogprob.apply",
+        "ChunkedDistributedLogprob.apply",
+        "vocab_parallel_entropy",
+        "vocab_parallel_entropy_weighted_sum",
     ),
 }
 
@@ -53,7 +63,10 @@ def program(path: str) -> Any:
             sys.modules.setdefault(name, types.ModuleType(name)).__path__ = []  # type: ignore[attr-defined]
         for name in NAMES[path]:
             kind, _, method = name.partition(".")
-            found = type(kind, (), {method: staticmethod(original)}) if method else original
+            found: Any = original
+            if method:
+                own = engines_logits_processor if "logits" in method else staticmethod(original)
+                found = type(kind, (), {method: own})
             setattr(sys.modules[path], kind, found)
         return sys.modules[path]
 
@@ -67,6 +80,47 @@ def by_verl(logits: Any, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     kept = logits.clone()
     entropy = module._VocabParallelEntropy.apply(logits)
     return module.vocab_parallel_log_probs_from_logits(kept, labels), entropy
+
+
+def engines_logits_processor(
+    self: Any, logits: Any, label: Tensor, temperature: Tensor, *, calculate_entropy: bool, **_: Any
+) -> dict[str, Tensor]:
+    """As MegatronEngine._lm_head_logits_processor, of which verl makes a function of logits."""
+    logits.div_(temperature.unsqueeze(dim=-1).to(logits.dtype))
+    module = program("verl.utils.megatron.tensor_parallel")
+    found = {}
+    if calculate_entropy:
+        found["entropy"] = module._VocabParallelEntropy.apply(logits.clone())
+    return found | {"log_probs": module.vocab_parallel_log_probs_from_logits(logits, label)}
+
+
+def by_verls_engine(logits: Any, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same, in one pass over the output layer."""
+    engine = program("verl.workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
+    temperature = torch.full(labels.shape, TEMPERATURE)
+    passes, statistics = [], Head.statistics
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        return statistics(*args, **kwargs)
+
+    Head.statistics = counted  # type: ignore[method-assign]
+    found = engine._lm_head_logits_processor(
+        object.__new__(engine),
+        logits,
+        labels,
+        temperature,
+        calculate_sum_pi_squared=False,
+        calculate_entropy=True,
+        distillation_use_topk=False,
+        distillation_only=False,
+        logits_processor_func=None,
+        batch=None,
+        data_format="thd",
+    )
+    Head.statistics = statistics  # type: ignore[method-assign]
+    assert len(passes) == 1
+    return found["log_probs"], found["entropy"]
 
 
 def by_verl_in_chunks(logits: Any, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -122,6 +176,22 @@ def by_nemo_packed(logits: Any, labels: Tensor, batch: Batch) -> tuple[Tensor, N
     logits = logits.squeeze(0).unsqueeze(0)
     log_probs = module.DistributedLogprob.apply(logits, labels, 0, logits.shape[-1], None, True)
     return log_probs, None
+
+
+def by_skyrl(logits: Any, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """As from_parallel_logits_to_logprobs_packed_sequences, and entropies of answers alone."""
+    module = program("skyrl.backends.skyrl_train.distributed.megatron.model_utils")
+    logits.div_(TEMPERATURE)
+    one = logits.squeeze(0).unsqueeze(0)
+    vocabulary = 0, one.shape[-1], 5, None, False
+    log_probs = module.ChunkedDistributedLogprob.apply(one, labels, *vocabulary).contiguous()
+    entropy = module.vocab_parallel_entropy(logits[:, -7:, :], chunk_size=0, chunk_memory_mb=512)
+    weights = torch.linspace(0, 1, logits.shape[-2], dtype=logits.dtype, device=logits.device)
+    total = module.vocab_parallel_entropy_weighted_sum(logits, weights, chunk_size=0)
+    every = module.vocab_parallel_entropy(logits)
+    assert torch.equal(every[:, -7:], entropy)
+    torch.testing.assert_close(total, (every * weights).sum())
+    return log_probs, every
 
 
 def of_all_logits(logits: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -181,7 +251,8 @@ def main(tensor: int, context: int) -> dict[str, Any]:
     def without_entropy(*args: Any) -> tuple[Tensor, None]:
         return of_all_logits(*args)[0], None
 
-    taken = (by_verl, by_verl_in_chunks, by_slime, by_slime_recomputed, by_nemo, by_nemo_packed)
+    taken = (by_verl, by_verls_engine, by_verl_in_chunks, by_slime, by_slime_recomputed)
+    taken = (*taken, by_nemo, by_nemo_packed, by_skyrl)
     found: dict[str, Any] = {}
     for each in taken:
         log_probs, entropy, gradients = step(each, logits())

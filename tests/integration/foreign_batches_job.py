@@ -173,7 +173,7 @@ def serve(pretrain: Any, way: str | None) -> None:
             group.rank(),
             group.size(),
         )
-        whole = pretrain._next_batch(data_iterator, None)
+        whole = pretrain.next_batch(data_iterator, None)
         if way is not None:
             return finish(pretrain, forward, model, ways.all()[way](dict(whole)))
         names = list(ways.all())

@@ -96,7 +96,7 @@ def serve(pretrain: Any, kind: str, *, packs: bool, window: int | None) -> None:
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
         stage, tokens = get_attr_wrapped_model(model, "vp_stage"), get_args().seq_length
-        batch, packed = pretrain._next_batch(data_iterator, stage), None
+        batch, packed = pretrain.next_batch(data_iterator, stage), None
         number = count[stage]
         bounds = bounds_of(number, tokens) if packs else None
         mask, positions = mask_of(number, tokens, bounds), positions_of(number, tokens)

@@ -22,15 +22,17 @@ BOUNDS = {"log-probs": 2e-5, "entropy": 2e-5, "gradients": 1e-4}
     ("tensor", "context"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
 )
 def test_programs(tensor: int, context: int, tmp_path: Path) -> None:
-    """What verl, slime and NeMo-RL do with logits gives what all logits give."""
+    """What verl, slime, NeMo-RL and SkyRL do with logits gives what all logits give."""
     words = str(tensor), str(context)
     job = run_warm(tmp_path, *words, ranks=tensor * context, script=JOB).succeeded()
+    said = "megatron_cp_plugin: context parallelism by zigzag layout=thd on {} rank(s), thd layout"
+    assert said.format(context) in job.text, job.text
     for process in job.processes:
         found = json.loads(process.stdout.split("FOUND")[-1].splitlines()[0])
         refused = found.pop("refused")
         assert found.pop("sum") < 1e-2
         assert found.pop("losses") < 1e-5
-        assert len(found) == 6
+        assert len(found) == 8
         for name, errors in found.items():
             for what, bound in BOUNDS.items():
                 assert errors[what] <= bound, f"{name}: {what} is off by {errors[what]:.1e}"

@@ -248,7 +248,8 @@ def test_tiles_of_all_kinds(
     call = Call(Shape.of(q, k, v, rows), Mask(window=5), 64**-0.5, kernel)
     assert call.packed
     total = Accumulator(q, 64)
-    attend_block(total, q, k, v, work, call)
+    way = {"packed": True, "gaps": kernel.gaps}
+    attend_block(total, q, k, v, work.calls(**way, forward=True), call)
     out, lse = total.result()
     assert (out[:, ~mine] == 0).all()
     assert (lse[:, :, ~mine] == -torch.inf).all()
@@ -257,7 +258,7 @@ def test_tiles_of_all_kinds(
     if given == "delta":
         statistics = Statistics(statistics.lse, delta=delta_of(dout, out))
     sums = Gradients(GradientSum(q), GradientSum(k, v))
-    differentiate_block(sums, dout, q, k, v, statistics, work, call)
+    differentiate_block(sums, dout, q, k, v, statistics, work.calls(**way), call)
     (dq,), (dk, dv) = sums.dq.result(), sums.dkv.result()
     assert (dq[:, ~mine] == 0).all()
     assert (dk[:, ~theirs] == 0).all()
@@ -301,7 +302,8 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
 
     def attend(work: Batches) -> tuple[Tensor, Tensor]:
         total = Accumulator(q, 64)
-        attend_block(total, q, k, v, work, call)
+        calls = work.calls(packed=True, gaps=kernel.gaps, forward=True)
+        attend_block(total, q, k, v, calls, call)
         return total.result()
 
     want = attend(Batches(TileTable.of(tiles), 4))

@@ -9,13 +9,13 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.plans.check import check
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import peak
 from megatron_cp_plugin.planner.plan_json import from_json, to_json
 from megatron_cp_plugin.spans import image_blocks
+from tests.plan_check import check
 
 SHAPE = Shape(2, 96, 16, 4, 8, value_dim=6)
 NODES = (0, 0, 1, 1)

@@ -88,7 +88,7 @@ def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
     spans = joined(members)
     if spans.plain:
         owner = np.repeat(np.arange(len(members)), list(map(len, members)))
-        return Contiguous(spans, owner, len(members), width)
+        return Segmented(spans, owner, len(members), width)
     return _Interleaved(members, width)
 
 
@@ -119,7 +119,6 @@ class _Table:
         self._local = torch.from_numpy(start[segment] + within)
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
-        """See Assembly.join."""
         if isinstance(gathered, Tensor):
             widths = (self._width,) * self._members
             line = gathered.movedim(0, dim).flatten(dim, dim + 1)
@@ -129,12 +128,10 @@ class _Table:
         return taken(line, dim, _joined(self, widths, line.device))
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
-        """See Assembly.split."""
         rows = taken(whole, dim, _split(self, whole.device))
         return rows.unflatten(dim, (self._members, self._width)).movedim(dim, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
-        """See Assembly.place."""
         indices = _placed(self, rows.start, rows.stop, values.device)
         for block, (found, local) in zip(blocks, indices, strict=True):
             if len(found):
@@ -181,7 +178,7 @@ def _placed(
     return tuple(zip(parts, parts, strict=True))
 
 
-class Contiguous(Assembly):
+class Segmented(Assembly):
     """Spans without gaps, sorted by position."""
 
     def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:

@@ -75,7 +75,6 @@ class SlottedCommunicator(Communicator):
         return self._slab[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
 
     def reserve(self, like: Sequence[Described]) -> None:
-        """See Communicator.reserve."""
         needed = _offsets([_bytes(shape, dtype) for shape, dtype in like])[-1]
         if needed > self._slot_bytes:
             with torch.inference_mode(False):

@@ -12,7 +12,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,9 +39,10 @@ from megatron_cp_plugin.core.execution.program import (
     Message,
     Program,
     Step,
-    exchanged,
-    gathered,
+    exchanging_program,
+    gathering_program,
     program,
+    without_idle,
 )
 from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
@@ -59,12 +60,14 @@ from megatron_cp_plugin.core.execution.transport import (
     team_channels,
 )
 from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
-    OF_ROWS,
+    PER_HEAD,
     QUERIES,
     SIDE_OF,
     Plan,
@@ -74,6 +77,7 @@ from megatron_cp_plugin.core.plans.plan import (
     outside,
     with_wanted_gradients,
 )
+from megatron_cp_plugin.core.tiles import Tile
 from megatron_cp_plugin.core.topology import Topology
 
 Saved = tuple[Tensor, ...]
@@ -123,6 +127,8 @@ class Executor:
     filled: PaddedHeads | None
     keep: bool
     overlap: bool
+    # Kernel calls of tasks, made when each is first computed, beside the computation before it.
+    _calls: dict[Batches, tuple[Tile | Batch, ...]] = field(default_factory=dict, init=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
         """Attention of the local queries over all keys.
@@ -212,6 +218,7 @@ class Executor:
     def follow(self, work: Pass) -> None:
         """Runs a pass through all rounds and steps of the program."""
         run, rounds = _Run(self, work), self.program.rounds
+        calls, forward = self._calls, self.plan.phase == "forward"
         coming = run.arrive(0) if self.teams else None
         leaving: Waits = []
         for number, part in enumerate(rounds):
@@ -233,7 +240,11 @@ class Executor:
                     run.expect_results(step)
                 for task in step.tasks:
                     operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
-                    work.compute(*operands, task.work, self.call)
+                    if task.work not in calls:
+                        calls[task.work] = task.work.calls(
+                            packed=self.call.packed, gaps=self.call.kernel.gaps, forward=forward
+                        )
+                    work.compute(*operands, calls[task.work], self.call)
                     if task.rows is not None:
                         work.leave(task.rows, operands[0])
                     del operands
@@ -290,12 +301,15 @@ def executor_of(
             call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
         )
     way, parts = transport.way(steps, slots), program(steps, transport.topology.rank)
+    messages = way is not None and way.slots is None
     if not channels or not isinstance(placement, HeadPlacement):
+        parts = without_idle(parts) if messages else parts
         return Executor(
             call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
         )
     assert exchange is not None
     team, parts = _exchanging(parts, exchange, channels[QUERIES], placement, topology.rank)
+    parts = without_idle(parts) if messages else parts
     teams, shape = {QUERIES: team, KEYS: team}, call.shape
     filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
     if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
@@ -329,7 +343,7 @@ def _gathering(
         moves = [move for move in first if move.side == side]
         teams[side] = gathering(inward, outward, steps.spans, owners, own, moves)
     tokens = teams[QUERIES].order.tokens
-    return teams, gathered(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
+    return teams, gathering_program(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
 
 
 def _exchanging(
@@ -351,7 +365,7 @@ def _exchanging(
     members, _, inward, outward = channels
     order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
     team = ExchangingTeam(inward, outward, order)
-    return team, exchanged(parts, exchange, rank, members, placement.exchanges)
+    return team, exchanging_program(parts, exchange, rank, members, placement.exchanges)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -394,6 +408,8 @@ class _Run:
             for of_results, exchange in of.program.receivable:
                 channel = channels.results if of_results else channels.inputs
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
+            for (of_results, slow), count in of.program.idle.items():
+                channels[2 * slow + of_results].skip(count)
 
     def arrive(self, number: int) -> Coming:
         """Posts the gathers of a round."""
@@ -423,7 +439,7 @@ class _Run:
             some = of_part[name]
             if name not in self._shared:
                 held[name] = x if some is None else x[some]
-            elif name in OF_ROWS:  # of all heads
+            elif name in PER_HEAD:  # of all heads
                 rows = self._shared[name]
                 held[name] = (rows if some is None else rows[some]).contiguous()
             elif heads.last or name not in OF_KEYS:
@@ -450,7 +466,8 @@ class _Run:
         """Lets other ranks send results while this rank computes, if no results are under way."""
         for exchange in step.results:
             if exchange.receives and not exchange.slow and not self.results:
-                self._work.settle()
+                if self._work.waits:
+                    self._work.settle()
                 self._channels.results.expect(exchange.sources)
 
     def reduce(self, step: Step) -> None:
@@ -466,7 +483,7 @@ class _Run:
         if step.number in self.results:
             self._take_results(step.number)
         for exchange in step.results:
-            if exchange.receives:
+            if exchange.receives and self._work.waits:
                 self._work.settle()
             channel = self._channels.slow_results if exchange.slow else self._channels.results
             self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
@@ -527,14 +544,17 @@ class _Run:
             arriving.append((message, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        return Posted(channel.exchange(sends, receives), tuple(arriving), sends)
+        posted = Posted(channel.exchange(sends, receives), tuple(arriving), sends)
+        if exchange.idle:
+            channel.skip(exchange.idle)
+        return posted
 
     def _sent(self, message: Message, strided: bool) -> Sequence[Tensor]:
         move, block, result = message
         rows = move.block.rows
         if result:
             held = self._parts.rows[block]
-            return self._work.results_for(move, held, self._partial_sums.pop(block, None))
+            return self._work.results_for(message, held, self._partial_sums.pop(block, None))
         if block in self.held:
             held, tensors = self._parts.rows[block], self.held[block]
         else:

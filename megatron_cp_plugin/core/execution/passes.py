@@ -16,7 +16,15 @@ from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
 from megatron_cp_plugin.core.blocks.rows import Rows, between, common, row_count
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Described
-from megatron_cp_plugin.core.execution.program import BlockId, Exchange, Program, Round, Step, Task
+from megatron_cp_plugin.core.execution.program import (
+    BlockId,
+    Exchange,
+    Message,
+    Program,
+    Round,
+    Step,
+    Task,
+)
 from megatron_cp_plugin.core.execution.team import (
     Departure,
     GatheringTeam,
@@ -29,7 +37,6 @@ from megatron_cp_plugin.core.execution.team import (
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
 from megatron_cp_plugin.core.masks.batch import Batch
-from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
@@ -41,13 +48,14 @@ from megatron_cp_plugin.core.partial import (
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
-    OF_ROWS,
+    PER_HEAD,
     QUERIES,
     RESULTS,
     SIDE_OF,
     Move,
     Side,
 )
+from megatron_cp_plugin.core.tiles import Tile
 
 Teams = Mapping[Side, Team]
 
@@ -70,7 +78,8 @@ class Pass(ABC):
 
     Attributes:
         sides: the sides that get results.
-        compute: runs a task; its arguments are the operands, the tiles and the call.
+        waits: accepted results may wait to be added.
+        compute: runs a task; its arguments are the operands, the kernel calls and the call.
         sizes: batch, head dim of q, head dim of v, dtype.
         own: tensors of the rank's own tokens; teams gather them.
         kept_of: tensors that the forward gathered and kept, by round.
@@ -81,6 +90,7 @@ class Pass(ABC):
     """
 
     sides: ClassVar[tuple[Side, ...]]
+    waits: ClassVar[bool] = False
     compute: ClassVar[Callable[..., None]]
     sizes: tuple[int, int, int, torch.dtype]
     own: Named
@@ -135,11 +145,11 @@ class Pass(ABC):
         """
 
     @abstractmethod
-    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
+    def results_for(self, message: Message, held: Rows, before: Packed | None) -> Tensors:
         """Results for another rank's block: this rank's own, plus those that came.
 
         Args:
-            move: the move that sends them.
+            message: the message that sends them.
             held: rows of the block that this rank had.
             before: the sum of the ranks before this one in a relay, if one came.
         """
@@ -148,8 +158,9 @@ class Pass(ABC):
     def accept(self, move: Move, results: Tensors) -> None:
         """Adds another rank's results for some rows of the base block."""
 
-    def settle(self) -> None:  # noqa: B027  (sums are made at once)
-        """Adds accepted results that still wait to be added: the next results overwrite them."""
+    def settle(self) -> None:
+        """Adds accepted results, if they `wait`: the next results overwrite them."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
@@ -210,15 +221,15 @@ def expected(
         for name in (name for message in move.messages for name in message):
             count = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
             own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
-            wide = name in OF_ROWS or (move.wide and name in RESULTS)
-            shape = (batch, count, tokens) if name in OF_ROWS else (batch, tokens, count, own_dim)
+            wide = name in PER_HEAD or (move.wide and name in RESULTS)
+            shape = (batch, count, tokens) if name in PER_HEAD else (batch, tokens, count, own_dim)
             tensors.append((shape, accumulated if wide else dtype))
         found.append(tuple(tensors))
     return tuple(found)
 
 
 def attend_block(
-    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, work: Batches, call: Call
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile | Batch], call: Call
 ) -> None:
     """Adds attention of a block of queries over a block of keys to `total`.
 
@@ -227,11 +238,11 @@ def attend_block(
         q: [B,rows,H,D].
         k: [B,cols,G,D].
         v: [B,cols,G,E].
-        work: tiles of the block.
+        calls: kernel calls of the block, as `Batches.calls` gives them.
         call: the call.
     """
     kernel, scale = call.kernel, call.scale
-    for each in work.calls(packed=call.packed, gaps=kernel.gaps, forward=True):
+    for each in calls:
         if isinstance(each, Batch):
             queries, keys = each.sides(q.device)
             (rows,) = queries.given
@@ -249,7 +260,9 @@ def attend_block(
             out, lse = kernel.forward(KernelCall(*flipped, scale, each.causal))
             total.add(each.q, out.flip(1), lse.flip(2))
             continue
-        place = total.place_of_first(each.rows) if call.places_outputs else None
+        place = None
+        if total.empty and call.places_outputs:
+            place = total.place_of_first(each.rows)
         tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=place)
         found = kernel.forward(tile)
         total.add(each.q, *found)
@@ -281,7 +294,7 @@ def differentiate_block(
     k: Tensor,
     v: Tensor,
     statistics: Statistics,
-    work: Batches,
+    calls: Sequence[Tile | Batch],
     call: Call,
 ) -> None:
     """Adds the gradients of a block's q, k and v to `sums`; see `attend_block` for the shapes.
@@ -293,11 +306,11 @@ def differentiate_block(
         k: keys.
         v: values.
         statistics: lse, with delta or out, of all rows of q.
-        work: tiles of the block.
+        calls: as of `attend_block`.
         call: the call.
     """
     kernel, scale = call.kernel, call.scale
-    for each in work.calls(packed=call.packed, gaps=kernel.gaps):
+    for each in calls:
         if isinstance(each, Batch):
             queries, keys = each.sides(q.device)
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
@@ -321,7 +334,9 @@ def differentiate_block(
             found = kernel.backward(tile, tile_dout.flip(1), of_tile.flipped())
             dq, dk, dv = [x.flip(1) for x in found]
         else:
-            places = sums.places(tile_q, tile_k, tile_v) if call.places_gradients else None
+            places = None
+            if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
+                places = sums.places(tile_q, tile_k, tile_v)
             tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=places)
             dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
         sums.dq.add(each.q, dq)
@@ -338,6 +353,7 @@ class Forward(Pass):
     """
 
     sides = (QUERIES,)
+    waits = True
     compute = staticmethod(attend_block)
     out: Tensor
     lse: Tensor
@@ -374,7 +390,6 @@ class Forward(Pass):
         self._found: dict[int, Accumulator] = {}  # for other ranks' queries, by their owner
 
     def begin(self, part: Round, base: Named) -> None:
-        """See Pass.begin."""
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
         if self._program.parted:
             self._leaving = self._departure("out", "lse")
@@ -390,7 +405,6 @@ class Forward(Pass):
         return out, q.new_empty((batch, heads, tokens), dtype=self._wide)
 
     def open(self, step: Step, *, strided: bool) -> None:
-        """See Pass.open."""
         self._take_heads(step, (self.q,), strided)
         if self._program.parted:
             return
@@ -415,14 +429,13 @@ class Forward(Pass):
         return total, q, k, v
 
     def leave(self, rows: slice, found: object) -> None:
-        """See Pass.leave."""
         assert self._leaving is not None
         assert isinstance(found, Accumulator)
         self._leaving.add(rows, found.result(self._wide if self._program.wide else None))
 
-    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
-        """See Pass.results_for."""
-        total, rows = self._found.pop(move.block.owners[0], None), move.block.rows
+    def results_for(self, message: Message, held: Rows, before: Packed | None) -> Tensors:
+        move, (owner, _), _ = message
+        total, rows = self._found.pop(owner, None), move.block.rows
         if total is None:
             return _passed_on(before)
         if held != rows:
@@ -436,17 +449,14 @@ class Forward(Pass):
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
-        """See Pass.accept."""
         own = between(0, self.q.shape[1])
         _merge(self._totals[move.heads.q.start], Packed(move.block.rows, results), own)
 
     def settle(self) -> None:
-        """See Pass.settle."""
         for total in self._totals.values():
             total.settle()
 
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
-        """See Pass.close."""
         total = self._totals.pop(heads.q.start)
         if others is not None:
             _merge(total, others, between(0, self.q.shape[1]))
@@ -455,7 +465,6 @@ class Forward(Pass):
             self.out, self.lse = out, lse
 
     def end(self) -> Waits:
-        """See Pass.end."""
         leaving, self._leaving = self._leaving, None
         found = () if leaving is not None else (self.out, self.lse)
         if self._keep:
@@ -503,7 +512,6 @@ class Backward(Pass):
         self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
-        """See Pass.begin."""
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
         self._dout = base["dout"]
         self._all = Statistics(base["lse"], base.get("out"), base.get("delta"))
@@ -519,7 +527,6 @@ class Backward(Pass):
             self._of_keys = WholeGradient(self.k, self.v)
 
     def open(self, step: Step, *, strided: bool) -> None:
-        """See Pass.open."""
         self._take_heads(step, (self.q, self._dout), strided)
         heads, whole, within = step.heads, self._round.base.heads, step.within
         of_q, of_kv = (None, None) if within is None else (within.q, within.kv)
@@ -565,7 +572,6 @@ class Backward(Pass):
         return Gradients(dq, dkv), dout, q, k, v, statistics
 
     def leave(self, rows: slice, found: object) -> None:
-        """See Pass.leave."""
         if self._leaving is not None:
             assert isinstance(found, Gradients)
             self._leaving.add(rows, tuple(found.dq.held))
@@ -579,17 +585,16 @@ class Backward(Pass):
             self._found[block] = new
         return new
 
-    def results_for(self, move: Move, held: Rows, before: Packed | None) -> Tensors:
-        """See Pass.results_for."""
-        total = self._found.pop((move.block.owners[0], move.side), None)
-        rows = move.block.rows
+    def results_for(self, message: Message, held: Rows, before: Packed | None) -> Tensors:
+        move, block, _ = message
+        total, rows = self._found.pop(block, None), move.block.rows
         if total is None:
             return _passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         if held == rows and (before is None or before.rows == rows):
             return total.result(dtype, plus=None if before is None else before.tensors)
         found = tuple(total.held)
-        like = self.keys if move.side else self.queries[:1]
+        like = self.keys if block[1] else self.queries[:1]
         total = GradientSum(*[_like(x, rows) for x in like])
         _add_gradients(total, Packed(held, found), rows)
         if before is not None:
@@ -597,28 +602,25 @@ class Backward(Pass):
         return total.result(dtype)
 
     def accept(self, move: Move, results: Tensors) -> None:
-        """See Pass.accept."""
         side = move.side
         _, total = self._sums[(move.heads.kv if side else move.heads.q).start, side]
         rows = between(0, (self.k if side else self.q).shape[1])
         _add_gradients(total, Packed(move.block.rows, results), rows)
 
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
-        """See Pass.close."""
         if side and not self._round.base.heads.last:
             return
         some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
         plus: Tensors | None = None
         if others is not None:
-            rows = between(0, (self.k if side else self.q).shape[1])
-            if others.rows == rows:
+            tokens = (self.k if side else self.q).shape[1]
+            if others.tensors[0].shape[1] == tokens:
                 plus = others.tensors
             else:
-                _add_gradients(total, others, rows)
+                _add_gradients(total, others, between(0, tokens))
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:
-        """See Pass.end."""
         heads, posted = self._round.base.heads, Waits()
         leaving, self._leaving = self._leaving, None
         del self.q, self.k, self.v, self._dout, self._all

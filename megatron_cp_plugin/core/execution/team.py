@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Contiguous, assemble, padded
+from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Segmented, assemble, padded
 from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
@@ -29,7 +29,7 @@ from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
-from megatron_cp_plugin.core.plans.plan import OF_ROWS, Move, TensorNames
+from megatron_cp_plugin.core.plans.plan import PER_HEAD, Move, TensorNames
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -58,13 +58,11 @@ class Staying(Departure):
         self._targets = targets
 
     def add(self, rows: slice, tensors: Tensors) -> None:
-        """See Departure.add."""
         for target, x in zip(self._targets, tensors, strict=True):
             dim = token_dim(x)
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
     def post(self) -> Waits:
-        """See Departure.post."""
         return []
 
 
@@ -146,7 +144,7 @@ class GatheringTeam(Team):
     ) -> Callable[[], Sequence[Tensor]]:
         """See Team.gather; tensors travel and are put in order as one."""
         order, travelling, own = self.order, self._travelling, part.named(message, given)
-        of_rows = message[0] in OF_ROWS
+        of_rows = message[0] in PER_HEAD
         if of_rows:
             whole, dim = torch.stack(own), 3
         else:
@@ -175,7 +173,6 @@ class GatheringTeam(Team):
         return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
 
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """See Team.send."""
         leaving = self.departure(operation, targets)
         leaving.add(slice(0, tensors[0].shape[1]), tensors)
         return leaving.post()
@@ -212,12 +209,10 @@ class _Scattering(Departure):
             self._written = [travelling.with_own(*pair) for pair in both]
 
     def add(self, rows: slice, tensors: Tensors) -> None:
-        """See Departure.add."""
         for of_all, dim, x in zip(self._written, self._dims, tensors, strict=True):
             self._order.place(of_all, dim, rows, x)
 
     def post(self) -> Waits:
-        """See Departure.post."""
         travelling, own, widths = self._travelling, self._own, self._widths
         if travelling is not None:
             for place, whole, target, dim in zip(
@@ -302,7 +297,7 @@ def _ordered(
         return assemble([owned[owner] for owner in members], width), None
     whole = between(0, owned.lengths[own])
     some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
-    order = Contiguous(*positions_of_all(some), len(members), width)
+    order = Segmented(*positions_of_all(some), len(members), width)
     return order, Travelling(members.index(own), rows[own])
 
 
@@ -317,7 +312,6 @@ class ExchangingTeam(Team):
         return self.come(given[name], part.slices[name])
 
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """See Team.send."""
         slices, both = operation.part.slices, zip(operation.names, tensors, strict=True)
         return [self.leave(x, targets[name], slices[name]) for name, x in both]
 

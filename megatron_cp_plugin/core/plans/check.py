@@ -1,42 +1,26 @@
-"""Checks of placements, which every run asks once, and of whole plans, for the tests.
+"""Checks that a run makes, once: of placements, and whether blocks are there when they are needed.
 
-A placement must be complete: every token is one rank's, and every pair of blocks has one place. A
-plan is correct if every visible pair of a query and a key is computed once for every head, what a
-rank computes with, or sends on, is there by then, every result reaches the owner of its tokens
-once, and ranks that post messages in the order of the plan never wait for each other in a circle.
+A placement must be complete: every token is one rank's, and every pair of blocks has one place.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from itertools import product, zip_longest
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import between
 from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.blocks.visible_rows import sees
-from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
-    OF_KEYS,
     QUERIES,
-    Block,
-    Compute,
     Move,
     Plan,
     Side,
     during,
 )
-from megatron_cp_plugin.core.tiles import Mask, Tile
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-
-At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads
 
 
 class PlanError(ContextParallelError):
@@ -54,11 +38,19 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
             raise ConfigError(f"{name} says that {met} at {places}: let `place` yield a Place")
         if not places and sees(owned[query], owned[key], mask):
             raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
-        edges = sorted((Fraction(i, n), Fraction(i + 1, n)) for i, n in (x.part for x in places))
+        edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
         starts, stops = zip(*edges, strict=True) if edges else ((0,), (1,))
         if (*starts, 1) != (0, *stops):
-            at = ", ".join("part {} of {}".format(*x.part) + f" on rank {x.rank}" for x in places)
+            at = ", ".join(f"{_part(place)} on rank {place.rank}" for place in places)
             raise ConfigError(f"in {name} {met} as {at}: let `place` yield each row once")
+
+
+def _part(place: Place) -> str:
+    """Which part of the query rows a pair has, in words."""
+    first, count = place.part
+    if place.parts == 1:
+        return f"part {first} of {count}"
+    return f"parts {first} to {first + place.parts - 1} of {count}"
 
 
 def _check_layout(owned: TokenMap) -> None:
@@ -117,10 +109,10 @@ def check_slots(plan: Plan, slots: int) -> None:
     inputs = [move for move in plan.moves if not move.result]
     numbers = {posted: number for number, posted in enumerate(sorted({m.posted for m in inputs}))}
     for rank in range(plan.size):
-        received = _by(
-            (move for move in inputs if move.target == rank),
-            lambda move: numbers[move.posted] % slots,
-        )
+        received: dict[int, list[Move]] = {}
+        for move in inputs:
+            if move.target == rank:
+                received.setdefault(numbers[move.posted] % slots, []).append(move)
         until: dict[tuple[tuple[int, ...], Side, int], int] = {}  # the last step with the block
         for moves in received.values():
             ordered = sorted(moves, key=lambda move: move.posted)
@@ -139,239 +131,3 @@ def check_slots(plan: Plan, slots: int) -> None:
             kept = until.get((move.block.owners, move.side, move.heads.q.start), plan.steps)
             if move.source == rank and move.needed - 1 > kept:
                 raise PlanError(f"rank {rank} sends on what its buffer has no more: {move}")
-
-
-def check(plan: Plan) -> None:
-    """Raises: PlanError that says what is wrong, if anything is."""
-    # All that a rank waits for in a step was posted by all ranks in earlier steps. So no rank can
-    # wait for one that waits for it: of all ranks that wait, those in the earliest step have all.
-    for move in plan.moves:
-        if move.needed <= move.posted:
-            raise PlanError(f"rank {move.target} waits before rank {move.source} posts: {move}")
-    _check_pairs(plan)
-    _check_inputs(plan)
-    _check_results(plan)
-
-
-def _check_pairs(plan: Plan) -> None:
-    visible = _visible(plan)
-    found: dict[tuple[int, int, int], Tensor] = {}
-    for compute in plan.computes:
-        group = compute.share, compute.heads.q.start, compute.heads.q.stop
-        if group not in found:
-            found[group] = torch.zeros_like(visible)
-        rows, cols = (torch.tensor(_positions(plan, x)) for x in (compute.queries, compute.keys))
-        for tile in plan.tiles(compute):
-            mine, seen = rows[tile.q], cols[tile.kv]
-            if tile.reverse:
-                mine, seen = mine.flip(0), seen.flip(0)
-            found[group][mine[:, None], seen] += _pairs_of(tile)
-    for share in range(plan.shares):
-        groups = sorted(group[1:] for group in found if group[0] == share)
-        heads = [head for start, stop in groups for head in range(start, stop)]
-        if visible.any() and heads != list(range(plan.heads.heads)):
-            raise PlanError(f"share {share} of the heads is computed for heads {heads}")
-    for (share, first, _), count in found.items():
-        for query, key in (count != visible).nonzero()[:1].tolist():
-            raise PlanError(
-                f"query {query} meets key {key} {count[query, key]} times for head {first} of "
-                f"share {share}, got {visible[query, key]} from the mask"
-            )
-
-
-def _visible(plan: Plan) -> Tensor:
-    """[N,N]: how often the mask wants a query to meet a key, by the mask's definition."""
-    mask: Mask = plan.mask
-    token = torch.arange(sum(len(span) for spans in plan.spans for span in spans))
-    age = token[:, None] - token
-    named, documents = torch.ones_like(age, dtype=torch.int16), mask.documents
-    if mask.slices is not None:
-        named, documents = _named(mask.slices, len(token)), mask.slices.documents
-    elif mask.causal:
-        named = (age >= 0).to(torch.int16)
-    document = torch.bucketize(token, torch.tensor(documents), right=True)
-    seen = document[:, None] == document
-    if mask.window is not None:
-        seen &= age < mask.window
-    return named * seen
-
-
-def _named(slices: Slices, tokens: int) -> Tensor:
-    """[N,N]: how many slices name a query and a key."""
-    named = torch.zeros(tokens, tokens, dtype=torch.int16)
-    for q_start, q_stop, k_start, k_stop, kind in slices:
-        pairs = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.int16)
-        if kind in ("causal", "bi_causal"):  # its last query sees all keys
-            pairs = pairs.tril(pairs.shape[1] - pairs.shape[0])
-        if kind in ("inverse_causal", "bi_causal"):  # its first query sees all keys
-            pairs = pairs.triu()
-        named[q_start:q_stop, k_start:k_stop] += pairs
-    return named
-
-
-def _pairs_of(tile: Tile) -> Tensor:
-    """[rows,cols] of a tile that its kernel call computes."""
-    pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int16)
-    if tile.document_bounds:
-        edges = torch.tensor(tile.document_bounds)
-        own = torch.bucketize(torch.arange(tile.rows), edges, right=True)
-        pairs *= own[:, None] == own
-    return pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
-
-
-def _positions(plan: Plan, block: Block) -> list[int]:
-    return [n for span in plan.positions(block) for n in span.positions]
-
-
-class Extent(NamedTuple):
-    """Some tokens of some heads.
-
-    Attributes: tokens: bits of their positions. first, last: heads.
-    """
-
-    tokens: int
-    first: int
-    last: int
-
-    def holds(self, other: "Extent") -> bool:
-        """Whether the other one is a part of it."""
-        heads = self.first <= other.first and other.last <= self.last
-        return heads and not other.tokens & ~self.tokens
-
-
-class _Extents:
-    """The extents of blocks of a plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._bits = plan, dict[Block, int]()
-
-    def of(self, tensor: str, owner: int, heads: HeadGroup, block: Block | None = None) -> Extent:
-        """What an owner has. Args: block: only what this block has of it."""
-        part = heads.kv if tensor in OF_KEYS else heads.q
-        whole = Block((owner,), between(0, self._plan.spans.lengths[owner]))
-        tokens = self._of(whole) & (self._of(block) if block else -1)
-        return Extent(tokens, part.start, part.stop)
-
-    def _of(self, block: Block) -> int:
-        if block not in self._bits:
-            self._bits[block] = sum(1 << n for n in _positions(self._plan, block))
-        return self._bits[block]
-
-
-def _check_inputs(plan: Plan) -> None:
-    """Goes through the steps and notes who has what: senders and computations need theirs."""
-    held: dict[At, list[Extent]] = defaultdict(list)
-    extents = _Extents(plan)
-    for rank, tensors, owners, share, rows in plan.kept if plan.phase == "backward" else ():
-        for tensor, owner in product(tensors, owners):
-            block = None if rows is None else Block((owner,), rows)
-            held[rank, tensor, owner, share].append(extents.of(tensor, owner, plan.heads, block))
-
-    def need(at: Move | Compute, rank: int, tensors: Iterable[str], block: Block) -> None:
-        step = at.posted if isinstance(at, Move) else at.step
-        for tensor, owner in product(tensors, block.owners):
-            wanted = extents.of(tensor, owner, at.heads, block)
-            if owner == rank or not wanted.tokens:
-                continue
-            there = [e for e in held[rank, tensor, owner, at.share] if e.holds(wanted)]
-            if not there:
-                raise PlanError(f"rank {rank} has no {tensor} of rank {owner} in step {step}")
-            # A kernel is given successive rows of what came.
-            around = (1 << wanted.tokens.bit_length()) - (wanted.tokens & -wanted.tokens)
-            successive = any(e.tokens & around == wanted.tokens for e in there)
-            if isinstance(at, Compute) and not successive:
-                raise PlanError(
-                    f"rank {rank} has {tensor} of rank {owner} in step {step} with rows of others "
-                    "between those that it computes with"
-                )
-
-    of_queries = ("q",) if plan.phase == "forward" else ("q", "dout", "delta", "lse")
-    for _, arriving, posted, computing in _by_steps(plan, results=False):
-        for move in arriving:
-            for tensor, owner in product(_tensors(move), move.block.owners):
-                extent = extents.of(tensor, owner, move.heads, move.block)
-                held[move.target, tensor, owner, move.share].append(extent)
-        for move in posted:
-            need(move, move.source, _tensors(move), move.block)
-        for _, compute in computing:
-            need(compute, compute.rank, of_queries, compute.queries)
-            need(compute, compute.rank, ("k", "v"), compute.keys)
-
-
-def _check_results(plan: Plan) -> None:
-    """Goes through the steps: every result must reach the owner of its tokens, once."""
-    sums: dict[At, dict[int, Extent]] = defaultdict(dict)
-    under_way: dict[tuple[int, str, int], dict[int, Extent]] = {}
-    expected: dict[At, set[int]] = defaultdict(set)
-    sent: dict[At, set[Extent]] = defaultdict(set)
-    extents = _Extents(plan)
-    for step, arriving, posted, computing in _by_steps(plan, results=True):
-        for number, compute in computing:
-            for tensor, owner, found in _results_of(plan, compute):
-                extent = extents.of(tensor, owner, compute.heads)
-                extent = extent._replace(tokens=extent.tokens & found)
-                sums[compute.rank, tensor, owner, compute.share][number] = extent
-                expected[owner, tensor, owner, compute.share].add(number)
-        for move in arriving:
-            for tensor, owner in product(_tensors(move), move.block.owners):
-                total = sums[move.target, tensor, owner, move.share]
-                coming = under_way.pop((id(move), tensor, owner))
-                if total.keys() & coming.keys():
-                    raise PlanError(f"rank {move.target} adds {tensor} twice in step {step}")
-                total |= coming
-        for move in posted:
-            for tensor, owner in product(_tensors(move), move.block.owners):
-                extent = extents.of(tensor, owner, move.heads, move.block)
-                what = move.source, tensor, owner, move.share
-                if extent in sent[what]:
-                    raise PlanError(f"rank {move.source} sends {tensor} of rank {owner} twice")
-                sent[what].add(extent)
-                total = sums[what]
-                low, high = extent.first, extent.last
-                going = {n: e for n, e in total.items() if low <= e.first and e.last <= high}
-                if not all(extent.holds(e) for e in going.values()):
-                    raise PlanError(f"rank {move.source} sends too few rows of {tensor}: {move}")
-                for number in going:
-                    del total[number]
-                under_way[id(move), tensor, owner] = going
-    for at in expected.keys() | sums.keys():
-        if sums[at].keys() != expected[at]:
-            raise PlanError(
-                f"rank {at[0]} ends with {len(sums[at])} of {len(expected[at])} results for "
-                f"{at[1]} of rank {at[2]}"
-            )
-
-
-def _results_of(plan: Plan, compute: Compute) -> Iterator[tuple[str, int, int]]:
-    """Tensors, owners, and the positions for which anything is found, as bits."""
-    forward, tiles = plan.phase == "forward", plan.tiles(compute)
-    names = ("out", "lse") if forward else ("dq",), () if forward else ("dk", "dv")
-    for side, block in zip(Side, (compute.queries, compute.keys), strict=True):
-        positions, found = _positions(plan, block), set[int]()
-        for tile in tiles:
-            found.update(positions[tile.kv if side else tile.q])
-        bits = sum(1 << position for position in found)
-        yield from ((name, owner, bits) for name, owner in product(names[side], block.owners))
-
-
-def _by_steps(
-    plan: Plan, *, results: bool
-) -> Iterator[tuple[int, list[Move], list[Move], list[tuple[int, Compute]]]]:
-    """Of each step: inputs or results that arrive, those that are posted, and computations."""
-    moves = [move for move in plan.moves if move.result == results]
-    arriving, posted = _by(moves, lambda move: move.needed), _by(moves, lambda move: move.posted)
-    computing = _by(enumerate(plan.computes), lambda item: item[1].step)
-    first, last = min([0, *posted]), max([plan.steps, *arriving])
-    for step in range(first, last + 1):
-        yield step, arriving[step], posted[step], computing[step]
-
-
-def _by[X](items: Iterable[X], step: Callable[[X], int]) -> dict[int, list[X]]:
-    found: dict[int, list[X]] = defaultdict(list)
-    for item in items:
-        found[step(item)].append(item)
-    return found
-
-
-def _tensors(move: Move) -> Iterator[str]:
-    return (tensor for message in move.messages for tensor in message)

@@ -36,7 +36,7 @@ TENSORS: TensorNames = ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk"
 RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 SIDE_OF = {name: KEYS if name in OF_KEYS else QUERIES for name in TENSORS}
-OF_ROWS = frozenset(("lse", "delta"))
+PER_HEAD = frozenset(("lse", "delta"))  # one number for each head of a token: [B,H,S]
 
 
 class Block(NamedTuple):
@@ -285,7 +285,7 @@ def move_row_bytes(move: Move, shape: Shape) -> int:
 
 def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
     """Bytes that a token has of a tensor. Args: wide: results are float32 (float64)."""
-    if name in OF_ROWS:
+    if name in PER_HEAD:
         return heads.heads * shape.wide_bytes
     count = heads.kv_heads if name in OF_KEYS else heads.heads
     dim = shape.value_dim if name in ("v", "dv", "out", "dout") else shape.head_dim

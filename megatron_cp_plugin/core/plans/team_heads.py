@@ -9,7 +9,7 @@ from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
-    OF_ROWS,
+    PER_HEAD,
     RESULTS,
     Block,
     Compute,
@@ -97,7 +97,7 @@ class _Teams:
             before = starts[index - 1] if index else -1
             after = max(last + 1, starts[index + 2] - 1 if index + 2 < len(starts) else 0)
             for messages in self._inputs(group, index):
-                heads = of_teams.heads if messages[0][0] in OF_ROWS else group
+                heads = of_teams.heads if messages[0][0] in PER_HEAD else group
                 yield from self._all_to_all(before, start, messages, heads)
             for messages in self._results(group):
                 yield from self._all_to_all(last, after, messages, group)

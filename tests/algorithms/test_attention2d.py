@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.algorithms.grid import cheapest, column_major, grid_shapes, row_major
+from megatron_cp_plugin.algorithms.attention2d import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts

@@ -1,0 +1,336 @@
+"""`megatron-cp invariance`: whether context parallelism changes a model's log-probabilities.
+
+Each run is a job of `token_log_probs` with the same flags and samples. What `log_prob_report` makes
+of them is printed, and written as JSON and as a picture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.harness.compare import logged, read_run_file, run_file
+from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
+from megatron_cp_plugin.harness.train import parallel_sizes
+from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
+from megatron_cp_plugin.log_prob_report import LogProbReport, draw, log_prob_report, tables
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Settings of Megatron that choose a dtype, or how much is trained: with a value, and switches.
+_VALUES = (
+    *("fp8_format", "fp4_format", "save", "global_batch_size", "rampup_batch_size"),
+    *("train_samples", "lr_decay_samples", "lr_warmup_samples"),
+)
+_SWITCHES = ("bf16", "fp16")
+# A forward pass of the model at the start, in evaluation mode.
+_FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
+_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_OF_DOCUMENTS = ("dataloader_inter_document_masking", "sft")
+_HELP = """usage: megatron-cp invariance [--samples N] [--dtypes float32,bfloat16] [--also ALGO,...]
+                              [--also-tensor T] [--batch FILE] [--output DIR]
+                              [--config FILE] [flags of megatron-cp train]
+
+Computes the log-probabilities of a model's labels without context parallelism, again so with
+another kernel, and with the algorithm and the ranks that the flags choose, and says whether
+rounding explains the differences: exit code 0; or not: 1. Nothing is trained; with --load it is the
+model of a checkpoint.
+
+  --samples N        samples of the training data; default 4
+  --dtypes LIST      default float32,bfloat16
+  --also LIST        further algorithms, on as many ranks
+  --also-tensor T    also with tensor parallelism T; weights are made on the CPU then, so that they
+                     are the same, unless --load gives them
+  --batch FILE       samples of a file in place of the data: torch.save of {"tokens": [b,s]}, int64,
+                     and perhaps "labels" and "loss_mask"
+  --output DIR       where logs, report.json and report.svg go; default: invariance
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job. Attributes: name: for people. file: of its log and folder. words: its flags."""
+
+    name: str
+    file: str
+    words: tuple[str, ...]
+    section: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of one dtype. Attributes: reference, noise: without context parallelism."""
+
+    reference: Run
+    noise: Run | None
+    others: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """What a job computed.
+
+    Attributes: weights: norms of parameters, by rank. log_probs, labels, counts, ranks: [B,S].
+    """
+
+    weights: list[dict[str, float]]
+    log_probs: Tensor
+    labels: Tensor
+    counts: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def load(cls, folder: Path) -> LogProbs:
+        """Puts together what all ranks wrote.
+
+        Raises:
+            ContextParallelError: They wrote nothing, or a token is not there exactly once.
+        """
+        found = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
+        if not found:
+            raise ContextParallelError(f"no log-probabilities in {folder}: see {folder}.log")
+        batches, tokens = len(found[0]["parts"]), found[0]["tokens"]
+        kinds = torch.float32, torch.int64, torch.float32, torch.int64
+        every = [torch.zeros(batches, tokens, dtype=kind) for kind in kinds]
+        seen = torch.zeros(batches, tokens)
+        for one in found:
+            for row, (numbers, *parts) in enumerate(one["parts"]):
+                seen[row, numbers] += 1
+                for whole, part in zip(every, (*parts, torch.tensor(one["rank"])), strict=True):
+                    whole[row, numbers] = part.to(whole.dtype)
+        if not (seen == 1).all():
+            raise ContextParallelError(
+                f"the ranks of {folder} split {tokens} tokens into parts that are no partition: "
+                f"{int((seen != 1).sum())} are missing or there twice"
+            )
+        return cls([one["weights"] for one in found], *every)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ContextParallelError: A flag cannot be served, or a run failed.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(_HELP)
+        return 0
+    need("megatron", "megatron-cp invariance", "megatron", "omegaconf", "yaml")
+    parser = OneLineParser(prog="megatron-cp invariance", add_help=False, allow_abbrev=False)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--dtypes", default=",".join(_DTYPES))
+    parser.add_argument("--also", default="")
+    parser.add_argument("--also-tensor", type=int, default=None)
+    parser.add_argument("--batch", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=Path("invariance"))
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in _VALUES:
+        parser.add_argument("--" + name.replace("_", "-"))
+    known, words = parser.parse_known_args(list(argv))
+    if "RANK" in os.environ:
+        raise ConfigError("invariance starts its own ranks, got those of torchrun: call it without")
+    dtypes = known.dtypes.split(",")
+    if unknown := [each for each in dtypes if each not in _DTYPES]:
+        raise ConfigError(f"--dtypes takes {' or '.join(_DTYPES)}, got {unknown[0]}: leave it out")
+    if known.samples < 1:
+        raise ConfigError(f"--samples must be at least 1, got {known.samples}")
+    plan = plan_of(words, known)
+    known.output.mkdir(parents=True, exist_ok=True)
+    content = read_run_file(launch.split_run_file(words)[0], (*_SWITCHES, *_VALUES, "fp8", "fp4"))
+    reports = [report_of(plan, dtype, content, known) for dtype in dtypes]
+    print(tables(reports))
+    path = known.output / "report.json"
+    path.write_text(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
+    print(f"wrote {path}")
+    if find_spec("matplotlib"):
+        draw(reports, known.output / "report.svg")
+        print(f"wrote {known.output / 'report.svg'}")
+    print("\n".join(report.verdict() for report in reports))
+    return int(not all(report.passed for report in reports))
+
+
+def plan_of(words: Sequence[str], known: Namespace) -> Plan:
+    """The runs that a command line asks for.
+
+    Args:
+        words: Flags of `megatron-cp train`.
+        known: Those of this command.
+
+    Raises:
+        ConfigError: No algorithm of the plugin is chosen, or the sizes do not fit.
+    """
+    path, rest = launch.split_run_file(words)
+    launch.check_run_file(path, rest)
+    flags, of_megatron = split_flags(rest)
+    content = read_run_file(path, ())
+    section = content.get("context_parallel") or {}
+    algo = flags.algo or section.get("algo", MEGATRON)
+    if algo == MEGATRON:
+        raise ConfigError(
+            "invariance needs an algorithm of the plugin, got none: add --context-parallel-algo "
+            "zigzag"
+        )
+    sizes = [parallel_sizes(words)[name] for name in _SIZES]
+    if sizes[0] < 2:
+        raise ConfigError(
+            f"invariance needs 2 or more context-parallel ranks, got {sizes[0]}: add "
+            "--context-parallel-size 2"
+        )
+    given = _given(of_megatron, content.get("megatron") or {})
+    if (experts := given("expert_model_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"invariance needs whole experts on every rank, got expert_model_parallel_size "
+            f"{experts}: add --expert-model-parallel-size 1"
+        )
+    kernel = flags.kernel if flags.kernel != "auto" else section.get("kernel", "auto")
+    chunk = flags.chunked_loss or section.get("chunked_loss")
+    platform = flags.platform or section.get("platform")
+    of_platform = ("--cp-platform", platform) if platform else ()
+    alone = ("--context-parallel-size", "1")
+
+    def of_plugin(name: str, kernel: str) -> tuple[str, ...]:
+        chunked = ("--cp-chunked-loss", str(chunk)) if chunk else ()
+        ours = ("--context-parallel-algo", name, "--cp-kernel", kernel, *chunked)
+        return (*of_megatron, *ours, *of_platform)
+
+    own = (*of_megatron, "--context-parallel-algo", MEGATRON, *of_platform)
+    mixed = flags.layers or section.get("layers")
+    noise: Run | None = None
+    if mixed or registry.kind_of("zigzag" if algo == registry.AUTO else algo) == "linear":
+        reference = Run("CP 1", "cp1", (*rest, *alone), section)
+        if torch.cuda.is_available() and platform != "cpu":
+            words_of_noise = (*rest, *alone, "--cp-kernel", "chunked")
+            noise = Run("CP 1, kernel chunked", "noise", words_of_noise, section)
+    else:
+        reference = Run("CP 1, Megatron's own attention", "cp1", (*own, *alone), {})
+        if any(given(name, 0) for name in _OF_DOCUMENTS):  # Megatron's needs Transformer Engine
+            naive = (*of_plugin("zigzag", "reference"), *alone)
+            reference = Run("CP 1, kernel reference", "cp1", naive, {})
+        plugins = (*of_plugin("zigzag", kernel), *alone)
+        noise = Run(f"CP 1, kernel {kernel}", "noise", plugins, {})
+    others = [Run(f"CP {sizes[0]}, {algo}", "ours", tuple(rest), section)]
+    for name in filter(None, known.also.split(",")):
+        line = own if name == MEGATRON else of_plugin(name, kernel)
+        others.append(Run(f"CP {sizes[0]}, {name}", name, line, {}))
+    if known.also_tensor is not None:
+        tensor = ("--tensor-model-parallel-size", str(known.also_tensor))
+        name = f"CP {sizes[0]}, TP {known.also_tensor}, {algo}"
+        others.append(Run(name, "tensor", (*rest, *tensor), section))
+    every = Plan(reference, noise, tuple(others))
+    if known.also_tensor is None or given("load", ""):
+        return every
+    # Weights that depend on no rank, of as many ids for any tensor parallelism.
+    both = lcm(sizes[1], known.also_tensor) * given("make_vocab_size_divisible_by", 128)
+
+    def initialized(run: Run) -> Run:
+        tensor = parallel_sizes(run.words)["tensor_model_parallel_size"]
+        tensor = tensor if run.file == "tensor" else sizes[1]
+        more = ("--use-cpu-initialization", "--make-vocab-size-divisible-by", str(both // tensor))
+        return Run(run.name, run.file, (*run.words, *more), run.section)
+
+    noise = None if noise is None else initialized(noise)
+    return Plan(initialized(reference), noise, tuple(map(initialized, others)))
+
+
+def _given(words: Sequence[str], of_file: Mapping[str, Any]) -> Any:
+    """A function that says what flags, or else a run file, give for a setting of Megatron."""
+    named = {str(key).replace("-", "_"): value for key, value in of_file.items()}
+
+    def value(name: str, default: Any) -> Any:
+        flag = "--" + name.replace("_", "-")
+        if flag not in words:
+            return named.get(name, default)
+        following = words[words.index(flag) + 1 :][:1]
+        has_value = following and not following[0].startswith("--")
+        return type(default)(following[0]) if has_value else True
+
+    return value
+
+
+def report_of(
+    plan: Plan, dtype: str, content: Mapping[str, Any], known: Namespace
+) -> LogProbReport:
+    """Runs all jobs of one dtype.
+
+    Args:
+        dtype: A name of `_DTYPES`.
+        content: The run file; {}: there is none.
+        known: Flags of this command.
+
+    Raises:
+        ContextParallelError: A job failed, or its weights or samples are not those of the
+            reference.
+    """
+    reference, *found = (
+        _computed(run, dtype, content, known)
+        for run in (plan.reference, *([plan.noise] if plan.noise else []), *plan.others)
+    )
+    noise = found.pop(0) if plan.noise else None
+    for run, one in zip(plan.others, found, strict=True):
+        check_same(run.name, one, reference, weights=run.file != "tensor")
+    named = dict(zip((run.name for run in plan.others), found, strict=True))
+    return log_prob_report(
+        reference.log_probs,
+        {name: one.log_probs for name, one in named.items()},
+        noise=None if noise is None else noise.log_probs,
+        counts=reference.counts,
+        ranks={name: one.ranks for name, one in named.items()},
+        dtype=_DTYPES[dtype],
+    )
+
+
+def check_same(name: str, one: LogProbs, reference: LogProbs, *, weights: bool) -> None:
+    """Refuses to compare other tokens, or another model.
+
+    Args: name: of the run. weights: whether every rank should have the reference's.
+
+    Raises: ContextParallelError if something differs.
+    """
+    different = []
+    if one.labels.shape != reference.labels.shape or not torch.equal(one.labels, reference.labels):
+        different.append("samples")
+    if weights and any(each != reference.weights[0] for each in one.weights):
+        different.append("weights")
+    if different:
+        raise ContextParallelError(
+            f"the run {name} has other {' and '.join(different)} than the reference, so that its "
+            "log-probabilities say nothing: load a checkpoint, or give --batch"
+        )
+
+
+def _computed(run: Run, dtype: str, content: Mapping[str, Any], known: Namespace) -> LogProbs:
+    """Starts a job, and reads what it wrote."""
+    name = f"{run.file}-{dtype}"
+    folder = known.output / name
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("rank*.pt"):
+        path.unlink()
+    samples, batch = known.samples, "-"
+    of_batch: list[str] = []
+    if known.batch is not None:
+        rows = read_batch(known.batch)
+        samples, batch = len(rows), str(known.batch)
+        of_batch = ["--seq-length", str(len(rows[0]["tokens"]))]
+    words = [
+        *run_file(known.output / f"{name}.yaml", content, run.section),
+        *(*run.words, *of_batch, *_FORWARD.split(), "--global-batch-size", str(samples)),
+        *(["--bf16"] if dtype == "bfloat16" else []),
+    ]
+    print(f"{dtype}: {run.name}", flush=True)
+    ranks = ["--nproc-per-node", str(prod(parallel_sizes(words).values()))]
+    logged(known.output / f"{name}.log", (MODULE, str(folder), batch, *ranks, *words), {})
+    return LogProbs.load(folder)

@@ -1,0 +1,136 @@
+"""Log-probabilities of the labels of some samples: `token_log_probs FOLDER BATCH [flags]`.
+
+The model is that of `megatron-cp train` with the same flags, before its first step of training;
+samples are those of the training data, or of a file BATCH ("-": none). Every rank that has losses
+writes `rank00000.pt` into FOLDER, see `Recorded`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.harness.train import start
+from megatron_cp_plugin.integration import launch
+from megatron_cp_plugin.process_exit import one_line_errors, whole_program
+
+MODULE = "megatron_cp_plugin.harness.token_log_probs"
+_OF_SAMPLES = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass
+class Recorded:
+    """What one rank had.
+
+    Attributes:
+        weights: The norm of each of its parameters.
+        parts: Of each micro-batch [n]: numbers of its tokens in the micro-batch, log-probabilities
+            in float32, labels, and 1 for tokens that count.
+        tokens: Of a whole micro-batch.
+    """
+
+    weights: dict[str, float] = field(default_factory=dict)
+    parts: list[tuple[Tensor, ...]] = field(default_factory=list)
+    tokens: int = 0
+
+    def step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        """As `pretrain.forward_step`, and keeps the losses."""
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_attr_wrapped_model
+
+        from megatron_cp_plugin.harness import pretrain
+
+        stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = pretrain.next_batch(data_iterator, stage, numbered=True)
+        for name, parameter in model.named_parameters():
+            norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
+            self.weights.setdefault(f"{stage} {name}", float(norm))
+        output = pretrain.output_of(model, batch)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage):
+            of_tokens = batch["numbers"], -output.float(), batch["labels"], batch["loss_mask"]
+            self.parts.append(tuple(x.detach().flatten().cpu() for x in of_tokens))
+            self.tokens = output.numel() * parallel_state.get_context_parallel_world_size()
+        return output, partial(pretrain.sum_of_losses, batch["loss_mask"])
+
+    def save(self, folder: Path) -> None:
+        """Writes this rank's file, on one rank of those that have the same losses."""
+        from megatron.core import parallel_state
+
+        if self.parts and parallel_state.get_tensor_model_parallel_rank() == 0:
+            context = parallel_state.get_context_parallel_rank()
+            content = vars(self) | {"rank": context}
+            torch.save(content, folder / f"rank{torch.distributed.get_rank():05d}.pt")
+
+
+def read_batch(path: str | Path) -> list[dict[str, Tensor]]:
+    """Samples of a file, as Megatron's datasets have them.
+
+    Args:
+        path: What `torch.save` wrote: a dict of "tokens" [b,s], int64, and, if they are not simply
+            what follows, "labels" [b,s] and "loss_mask" [b,s].
+
+    Raises:
+        ConfigError: It is no such file.
+    """
+    what = 'a batch is a dict of "tokens" [b,s], and perhaps "labels" and "loss_mask"'
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        tokens = found["tokens"]
+        assert tokens.dim() == 2
+        assert tokens.dtype == torch.int64
+        others = {"labels": tokens.roll(-1, 1), "loss_mask": torch.ones(tokens.shape)}
+        if "labels" not in found:
+            others["loss_mask"][:, -1] = 0
+        others |= {"position_ids": torch.arange(tokens.size(1)).expand_as(tokens)}
+        unknown = found.keys() - {"tokens", "labels", "loss_mask"}
+        if unknown:
+            raise ConfigError(f"{what}, got {', '.join(map(str, unknown))} in {path}: leave it out")
+        every = others | dict(found)
+        assert all(x.shape == tokens.shape for x in every.values())
+    except (OSError, KeyError, AssertionError, AttributeError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"{what}, written by torch.save, got {path}: {error!r}") from None
+    every["loss_mask"] = every["loss_mask"].float()
+    return [
+        {name: every[name][at].contiguous() for name in _OF_SAMPLES} for at in range(len(tokens))
+    ]
+
+
+def record(folder: Path, batch: str, words: Sequence[str]) -> None:
+    """One rank: writes its file; ends the process."""
+    with whole_program():
+        sys.argv[1:] = launch.prepare(words, run_file=True)
+        from megatron_cp_plugin.harness import pretrain
+
+        found = Recorded()
+
+        def datasets(counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+            if batch != "-":
+                return None, [read_batch(batch)], None  # a list of datasets
+            # Of the data for training, whatever the others have.
+            return None, pretrain.build_datasets([counts[1]] * 3, vp_stage)[0], None
+
+        pretrain.run(found.step, datasets)
+        found.save(folder)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Starts the ranks, or is one of them; returns the exit code."""
+    folder, batch, *words = argv
+    if "RANK" in os.environ:
+        record(Path(folder), batch, words)
+        return 0
+    with one_line_errors():
+        return start(words, MODULE, folder, batch)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""Writes what matplotlib has drawn."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_cp_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check_picture(path: Path) -> None:
+    """Refuses to draw to a file.
+
+    Args: path: ends in .png or .svg.
+
+    Raises: ConfigError for another ending, and if matplotlib is not installed.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{path.name!r} needs matplotlib, which is not installed: "
+            "pip install 'megatron-cp-plugin[report]', or leave --output out"
+        )
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Writes what matplotlib has drawn. Args: path: as `check_picture` takes it."""
+    import matplotlib
+
+    # Text stays text in an SVG, and two runs write the same bytes.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
+        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=120, metadata=metadata)
