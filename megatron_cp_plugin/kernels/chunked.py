@@ -240,7 +240,8 @@ class _Chunks:
         before[:, :, self._places.firsts, :, shape[4] :] = identity
         added = torch.cat((self._added, self._added.new_zeros(*shape[:4], shape[3])), -1)
         behind, _ = self._scan(before, added)
-        return tuple(self._of_runs(behind).split((shape[4], shape[3]), -1))
+        state, through = self._of_runs(behind).split((shape[4], shape[3]), -1)
+        return state.contiguous(), through.contiguous()
 
     @cached_property
     def within(self) -> Tensor:
