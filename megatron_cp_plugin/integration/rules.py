@@ -14,9 +14,10 @@ from inspect import signature
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
@@ -259,11 +260,16 @@ def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
     return asked
 
 
-def _other_layout_than_gated(s: Settings) -> Mapping[str, object] | None:
-    layout = s.cp.layout.name
-    if not s.is_gated or s.cp.size == 1 or layout == Zigzag.name:
+def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
+    layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
+    if not s.is_gated or s.cp.size == 1 or layout in passed:
         return None
-    return {"layout": layout, "choices": _zigzag_choices(s)}
+    choices = [
+        f"--cp-options {option}={choice}"
+        for found, option, choice in layout_choices(s.cp.algo)
+        if found in passed
+    ]
+    return {"layout": layout, "choices": " or ".join(choices or ["another algorithm"])}
 
 
 def _zigzag_choices(s: Settings) -> str:
@@ -283,7 +289,7 @@ def _heads_of_gated(name: str) -> Callable[[Settings], object]:
     def asked(s: Settings) -> Mapping[str, object] | None:
         if not s.is_gated:
             return None
-        ranks, heads = s.tensor * s.cp.size, getattr(s, name)
+        ranks, heads = s.tensor, getattr(s, name)
         return {"ranks": ranks, "usable": near_multiples(heads, ranks)} if heads % ranks else None
 
     return asked
@@ -472,7 +478,6 @@ def comm_type(algo: str) -> str:
 
 
 _ZIGZAG = "Megatron splits it by its own zigzag layout"
-_STATE = "their state is carried across documents"
 _PACKED = "its documents are split and padded for Megatron's own layout"
 _OTHER_GROUPS = "it changes the group of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
@@ -539,12 +544,8 @@ FEATURES: tuple[Rule, ...] = (
              when=lambda s: s.dataloader_inter_document_masking and _cuts_sparse_otherwise(s)),
     _feature("packed conversations with DSA layers", "sft", _BY_DOCUMENT,
              when=lambda s: s.sft and _cuts_sparse_otherwise(s)),
-    _feature("packed documents with gated delta net layers", "dataloader_inter_document_masking",
-             _STATE, when=lambda s: s.dataloader_inter_document_masking and s.is_gated),
-    _feature("packed conversations with gated delta net layers", "sft", _STATE,
-             when=lambda s: s.sft and s.is_gated),
     _feature("multi-token prediction with gated delta net layers", "mtp_num_layers",
-             "Megatron has no model with both", when=lambda s: s.mtp_num_layers and s.is_gated),
+             _UNTESTED, when=lambda s: s.mtp_num_layers and s.is_gated),
     # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
     _feature("layers other than attention, MLP and MoE in a hybrid model", "hybrid_layer_pattern",
              _UNTESTED, "use *, +, - and E",
@@ -714,16 +715,14 @@ RULES: tuple[Rule, ...] = (
          "--multi-latent-attention"),
     *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
       for when, what, reason, fix in _LATENTS),
-    # Megatron's gated delta net layers, which keep its own context parallelism: it exchanges tokens
-    # for heads, and puts the chunks of its zigzag layout in order.
+    # Megatron's gated delta net layers, whose states pass from rank to rank.
     Rule(lambda s: s.is_gated and s.has_linear,
          f"{_GATED} softmax attention beside them, got {_LINEAR}: leave it or "
          "--experimental-attention-variant out", ("arguments", "gated layer")),
-    Rule(_other_layout_than_gated,
-         "Megatron splits gated delta net layers by its own zigzag layout, got the {layout} layout "
-         "of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
-    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size * "
-           f"context_parallel_size = {{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
+    Rule(_layout_without_states, f"{_GATED} a layout of consecutive tokens, got the {{layout}} "
+         "layout of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
+    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size = "
+           f"{{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
            ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
     # DSA layers, which keep Megatron's own all-gather in its zigzag order.
     Rule(_other_layout_than_sparse,

@@ -178,13 +178,13 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's. Layers of gated delta net and of sparse attention (DSA), and those of a heterogeneous
-    model that have no attention or a linear map in its place, stay as they are.
+    Engine's. Layers of sparse attention (DSA), and those of a heterogeneous model that have no
+    attention or a linear map in its place, stay as they are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
             for an algorithm of softmax attention, its multi-latent one; or it is gated delta net
-            and the layout another one than Megatron's.
+            and the layout one through which no states pass.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
@@ -200,7 +200,12 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return spec  # no token meets another one
     if isinstance(module, type) and gated_delta_net.is_layer(module):
         gated_delta_net.check_layout(runtime.config)
-        return spec
+        ours = ModuleSpec(
+            module=gated_delta_net.served(module),
+            params={**getattr(attention, "params", {}), "runtime": runtime},
+            submodules=getattr(attention, "submodules", None),
+        )
+        return replace(spec, submodules=replace(layer, self_attention=ours))
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
     # How those of others are cut only their programs know.

@@ -24,6 +24,7 @@ from tests.integration.test_checks import ASKING, BESIDE
 ZIGZAG = ContextParallelConfig("zigzag", 4)
 RING = replace(ZIGZAG, algo="ring")
 ALONE = replace(ZIGZAG, size=1)
+CYCLIC = replace(ZIGZAG, algo="attention2d", options=(("variant", "no"),))
 LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
 MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
@@ -287,16 +288,18 @@ CASES: dict[str, Case] = {
         )
     },
     "softmax attention beside them": Case(GATED, config=MIXED, near=(ZIGZAG,)),
-    "Megatron splits gated delta net layers": Case(
-        GATED, config=RING, near=(ZIGZAG, replace(RING, size=1))
+    "need a layout of consecutive tokens": Case(
+        GATED, config=CYCLIC, near=(ZIGZAG, RING, replace(CYCLIC, size=1))
     ),
     "linear_num_key_heads divisible by tensor": Case(
-        GATED, GATED_HEADS | {"linear_num_key_heads": 2}, near=({"linear_num_key_heads": 8}, ALONE)
+        GATED,
+        GATED_HEADS | {"linear_num_key_heads": 2, "tensor_model_parallel_size": 4},
+        near=({"linear_num_key_heads": 4}, {"tensor_model_parallel_size": 2}),
     ),
     "linear_num_value_heads divisible by tensor": Case(
         GATED,
-        GATED_HEADS | {"linear_num_value_heads": 6},
-        near=({"linear_num_value_heads": 8}, ALONE),
+        GATED_HEADS | {"linear_num_value_heads": 6, "tensor_model_parallel_size": 4},
+        near=({"linear_num_value_heads": 8}, {"tensor_model_parallel_size": 2}),
     ),
     "linear_num_value_heads divisible by linear": Case(
         GATED, GATED_HEADS | {"linear_num_value_heads": 6}, near=({"linear_num_key_heads": 3},)
