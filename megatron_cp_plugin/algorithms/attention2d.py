@@ -10,8 +10,13 @@ from functools import cached_property, lru_cache
 from itertools import batched, product
 from typing import Literal
 
-from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, divisors, number
-from megatron_cp_plugin.core.caching import cached_method
+from megatron_cp_plugin.core.algorithm import (
+    Algorithm,
+    PointToPoint,
+    cached_method,
+    divisors,
+    number,
+)
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag

@@ -918,7 +918,7 @@ FAULTS = (
         "core/test_executor.py::test_gradients_are_in_no_receive_buffer",
     ),
     Fault(
-        "core/blocks/packed_rows.py",
+        "core/blocks/rows.py",
         "numbers_of(rows, held, x.device).to)",
         "numbers_of(held, rows, x.device).to)",
         "rows of many documents are packed by their numbers in the message, not in the block",
