@@ -934,8 +934,8 @@ FAULTS = (
     # compiled plans and their one loop
     Fault(
         "core/plans/compile.py",
-        "return tuple([stop for stop in route.stops if stop != source])",
-        "return route.stops",
+        "sent = tuple([stop for stop in stops if stop != own])",
+        "sent = stops",
         "a rank that retained a block gets it once more",
         "algorithms/test_ring.py::test_the_own_block_comes_last",
     ),
@@ -1033,15 +1033,15 @@ FAULTS = (
     ),
     Fault(
         "core/plans/compile.py",
-        "                here = at in stops\n",
-        "                here = self.rank == home\n",
+        "here = self.rank in (home, source) or number in stops",
+        "here = self.rank in (home, source)",
         "only the owner of a block finds how it travels",
         "core/test_compile.py::test_plans_of_algorithms",
     ),
     Fault(
         "core/plans/compile.py",
-        "if self.rank in (route.home, route.source) and self.rank != home:",
-        "if self.rank == route.source and self.rank != home:",
+        "_HOME if self.rank == end else number",
+        "_HOME if self.rank in (home, source) else number",
         "results for a block that another rank retained do not come home",
         "core/test_plan.py::test_the_part_of_a_rank_is_what_concerns_it",
     ),
