@@ -14,6 +14,7 @@ from megatron_cp_plugin import algorithms as algorithms  # registers them all
 from megatron_cp_plugin import spans
 from megatron_cp_plugin.context import Context
 from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.decoding import decode_attention
 from megatron_cp_plugin.functional import (
     attention,
     check_layout,
@@ -38,6 +39,7 @@ __all__ = [
     "check_layout",
     "chunked_cross_entropy",
     "chunked_log_probs",
+    "decode_attention",
     "linear_attention",
     "log_prob_report",
     "one_line_errors",

@@ -21,6 +21,7 @@ class ContextParallelConfig:
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.
         chunked_loss: how many tokens' logits there are at a time; None: all.
+        send_latents: whether ranks send latents of multi-latent attention in place of K and V.
         by_auto: whether `auto` has chosen the algorithm. for_spans: for an example of span masks.
     """
 
@@ -34,6 +35,7 @@ class ContextParallelConfig:
     chunked_loss: int | None = None
     by_auto: bool = False
     for_spans: bool = False
+    send_latents: bool = False
 
     @property
     def layout(self) -> Layout:

@@ -25,13 +25,16 @@ AUTO_OPTIONS = ("layout", "machine")
 _PLAIN = int, float, str
 
 _algorithms: dict[str, AnyClass] = {}
+_unlisted: set[str] = set()
 
 
-def register[A: AnyClass](name: str) -> Callable[[A], A]:
+def register[A: AnyClass](name: str, *, listed: bool = True) -> Callable[[A], A]:
     """Class decorator: makes an algorithm available under a name.
 
     Its base class says what it computes: Algorithm (softmax attention) or LinearAlgorithm. From
     then on `cp.attention` or `cp.linear_attention` accepts the name.
+
+    Args: listed: `available` has the name, and `auto` tries it.
 
     Raises: ConfigError if the name is taken, or the class lacks a layout, a method or a default.
     """
@@ -42,6 +45,8 @@ def register[A: AnyClass](name: str) -> Callable[[A], A]:
         _check_class(name, cls)
         cls.name = name
         _algorithms[name] = cls
+        if not listed:
+            _unlisted.add(name)
         return cls
 
     return decorate
@@ -68,12 +73,14 @@ def _check_class(name: str, cls: AnyClass) -> None:
 
 
 def available(kind: Kind | None = None) -> tuple[str, ...]:
-    """Names of all algorithms, those of other installed packages included.
+    """Names of all algorithms, those of other installed packages included, but not those of the
+    papers' own settings (`algorithms.published`).
 
     Args: kind: of attention that they compute; None: either.
     """
     load_installed()
-    return tuple(sorted(name for name in _algorithms if kind in (None, kind_of(name))))
+    listed = _algorithms.keys() - _unlisted
+    return tuple(sorted(name for name in listed if kind in (None, kind_of(name))))
 
 
 def kind_of(name: str) -> Kind:

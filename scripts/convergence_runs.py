@@ -235,7 +235,7 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
     # They say what the model is.
     section.update({key: given[key] for key in ("layers", "linear_model") if key in given})
     if run.variant is not None:
-        kept = ("kernel", "chunked_loss", "recompute_attention")
+        kept = ("kernel", "chunked_loss", "recompute_attention", "send_latents")
         section.update({key: given[key] for key in kept if key in given})
         if given.get("algo") == run.algo:
             section = {**given, **section}

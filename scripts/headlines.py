@@ -12,7 +12,11 @@ from megatron_cp_plugin.planner.step import only, step
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
 PICTURES = ROOT / "docs" / "pictures"
-RING = ("zigzag", {"transport": "group", "backward": "kv", "keep": "local"})
+# Transformer Engine's ring: K, V and their gradients travel, all in the model's dtype.
+RING = (
+    "zigzag",
+    {"transport": "group", "backward": "kv", "keep": "local", "gradients": "model"},
+)
 GPT = {
     "2.7B": Model("gpt-2.7b", 32, 2560, 10240, 32, 32, 80, 50304, gated=False),
     "175B": Model("gpt-175b", 6, 12288, 49152, 96, 96, 128, 50304, gated=False),

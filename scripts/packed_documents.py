@@ -4,7 +4,8 @@
 
 No processes are needed. Of several packs the mean: the work of the rank that has most, as a
 multiple of the mean of all, and what a rank sends, forward and backward. Padding to multiples of
-2P, which the layout thd needs, is left out there.
+2P, which the layout thd needs, is left out there. `images` are documents of 16K in which images of
+256 to 4K tokens see all of themselves; `trees` are prefixes of 8K that 4 to 16 sequences share.
 """
 
 import argparse
@@ -12,17 +13,21 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import mean
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp_plugin import spans
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
+from megatron_cp_plugin.document_lengths import LogNormal, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.costs import planned
 
@@ -46,6 +51,7 @@ LINES = (
         (("layout", "documents"), ("route", "straight")),
     ),
     Line("distflash", "distflash"),
+    Line("distflash, helpers=work", "distflash", (("helpers", "work"),)),
     Line("ulysses", "ulysses", style="--"),
     Line("all-gather", "allgather", (("transport", "group"),), style="--"),
 )
@@ -69,11 +75,7 @@ def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point 
     """None where the algorithm cannot serve so many ranks."""
     heads, kv_heads = args.heads
     shape = Shape(1, size * args.tokens, heads, kv_heads, 128)
-    lengths: Lengths = lengths_of(words)
-    packs = [
-        Mask(documents=random_documents(shape.seq_len, lengths, seed=seed))
-        for seed in range(args.packs)
-    ]
+    packs = [pack(words, shape.seq_len, seed) for seed in range(args.packs)]
     try:
         algorithms = [planned(line.algo, size, shape, mask, dict(line.options)) for mask in packs]
     except ConfigError:
@@ -92,6 +94,44 @@ def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point 
         mean(max(of_ranks) for of_ranks in sent) / 2**20,
         mean(mean(of_ranks) for of_ranks in sent) / 2**20,
     )
+
+
+def pack(words: str, seq_len: int, seed: int) -> Mask:
+    """A random sequence. Args: words: of --lengths."""
+    makers = {"images": images, "trees": trees}
+    if words in makers:
+        return makers[words](seq_len, seed)
+    return Mask(documents=random_documents(seq_len, lengths_of(words), seed=seed))
+
+
+def images(seq_len: int, seed: int) -> Mask:
+    """Documents with images, whose tokens see each other."""
+    source, text = Random(seed), LogNormal(1024, 1)
+    found, start = list[tuple[int, int]](), 0
+    while True:
+        start += ceil(text.draw(source))
+        stop = start + source.choice((256, 576, 1024, 4096))
+        if stop > seq_len:
+            break
+        found.append((start, stop))
+        start = stop
+    documents = random_documents(seq_len, LogNormal(2**14, 1), seed=seed)
+    return Mask.of(Slices.of(spans.image_blocks(seq_len, found), seq_len, documents))
+
+
+def trees(seq_len: int, seed: int) -> Mask:
+    """Prefixes that several sequences share."""
+    source, prefix, leaf = Random(seed), LogNormal(2**13, 1), LogNormal(2**11, 1)
+    found, start = list[Slice](), 0
+    while start < seq_len:
+        leaves = [ceil(leaf.draw(source)) for _ in range(source.randint(4, 16))]
+        tokens = ceil(prefix.draw(source)), *leaves
+        if start + sum(tokens) > seq_len:
+            found.append(Slice(start, seq_len, start, seq_len, "causal"))
+            break
+        found += spans.shared_prefix((tokens[0], leaves), start=start)
+        start += sum(tokens)
+    return Mask.of(Slices.of(found, seq_len))
 
 
 def bytes_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[int]:
@@ -175,7 +215,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths",
         default="lognormal:4K:1.5,configs/lengths/long_tail.csv",
-        help="as --documents of benchmark_attention.py",
+        help="as --documents of benchmark_attention.py; images, trees",
     )
     parser.add_argument("--sizes", default="8,16,32,64", help="numbers of ranks")
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")

@@ -13,6 +13,8 @@ from megatron_cp_plugin.harness.parity import Tolerances
 SOFTMAX = "zigzag,ring,distflash,attention2d,allgather,ulysses,usp"
 # One of each family, for what takes many processes.
 FAMILIES = "zigzag,distflash,attention2d,ulysses"
+# As in the papers: algorithms.published.
+PUBLISHED = "burst,attention2d-no,attention2d-o,distflash-paper,distflash-unbalanced"
 HEADS_SPLIT = f"{FAMILIES},usp:ulysses=4"
 LINEAR = "lasp,lasp2,lasp2:layout=zigzag,linear_ulysses"
 
@@ -128,6 +130,7 @@ YARN: dict[str, object] = {
 }
 # Settings of the plugin.
 CHUNKED: dict[str, object] = {"chunked_loss": 7}
+LATENTS: dict[str, object] = {"send_latents": True}
 RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -279,6 +282,7 @@ COMBINATIONS = (
     # The model and the size.
     Combination("rope-gqa", "RoPE, GQA 8:4, untied embeddings"),
     Combination("gpt2", "learned positions, MHA, biases, tied embeddings", GPT2),
+    Combination("published", "the papers' settings", algos=PUBLISHED),
     Combination(
         "no-positions",
         "no positions, MQA, QK norm",
@@ -358,6 +362,29 @@ COMBINATIONS = (
         cp=2,
         algos=FAMILIES,
     ),
+    Combination(
+        "mla-latents",
+        "multi-latent attention with YaRN, latents sent",
+        MLA | YARN,
+        algos="zigzag,ring,distflash,attention2d,allgather",
+        context_parallel=LATENTS,
+    ),
+    Combination(
+        "mla-latents-cp3",
+        "the same, 3 ranks, packed documents, full recompute",
+        MLA | YARN | DOCUMENTS | RECOMPUTE,
+        cp=3,
+        algos="zigzag,distflash",
+        context_parallel=LATENTS,
+    ),
+    Combination(
+        "mla-latents-tp",
+        "the same, TP 2, sequence parallel, 2 more tokens predicted",
+        MLA | YARN | SP | MTP,
+        cp=2,
+        algos="zigzag,allgather",
+        context_parallel=LATENTS,
+    ),
     # The loss.
     Combination("padded", "padding: ranks and whole samples without a token that counts", PADDED),
     Combination("padded-per-token", "padding, loss per token", PADDED | PER_TOKEN),
@@ -423,6 +450,14 @@ COMBINATIONS = (
         DOCUMENTS | MTP,
         algos=FAMILIES,
     ),
+    Combination(
+        "documents-mtp-cp3",
+        "packed documents, 2 more tokens predicted, loss per token, 3 ranks; reference: the first "
+        "algorithm",
+        DOCUMENTS | MTP | PER_TOKEN,
+        cp=3,
+        algos="zigzag,distflash",
+    ),
     # Each document padded and cut by itself, as other programs around Megatron do.
     Combination(
         "thd", "padded documents, cut by zigzag inside each", DOCUMENTS, algos=thd(SOFTMAX)
@@ -458,6 +493,11 @@ COMBINATIONS = (
     ),
     # Multi-token prediction: the harness compares its losses too.
     Combination("mtp", "2 more tokens predicted, padding", MTP | PADDED),
+    Combination(
+        "mtp-per-token",
+        "2 more tokens predicted, padding, loss per token",
+        MTP | PADDED | PER_TOKEN,
+    ),
     Combination(
         "mtp-cp3",
         "2 more tokens predicted, 3 ranks, full recompute",

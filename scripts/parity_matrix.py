@@ -33,6 +33,7 @@ from parity_combinations import (
     END_OF_DOCUMENT,
     FP16_BOUND,
     PAD,
+    PUBLISHED,
     SEQ_LENGTH,
     Combination,
 )
@@ -229,10 +230,11 @@ def table(cells: Sequence[Cell], planned: int) -> str:
             )
         ),
     ]
-    for title, is_linear in (("Softmax attention", False), ("Linear attention", True)):
-        part = [c for c in cells if ("linear_model" in c.combination.context_parallel) == is_linear]
-        if part:
-            lines += ["", f"## {title}", "", *_rows(part, refused)]
+    sections: dict[str, list[Cell]] = {}
+    for one in cells:
+        sections.setdefault(_section(one.combination), []).append(one)
+    for title, part in sections.items():
+        lines += ["", f"## {title}", "", *_rows(part, refused)]
     if refused:
         lines += ["", "## Refused", ""]
         lines += [f"{number}. {line}" for number, line in enumerate(refused, 1)]
@@ -250,6 +252,13 @@ _NO_PARITY = (
     "applies it to all later ones. That is the same for every CP size, but not for every DP",
     "size.",
 )
+
+
+def _section(combination: Combination) -> str:
+    if combination.algos == PUBLISHED:
+        return "The papers' settings"
+    linear = "linear_model" in combination.context_parallel
+    return "Linear attention" if linear else "Softmax attention"
 
 
 def _rows(cells: Sequence[Cell], refused: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from random import Random
 from typing import ClassVar, Literal
 
@@ -26,13 +27,15 @@ from tests.halves import Halves
 class AnyPlacement(BlockPlacement):
     """Pairs of blocks, or parts of them, on any rank and in any step.
 
-    Attributes: hosts: any rank, or those that own one of the blocks. parts: at most.
+    Attributes: hosts: any rank, or those that own one of the blocks. parts: at most. uneven: they
+        have unequal numbers of rows.
     """
 
     _: KW_ONLY
     seed: int
     steps: int = 4
     parts: int = 1
+    uneven: bool = False
     hosts: Literal["any", "owners"] = "any"
 
     def place(self, query: int, key: int) -> Iterator[Place]:
@@ -43,13 +46,15 @@ class AnyPlacement(BlockPlacement):
         source, found = Random(self.seed), {}
         for query in range(self.size):
             for key in range(self.size):
-                parts = source.randint(1, self.parts)
+                parts = [1] * source.randint(1, self.parts)
+                if self.uneven:
+                    parts = [source.randint(1, 3) for _ in parts]
                 found[query, key] = []
-                for part in range(parts):
+                for part, number in zip(accumulate(parts, initial=0), parts, strict=False):
                     hosts = range(self.size) if self.hosts == "any" else (query, key)
                     rank = source.choice(hosts)
                     step = source.randint(int(not rank == query == key), self.steps)
-                    found[query, key].append(Place(rank, step, (part, parts)))
+                    found[query, key].append(Place(rank, step, (part, sum(parts)), number))
         return found
 
 
@@ -85,6 +90,7 @@ class AnyAlgorithm(PointToPoint):
         seed: int = 0
         steps: int = 4
         parts: int = 1
+        uneven: bool = False
         hosts: Literal["any", "owners"] = "any"
         relay: Literal["none", "keys", "queries", "either"] = "none"
         gradients: Literal["float32", "model"] = "model"
@@ -100,7 +106,7 @@ class AnyAlgorithm(PointToPoint):
         of_all = self.layout, self.topology.size, groups, *wide
         seed = 2 * own.seed + (phase == "backward")
         if own.relay == "none":
-            options = {"steps": own.steps or 4, "parts": own.parts or 1}
+            options = {"steps": own.steps or 4, "parts": own.parts or 1, "uneven": own.uneven}
             return AnyPlacement(*of_all, seed=seed, hosts=own.hosts, **options)
         if own.relay == "either":
             return AnyRelay(*of_all, seed=seed, travelling=("keys", "queries")[seed % 2])

@@ -61,6 +61,8 @@ def cases(size: int) -> Iterator[Case]:
             yield Case(algo, (("chunks", 4),))
         elif algo == "usp":
             yield Case(algo, (("ulysses", 2), ("chunks", 4)) if size % 2 == 0 else ())
+            if size == 8:
+                yield Case(algo, (("ulysses", 2), ("route", "grid"), ("rows", 2)))
         else:
             yield Case(algo, (("chunks", 4),) if "chunks" in option_names(algo) else ())
 

@@ -178,7 +178,8 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
     words = shlex.split(f"{command.removesuffix('...')} {more}")
     (tmp_path / "docs" / "pictures").mkdir(parents=True)
     if "--data-path" in words:
-        data = [str(ROOT / "README.md"), "--output", str(tmp_path / "data" / "readme")]
+        pages = [str(ROOT / name) for name in ("README.md", "CONTRIBUTING.md")]
+        data = [*pages, "--output", str(tmp_path / "data" / "readme")]
         assert prepare_data.main([*data, "--document-bytes", "200"]) == 0
     done = run_in(tmp_path, words)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,6 +25,7 @@ CASES = [
     Case("distflash"),
     Case("distflash", (("balanced", False),)),
     Case("distflash", (("last_step", "owner"),)),
+    Case("distflash", (("helpers", "work"),)),
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
     Case("allgather", (("chunks", 2),)),
@@ -37,6 +38,7 @@ CASES = [
     Case("ulysses"),
     Case("usp", (("ulysses", 2),)),
     Case("usp", (("ulysses", 2), ("layout", "contiguous"))),
+    Case("usp", (("ulysses", 2), ("route", "grid"))),
 ]
 WINDOWS = (1, 5, 6, 7, 16, 100)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
+from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import head_groups
@@ -19,6 +20,7 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -90,23 +92,7 @@ class DistFlash(PointToPoint):
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
     Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
-    as the kernel gave it; its owner sums in float32.
-
-    With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of a
-    float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
-
-        sends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
-        owns             own(p) = min(floor(P/2), p) pairs of blocks with KV of others,
-        is helped in     q(p)   = max(0, h - (P-1-p)) of them,
-        helps in         o(p)   = max(0, h - p).
-
-    Bytes that p sends, each times B*S:
-
-        forward   kv(p) * 2GDe + q(p) * HDe + o(p) * (HDe + Hw)
-        backward  kv(p) * 2GDe + own(p) * 2GDe + q(p) * (2HDe + 2Hw) + o(p) * HDe
-
-    Without helpers P-1 takes the place of floor(P/2), and h is 0. Where the last step of an even P
-    is shared, ranks p < P/2 help once more and ranks p >= P/2 are helped, with half of the rows.
+    as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/algorithms.md.
 
     With layout "thd" every rank computes one pair of blocks in each of P steps, see EvenPlacement;
     under span masks, of which nothing is known, it is helped as on contiguous chunks.
@@ -128,6 +114,10 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
+            helpers: "distance", who helps whom follows from their distance, as in the paper; or
+                "work", ranks with more than the mean of what the mask leaves give some of it to
+                ranks with less, see `WorkPlacement`: for windows, documents and spans on contiguous
+                chunks. Without these the two are the same.
             layout: "contiguous", or "thd", see ring: no rank would wait, so that `balanced` says
                 whether queries may travel in place of keys, and `last_step` is for spans alone, see
                 EvenPlacement.
@@ -137,6 +127,7 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
+        helpers: Literal["distance", "work"] = "distance"
         layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
@@ -144,6 +135,18 @@ class DistFlash(PointToPoint):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self.overlap = options.overlap
+
+    @classmethod
+    def check(
+        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
+        assert isinstance(options, cls.Options)
+        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
+        if options.helpers == "work" and options.layout != "contiguous":
+            raise ConfigError(
+                f"distflash helpers work needs layout contiguous, got {options.layout}: leave one "
+                "of the two out"
+            )
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
         chunks = 1 if phase == "forward" else self.options.chunks
@@ -153,6 +156,14 @@ class DistFlash(PointToPoint):
         if isinstance(self.layout, PaddedDocuments) and mask.slices is None:
             helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
             return EvenPlacement(*of_all, helped=helped)
+        if self.options.balanced and self.options.helpers == "work" and mask.special:
+            return WorkPlacement(
+                *of_all,
+                seq_len=shape.seq_len,
+                mask=mask,
+                nodes=self.topology.nodes,
+                row_bytes=shape.travel_bytes,
+            )
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)
 

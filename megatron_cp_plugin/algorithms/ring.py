@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.blocks.visible_rows import sees_all
@@ -114,15 +114,6 @@ class DoubleRingPlacement(RingPlacement):
         return tuple((numbers[node], next(places[node])) for node in self.nodes)
 
 
-class Rules(NamedTuple):
-    """Options of a ring, see Ring.Options."""
-
-    backward: Rule = "auto"
-    keep: Literal["auto", "local"] = "local"
-    gradients: Literal["float32", "model"] = "float32"
-    route: Route = "ring"
-
-
 def ring_placement(
     layout: Layout,
     nodes: Sequence[int],
@@ -130,7 +121,7 @@ def ring_placement(
     shape: Shape,
     mask: Mask,
     phase: Phase,
-    rules: Rules,
+    rules: "Ring.Options",
 ) -> RingPlacement:
     """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
     size, e, backward = len(nodes), shape.element_bytes, rules.backward
@@ -221,9 +212,8 @@ class Ring(PointToPoint):
         self._nodes = nodes_for(self.name, topology, options.route)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
-        options, of_ring = self.options, (self.layout, self._nodes, self.head_groups(shape, mask))
-        rules = Rules(options.backward, options.keep, options.gradients, options.route)
-        return ring_placement(*of_ring, shape, mask, phase, rules)
+        of_ring = self.layout, self._nodes, self.head_groups(shape, mask)
+        return ring_placement(*of_ring, shape, mask, phase, self.options)
 
 
 @register("ring")

@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring import Rules, nodes_for, ring_placement
+from megatron_cp_plugin.algorithms.ring import Ring, nodes_for, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.head_groups import (
     successive_groups,
 )
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
@@ -63,7 +63,7 @@ class Ulysses(Algorithm):
 
     options: Options
     windows = True
-    rules = Rules()
+    rules = Ring.Options(keep="local")
 
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
@@ -75,16 +75,31 @@ class Ulysses(Algorithm):
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
         size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape, mask)
-        nodes = nodes_for(self.name, self.topology, self.rules.route, size)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
-        elements = 0 if mask.special else of_group.elements(len(nodes))
+        elements = 0 if mask.special else of_group.elements(self.topology.size // size)
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.within(group) for group in exchanged for part in inner)
         layout = Grouped(self.layout, size)
-        of_teams = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
+        of_teams = self.between(layout, groups, of_group, mask, phase)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
+
+    def between(
+        self,
+        layout: Grouped,
+        groups: tuple[HeadGroup, ...],
+        shape: Shape,
+        mask: Mask,
+        phase: Phase,
+    ) -> BlockPlacement:
+        """Where the blocks of whole teams meet.
+
+        Args: layout, groups, shape: of teams, as if each were one rank; the shape is that of one
+            exchange.
+        """
+        nodes = nodes_for(self.name, self.topology, self.rules.route, layout.members)
+        return ring_placement(layout, nodes, groups, shape, mask, phase, self.rules)
 
     def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""

@@ -1,13 +1,20 @@
-"""USP: Ulysses inside teams of ranks, a ring between them."""
+"""USP: Ulysses inside teams of ranks, a ring, or a grid, between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring import Route, Rule, Rules
+from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheapest, row_major
+from megatron_cp_plugin.algorithms.ring import Route, Rule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.transport import Wanted
+from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.layout import Grouped
+from megatron_cp_plugin.core.placement import BlockPlacement
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
@@ -17,19 +24,22 @@ from megatron_cp_plugin.registry import register
 class Usp(Ulysses):
     """Unified sequence parallelism: U consecutive ranks split the heads, P/U teams are a ring.
 
+    With route "grid" the teams are a grid of R rows and C columns, R * C = P/U, in place of the
+    ring: queries meet keys as in `attention2d`, for each rank's share of the heads. With teams that
+    are nodes, what crosses between nodes falls with the root of their number.
+
     The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
     of the sequence, so the ring between teams is the ordinary one, and the layout of the tokens
     that of the ring on all P ranks. Where U does not divide H heads of zeros are added, as in
     `ulysses`.
 
     With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
-    P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U).
-
-    Kept for the backward, and memory beside it: as `ulysses` with U ranks; the ring holds two
-    blocks of 2V/U heads more at a time.
+    P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U); or the grid of
+    as many ranks, see `attention2d`, where a mask hides nothing, and less where it hides rows.
+    Memory: docs/algorithms.md.
 
     Source: USP (Fang and Zhao), sections 3 and 4. Differs: pipelined by groups of heads; the
-    backward may rotate queries.
+    backward may rotate queries. Of the grid: Attention2D, section 5.
     """
 
     @dataclass(frozen=True)
@@ -40,7 +50,10 @@ class Usp(Ulysses):
             ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
                 largest common divisor of ranks and KV heads.
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
-            backward, gradients, route, transport: of the ring, see there.
+            route: of the ring, see there; or "grid".
+            backward, gradients: of the ring, see there.
+            rows: R; 0: whatever sends the fewest bytes.
+            transport: see PointToPoint.
         """
 
         # A team of one rank is the ring, one of all ranks is ulysses.
@@ -48,17 +61,52 @@ class Usp(Ulysses):
         layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
         backward: Rule = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Route = "ring"
+        route: Literal["ring", "straight", "double", "grid"] = "ring"
+        rows: int = number(0, least=0)
         transport: Wanted = "auto"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.rules = Rules(options.backward, "local", options.gradients, options.route)
+        # A grid sends straight, too.
+        route: Route = "straight" if options.route == "grid" else options.route
+        self.rules = replace(
+            self.rules, backward=options.backward, gradients=options.gradients, route=route
+        )
 
     def degree(self, kv_heads: int) -> int:
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
+
+    def between(
+        self,
+        layout: Grouped,
+        groups: tuple[HeadGroup, ...],
+        shape: Shape,
+        mask: Mask,
+        phase: Phase,
+    ) -> BlockPlacement:
+        if self.options.route != "grid":
+            return super().between(layout, groups, shape, mask, phase)
+        rows, cols = self.grid_shape(shape, layout.members)
+        nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes[:: layout.members]
+        grid = row_major(rows, cols, nodes)
+        backward = phase == "backward"
+        return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
+
+    def slots(self, shape: Shape, size: int) -> int:
+        by_grid = self.options.route == "grid"
+        rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads)) if by_grid else (1, 1)
+        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
+
+    def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
+        """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
+        of_queries, of_keys = shape.travel_bytes
+
+        def cost(rows: int, cols: int) -> int:
+            return (cols - 1) * of_queries + (rows - 1) * of_keys
+
+        return cheapest(self.topology.size // members, self.options.rows, 0, cost)
 
     @classmethod
     def check(
@@ -66,9 +114,18 @@ class Usp(Ulysses):
     ) -> None:
         assert isinstance(options, cls.Options)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        if options.ulysses < 0 or (options.ulysses and size % options.ulysses):
-            allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        if options.rows and options.route != "grid":
             raise ConfigError(
-                f"usp needs ulysses to divide context_parallel_size = {size}, got "
-                f"{options.ulysses}: use one of {allowed}, or 0 to have it chosen"
+                f"usp takes rows with route grid, got rows {options.rows} with route "
+                f"{options.route}: leave rows out"
             )
+        teams = size // (options.ulysses or gcd(size, kv_heads))
+        for what, got, whole in (
+            (f"ulysses to divide context_parallel_size = {size}", options.ulysses, size),
+            (f"rows to divide its {teams} teams", options.rows, teams),
+        ):
+            if got and got not in divisors(whole):
+                allowed = ", ".join(map(str, divisors(whole)))
+                raise ConfigError(
+                    f"usp needs {what}, got {got}: use one of {allowed}, or 0 to have it chosen"
+                )

@@ -137,7 +137,8 @@ class Pending[T]:
 class Communicator(ABC):
     """A channel of messages among P ranks.
 
-    All ranks post the same operations in the same order, also those in which they do nothing.
+    All ranks post the same operations in the same order. Those in which they do nothing they post
+    too, or they `skip` them.
 
     Attributes: rank, size: within the group. global_rank: for the log. channel: its name. strided:
         whether `exchange` sends tensors that are not contiguous.
@@ -163,6 +164,12 @@ class Communicator(ABC):
 
         What was received before is no longer read then, but by what is queued already.
         """
+
+    def connect(self) -> None:  # noqa: B027  (most are connected)
+        """Makes sure that a first exchange may be one that some ranks `skip`; all ranks call it."""
+
+    def skip(self, count: int) -> None:  # noqa: B027  (most need not know)
+        """Leaves out the next exchanges, in which this rank does nothing and others may."""
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         """Sends tensors to ranks and fills buffers from ranks, all at once.
@@ -289,14 +296,15 @@ class ProcessGroupCommunicator(Communicator):
     def _group(self) -> dist.ProcessGroup:
         return existing(self._reference)
 
-    def _connect(self) -> None:
-        """All ranks post every operation, but a first one in which some do nothing would not do."""
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
-        self._connected = True
+    def connect(self) -> None:
+        """See Communicator.connect: NCCL connects ranks in the first operation of all of them."""
+        if not self._connected:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+            self._connected = True
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         if not self._connected:
-            self._connect()
+            self.connect()
         ops = [
             dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
         ] + [
@@ -307,7 +315,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         if not self._connected:
-            self._connect()
+            self.connect()
         out = x.new_empty((self.size, *x.shape))
         # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
         work = dist.all_gather_into_tensor(
@@ -317,7 +325,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         if not self._connected:
-            self._connect()
+            self.connect()
         out = torch.empty_like(x[0])
         work = dist.reduce_scatter_tensor(
             out.view(-1), x.view(-1), group=self._group, async_op=True
@@ -326,7 +334,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
         if not self._connected:
-            self._connect()
+            self.connect()
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)

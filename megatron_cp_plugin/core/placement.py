@@ -22,11 +22,23 @@ class Place(NamedTuple):
         step: counts from 0. A rank has blocks of other ranks from step 1, and gathered blocks
             (`assembled`) from step 0.
         part: (i, n): the pair has only the i-th of n equal parts of the query rows, i from 0.
+        parts: of these parts so many, from the i-th on.
     """
 
     rank: int
     step: int
     part: tuple[int, int] = (0, 1)
+    parts: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the pair has all query rows."""
+        return self.parts == self.part[1]
+
+    def rows(self, tokens: int) -> tuple[int, int]:
+        """Rows [start, stop) of the queries that the pair has. Args: tokens: of their block."""
+        first, count = self.part
+        return tokens * first // count, tokens * (first + self.parts) // count
 
 
 @dataclass(frozen=True)

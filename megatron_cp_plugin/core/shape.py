@@ -60,6 +60,15 @@ class Shape:
         """Elements of a token's k and v, and of dk and dv: GD + GE."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
+    @property
+    def travel_bytes(self) -> tuple[int, int]:
+        """Bytes that both passes send of a token's query, and of its key, to compute with them on
+        another rank: q, out and lse, and q, dout, delta, lse and dq; k and v twice, dk and dv.
+        """
+        of_queries = (3 * self.query_width + 2 * self.out_width) * self.element_bytes
+        rows = 3 * self.heads * self.wide_bytes
+        return of_queries + rows, 3 * self.kv_width * self.element_bytes
+
     def flop(self, size: int) -> int:
         """FLOP of the forward of one of `size` ranks without a mask."""
         width = self.query_width + self.out_width

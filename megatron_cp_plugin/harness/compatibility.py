@@ -247,7 +247,11 @@ USED: tuple[Used, ...] = (
           has="weight bias gather_output sequence_parallel tp_group"),
     _used(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention",
           has="rotary_pos_emb pg_collection"),
-    *_names(f"{_LAYERS}.multi_latent_attention", "MLASelfAttention"),
+    _used(f"{_LAYERS}.multi_latent_attention", "MLASelfAttention",
+          has="linear_kv_up_proj tp_group"),
+    # With `--cp-send-latents`.
+    *_names(f"{_CORE}.extensions.transformer_engine",
+            "TEColumnParallelLinear TELayerNormColumnParallelLinear"),
     *_names(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet HAVE_FLA"),
     _used(f"{_CORE}.packed_seq_params", "PackedSeqParams",
           takes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
@@ -353,7 +357,8 @@ USED: tuple[Used, ...] = (
     *_names(f"{_CORE}.datasets.indexed_dataset", "IndexedDatasetBuilder", part="script"),
     *_names(f"{_CORE}.enums", "ModelType.encoder_or_decoder", part="script"),
     *_names(f"{_CORE}.parallel_state",
-            "get_context_parallel_group get_tensor_model_parallel_group "
+            "get_context_parallel_group get_context_parallel_rank "
+            "get_tensor_model_parallel_group "
             "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
             "is_pipeline_first_stage is_pipeline_last_stage", part="script"),
     *_names(f"{_CORE}.rerun_state_machine", "get_rerun_state_machine", part="script"),

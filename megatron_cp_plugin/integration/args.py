@@ -73,6 +73,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "compute logits and losses in chunks of this many tokens, default "
         f"{CHUNK_TOKENS}: no rank holds all logits, and the backward pass recomputes them",
     },
+    "--cp-send-latents": {
+        "action": "store_true",
+        "help": "with multi-latent attention, send latents and make K and V of them where they "
+        "arrive, which sends fewer bytes and keeps less for the backward pass",
+    },
     "--cp-machine": {
         "metavar": "NAME|FILE",
         "help": "for auto: a machine of configs/machines, such as h200 or h100, or a file "
@@ -151,8 +156,8 @@ class PluginFlags:
 
     Attributes:
         algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
-            options, linear_model, recompute_attention, chunked_loss, platform, record,
-            allow_untested_megatron: as in `add_arguments`.
+            options, linear_model, recompute_attention, chunked_loss, send_latents, platform,
+            record, allow_untested_megatron: as in `add_arguments`.
         comm_type: the same in Megatron's spelling. machine, mean_document, example_spans, explain:
             of auto.
         by_auto: as in `ContextParallelConfig`.
@@ -165,6 +170,7 @@ class PluginFlags:
     linear_model: str | None
     recompute_attention: bool
     chunked_loss: int | None
+    send_latents: bool
     platform: str | None
     record: str | None
     allow_untested_megatron: bool
@@ -194,6 +200,7 @@ class PluginFlags:
             "--cp-linear-model": self.linear_model is not None,
             "--cp-recompute-attention": self.recompute_attention,
             "--cp-chunked-loss": self.chunked_loss is not None,
+            "--cp-send-latents": self.send_latents,
         }
         for name, given in settings.items():
             if self.algo is None and given:
@@ -256,6 +263,7 @@ class PluginFlags:
             self.chunked_loss,
             self.by_auto,
             for_spans=self.example_spans is not None,
+            send_latents=self.send_latents,
         )
 
 

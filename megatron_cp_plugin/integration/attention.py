@@ -22,8 +22,15 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
+from megatron_cp_plugin.core.autograd.latents import attend_latents
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import DocumentMask, check_padding, starts_of
+from megatron_cp_plugin.integration.documents import (
+    DocumentMask,
+    check_padding,
+    mask_of_tokens,
+    starts_of,
+)
+from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import window_of
 from megatron_cp_plugin.kernels import resolver
@@ -43,6 +50,10 @@ class ContextParallelAttention(MegatronModule):
     softmax_offset: Tensor | None
     # Of the forward pass that runs, where the layer around it does not hand it on.
     packed: DocumentMask | None = None
+    # [h], of this rank's queries since Megatron has last read it; None where nobody asks for it.
+    current_max_attn_logits: Tensor | None = None
+    # Latents [s,b,L] of the forward pass that runs, and the weight that makes K and V of them.
+    latents: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -100,8 +111,10 @@ class ContextParallelAttention(MegatronModule):
         )
         self._window = window_of(config.window_size) if windowed else None
         self._kernel_for = resolver(runtime.config.kernel)
+        self._keeps_largest = config.qk_clip or config.log_max_attention_logit
+        self._cp_group = pg_collection.cp
         self._cp_size = pg_collection.cp.size()
-        self._algorithm = runtime.algorithm(pg_collection.cp)
+        self.algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
 
     def _make_sinks(self, config: TransformerConfig, heads: int) -> None:
@@ -178,22 +191,39 @@ class ContextParallelAttention(MegatronModule):
         check_padding(packed, seq_len, causal=causal)
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
-        out = attend(
-            q,
-            k,
-            v,
-            algorithm=self._algorithm,
-            seq_len=seq_len,
-            causal=causal,
-            scale=self._scale,
-            window=self._window,
-            documents=documents,
-            slices=slices,
-            sink=self.softmax_offset,
-            kernel_for=self._kernel_for,
-            site=self,
-        )
+        if self._keeps_largest:
+            self._keep_largest(q, k, packed, seq_len, causal=causal)
+        settings: dict[str, Any] = {
+            "algorithm": self.algorithm,
+            "seq_len": seq_len,
+            "causal": causal,
+            "scale": self._scale,
+            "window": self._window,
+            "documents": documents,
+            "slices": slices,
+            "sink": self.softmax_offset,
+            "kernel_for": self._kernel_for,
+            "site": self,
+        }
+        if self.latents is None:
+            out = attend(q, k, v, **settings)
+        else:
+            (latent, weight), self.latents = self.latents, None
+            plain = weight.size(0) // q.size(2) - v.size(3)
+            latent = torch.cat((latent.transpose(0, 1), k[:, :, 0, plain:]), dim=-1)
+            out = attend_latents(q, latent, weight, value_dim=v.size(3), **settings)
         return out.transpose(0, 1).flatten(2)
+
+    def _keep_largest(
+        self, q: Tensor, k: Tensor, packed: DocumentMask | None, seq_len: int, *, causal: bool
+    ) -> None:
+        mask = mask_of_tokens(packed, seq_len, causal=causal, window=self._window)
+        layout = self.algorithm.layout.within(packed.followed(seq_len) if packed else ())
+        found = largest_scores(
+            q, k, scale=self._scale, mask=mask, layout=layout, group=self._cp_group
+        )
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
 
 def sharded_by_heads(

@@ -26,6 +26,8 @@ from megatron_cp_plugin.integration.runtime import Runtime
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
+# Which dimension of a tensor has the tokens, where it is not the second one.
+_DIMS = {"attention_mask": 2, "decoder_input": 0}
 _ORDER = "position_ids of a whole batch must count up from 0, and may restart at 0"
 _SAME = "ranks of a context-parallel group need the same whole samples before the split"
 _MARK = "_cut_by_megatron_cp_plugin"
@@ -82,7 +84,8 @@ class Batches:
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
                 `attention_mask` [b, 1, N, N], true for later tokens, which attention does not look
-                at; None where a pipeline stage has no use for a key.
+                at; multimodal `position_ids` [3, b, N]; `decoder_input` [N, b, H]; None where a
+                pipeline stage has no use for a key.
                 What tells of documents stays as it is. `attention_spans`, and
                 `attention_positions`, if any: As of `documents.attention_spans`, for the next call
                 of the model; every pipeline stage needs them.
@@ -112,7 +115,7 @@ class Batches:
         for key, value in batch.items():
             if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
                 continue
-            dim = 2 if key == "attention_mask" else 1
+            dim = _dim_of(key, value)
             tokens = value.size(dim)
             followed = documents if spans is None else spans.followed(tokens)
             local = self.runtime.positions(group, tokens, value.device, followed)
@@ -165,7 +168,7 @@ class Batches:
         return bool(self._last)
 
     def _check_whole(self, whole: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        lengths = {key: tensor.size(1) for key, tensor in whole.items()}
+        lengths = {key: tensor.size(_dim_of(key, tensor)) for key, tensor in whole.items()}
         fault = None
         if len(set(lengths.values())) > 1:
             fault = (
@@ -173,6 +176,8 @@ class Batches:
                 "whole samples to get_batch_on_this_cp_rank"
             )
         position_ids = whole.get("position_ids")
+        if position_ids is not None and is_multimodal(position_ids):
+            position_ids = None  # those of images are in no order
         captured = any(map(capturing, whole.values()))
         if self.spans is not None and self.spans.positions is not None:
             position_ids = None  # in whatever order that mask has them
@@ -202,6 +207,17 @@ class Batches:
 
     def _sum_of_spans(self) -> int:
         return 0 if self.spans is None else crc32(repr(self.spans.spans).encode())
+
+
+def is_multimodal(position_ids: Tensor) -> bool:
+    """Whether position ids are [3, b, S], of time, height and width, instead of [b, S]."""
+    return position_ids.dim() == 3
+
+
+def _dim_of(key: str, tensor: Tensor) -> int:
+    if key == "position_ids" and is_multimodal(tensor):
+        return 2
+    return _DIMS.get(key, 1)
 
 
 def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, list[int]]) -> str:

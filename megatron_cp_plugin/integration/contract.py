@@ -149,6 +149,10 @@ NAMES: tuple[Name, ...] = (
               "shifts the targets of multi-token prediction by the algorithm's layout, where "
               "Megatron assumes zigzag, and counts the tokens of all ranks, for the reason given "
               "for the mean loss below", takes="tensor shifts dims cp_group packed_seq_params"),
+    _replaced(f"{_LAYERS}.multi_token_prediction", "process_mtp_loss",
+              "weights the loss of further tokens by the tokens of all ranks with "
+              "`--calculate-per-token-loss`, where Megatron takes those of one rank",
+              takes="labels loss_mask config cp_group packed_seq_params", since=(0, 17)),
     _replaced(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
               "skips the table of fused kernels, which are refused: Megatron splits it by its own "
               "layout, and fails if the model's original length is no multiple of 2P"),
@@ -247,7 +251,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     *_settings(
         "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
-        "hetereogenous_dist_checkpoint init_method layernorm_epsilon output_layer_init_method",
+        "hetereogenous_dist_checkpoint init_method layernorm_epsilon mtp_loss_scaling_factor "
+        "output_layer_init_method",
         "config",
     ),
     *_settings("params_dtype virtual_pipeline_model_parallel_size", "validated args", "config"),

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -80,6 +81,15 @@ class DocumentMask(PackedSeqParams):
         if self._checked is None or self._checked[0] != seq_len:  # every layer asks
             self._checked = seq_len, Slices.of(self.spans, seq_len, self.starts)
         return self._checked[1]
+
+    def sample_starts(self, seq_len: int) -> tuple[int, ...]:
+        """Returns where samples other than the first one begin: documents, or what spans make.
+
+        Raises:
+            ContextParallelError: Spans have samples that part, as answers to one prompt.
+        """
+        slices = self.slices(seq_len)
+        return self.starts if slices is None else _samples(slices, seq_len)
 
     def beside(self, documents: DocumentMask | None) -> DocumentMask:
         """Returns these spans of such documents."""
@@ -214,7 +224,7 @@ def mask_of_cut(
             f"{int(longest)}: give lengths of whole documents, not of a rank's part"
         )
     for name, value in vars(packed).items():
-        if name != "qkv_format":
+        if name not in ("qkv_format", "cp_group"):  # by which embeddings of images cut angles
             setattr(mask, name, value)
     return mask
 
@@ -242,6 +252,36 @@ def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
             f"cu_seqlens that end at {packed.seq_len}"
         )
     return packed.starts
+
+
+def mask_of_tokens(
+    packed: DocumentMask | None, seq_len: int, *, causal: bool, window: int | None
+) -> Mask:
+    """Returns which keys queries see that are no padding.
+
+    Args:
+        packed: Documents or spans; None: there are none.
+        seq_len: Tokens of the whole sequence.
+        causal: Whether tokens see earlier ones only, where no spans say whom they see.
+        window: How many of the last ones; None: all.
+    """
+    if packed is None:
+        return Mask(causal, window)
+    slices = packed.slices(seq_len)
+    if slices is None and packed.padding:
+        slices = _without_padding(packed.starts, packed.padding, seq_len)
+    return Mask(causal, window, packed.starts) if slices is None else Mask.of(slices, window)
+
+
+@lru_cache(maxsize=16)  # every layer asks
+def _without_padding(
+    starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
+) -> Slices:
+    """The documents, causal, each without the padding at its end."""
+    ends = {stop: start for start, stop in padding}
+    bounds = pairwise((0, *starts, seq_len))
+    documents = [(start, ends.get(stop, stop)) for start, stop in bounds]
+    return Slices.of([(*each, *each, "causal") for each in documents], seq_len)
 
 
 def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) -> None:
@@ -276,6 +316,43 @@ def _padding_is_seen(slices: Slices, padding: tuple[tuple[int, int], ...], seq_l
     edges = (0, *(edge for one in padding for edge in one), seq_len)
     tokens = tuple(Span(*edges[at : at + 2]) for at in range(0, len(edges), 2))
     return sees(tokens, tuple(Span(*one) for one in padding), Mask.of(slices))
+
+
+@lru_cache(maxsize=16)  # every layer of multi-token prediction asks, for several tensors
+def _samples(slices: Slices, seq_len: int) -> tuple[int, ...]:
+    """Where tokens are that do not see the one before them.
+
+    Raises:
+        ContextParallelError: One of them sees others before it.
+    """
+    sees_before, earliest = np.zeros(seq_len, np.bool_), np.arange(seq_len)
+    for q_start, q_stop, k_start, k_stop, kind in slices:
+        # Diagonals are parallel to that of each token and the one before it.
+        later = kind in ("causal", "bi_causal") and k_stop - q_stop < -1
+        sooner = kind in ("inverse_causal", "bi_causal") and q_start - k_start < 1
+        if not later and not sooner:
+            sees_before[max(q_start, k_start + 1) : min(q_stop, k_stop + 1)] = True
+        queries = np.arange(q_start, q_stop)
+        first = np.full(len(queries), k_start)
+        if kind in ("inverse_causal", "bi_causal"):
+            first = k_start + queries - q_start
+        last = np.full(len(queries), k_stop - 1)
+        if kind in ("causal", "bi_causal"):
+            last = k_stop - q_stop + queries
+        some = earliest[q_start:q_stop]
+        np.minimum(some, np.where(first <= last, first, queries), out=some)
+    for start in slices.documents:
+        sees_before[start] = False
+        earliest[start:] = np.maximum(earliest[start:], start)
+    starts = np.flatnonzero(~sees_before)
+    parting = starts[earliest[starts] < starts]
+    if len(parting):
+        raise ContextParallelError(
+            "multi-token prediction needs samples each of which goes on by one token, got "
+            f"attention_spans by which token {parting[0]} sees token {earliest[parting[0]]}, and "
+            "not the one before it: leave --mtp-num-layers out, or pack whole samples"
+        )
+    return tuple(starts[starts > 0].tolist())
 
 
 class PositionsOfPacks:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.integration.latent_attention import shape_of_latents
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -37,7 +38,8 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
-    shape = Settings(config).shape(runtime.config.layout.multiple(own.size()))
+    sizes = shape_of_latents if runtime.config.send_latents else Settings.shape
+    shape = sizes(Settings(config), runtime.config.layout.multiple(own.size()))
     runtime.set_up(own, shape, _new_group(args))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 from zlib import crc32
 
 import torch
@@ -18,7 +19,7 @@ from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
-from megatron_cp_plugin.integration.batch import Batches, Cut
+from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
     PositionsOfPacks,
@@ -30,13 +31,14 @@ from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.spec import use_attention
 
 # Arguments of a model that hold tokens, and the keys of a batch that they come from.
 _ARGUMENTS = {
     "input_ids": "tokens",
-    "position_ids": "position_ids",
     "labels": "labels",
     "loss_mask": "loss_mask",
+    "position_ids": "position_ids",
 }
 _OTHER_DOCUMENTS = (
     "all context-parallel ranks need the same document lengths in packed_seq_params, and equally "
@@ -86,6 +88,7 @@ class Inputs(ABC):
             _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
             self._stages.compare(mask)
             _check_capture(model, mask)
+            self._cut_whole(model, given, mask)
             self._check(model, given, mask)
         except ContextParallelError as error:
             fault = str(error)
@@ -99,6 +102,51 @@ class Inputs(ABC):
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
+
+    def _cut_whole(
+        self, model: nn.Module, given: dict[str, Any], mask: DocumentMask | None
+    ) -> None:
+        """Keeps this rank's part of what may be whole beside a rank's tokens.
+
+        That is multimodal position ids [3,b,N], which Megatron's embedding of positions would cut,
+        and embeddings [N,b,H], into which images were inserted before the split.
+        """
+        ids, hidden, size = (
+            given.get("position_ids"),
+            given.get("decoder_input"),
+            self._group.size(),
+        )
+        multimodal = isinstance(ids, Tensor) and is_multimodal(ids)
+        if multimodal and mask is not None and mask.positions is not None:
+            raise ContextParallelError(
+                "position_ids of time, height and width say where tokens are, got "
+                "attention_positions beside them: leave attention_positions out"
+            )
+        if size == 1 or not (multimodal or isinstance(hidden, Tensor)):
+            return
+        local = _local_tokens(model, given, mask, size)
+        whole: dict[str, tuple[Any, int, int]] = {
+            "decoder_input": (hidden, 0, _parts(model)),
+            "position_ids": (ids if multimodal else None, 2, 1),
+        }
+        for name, (tensor, dim, parts) in whole.items():
+            if local is None or tensor is None or tensor.size(dim) * parts == local:
+                continue
+            tokens = tensor.size(dim)
+            if parts > 1:
+                raise ContextParallelError(
+                    f"decoder_input needs the {local} tokens of a context-parallel rank scattered "
+                    f"over {parts} tensor-parallel ranks, got {tokens} instead of "
+                    f"{local // parts}: split it like labels before it is scattered"
+                )
+            if tokens != local * size:
+                raise ContextParallelError(
+                    f"{name} needs the {local} tokens of this rank, or the {local * size} of the "
+                    f"whole sequence, got {tokens}: split it like labels, or not at all"
+                )
+            followed = mask.followed(tokens) if mask is not None else ()
+            mine = self._runtime.positions(self._group, tokens, tensor.device, followed)
+            given[name] = tensor.index_select(dim, mine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
         """Models may be copied; process groups may not."""
@@ -161,8 +209,9 @@ class CutInputs(Inputs):
     def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
         self._later.clear()  # of a call that has failed
         if not self._called:
-            # Frameworks give a model other position embeddings once it is built.
+            # Frameworks give a model other position embeddings, or layers, once it is built.
             use_layout(model, self._runtime)
+            use_attention(model, self._runtime)
             self._called = True
         packed, layout = given.get("packed_seq_params"), self._runtime.config.layout
         return mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
@@ -281,15 +330,16 @@ def _check_spans(
     """Refuses spans where a layer would not see by them."""
     if mask is None or mask.spans is None:
         return
-    settings = Settings(model.config)
     reasons = {
         "gated delta net layers carry their state on along the sequence": recurrent,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
-        f"--mtp-num-layers {settings.mtp_num_layers} predicts the tokens that come next in the "
-        "sequence": bool(settings.mtp_num_layers),
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
+    if Settings(model.config).mtp_num_layers:
+        stops = (stop for one in mask.spans for stop in one[1:2])
+        ends = (index(stop) for stop in stops if isinstance(stop, SupportsIndex))
+        mask.sample_starts(mask.seq_len or max(ends, default=0))
     if config.by_auto and not config.for_spans:
         raise ContextParallelError(
             "auto chooses before it sees a batch, got attention_spans after it chose "
@@ -303,9 +353,9 @@ def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     for name in ("inference_context", "inference_params"):
         if given.get(name) is not None and group.size() > 1:
             raise ContextParallelError(
-                f"context parallelism does not support a KV cache, got {name} with "
-                f"context_parallel_size {group.size()}: leave it out, or generate with a model "
-                "of context_parallel_size 1 without the plugin"
+                f"context parallelism does not support Megatron's KV cache, got {name} with "
+                f"context_parallel_size {group.size()}: leave it out, generate with a model of "
+                "context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
             )
 
 
@@ -325,12 +375,36 @@ def _tokens_of(model: Any, given: Mapping[str, Any]) -> int | None:
     """How many tokens of each sequence this rank was given; None: another stage knows."""
     hidden, ids = given.get("decoder_input"), given.get("input_ids")
     if isinstance(hidden, Tensor):
-        config = model.config
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return hidden.size(0) * parts
+        return hidden.size(0) * _parts(model)
     if not getattr(model, "pre_process", True) or not isinstance(ids, Tensor):
         return None  # some callers hand whole samples to later stages, which do not look at them
     return ids.size(-1)
+
+
+def _parts(model: Any) -> int:
+    """Over how many ranks hidden states are scattered within a context-parallel rank."""
+    config = model.config
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def _local_tokens(
+    model: Any, given: Mapping[str, Any], mask: DocumentMask | None, size: int
+) -> int | None:
+    """How many tokens this rank has, whatever else may be whole; None: nothing says it."""
+    if not getattr(model, "pre_process", True):
+        hidden = getattr(model.decoder, "input_tensor", None)
+        return None if hidden is None else hidden.size(0) * _parts(model)
+    for name in ("labels", "loss_mask"):
+        if isinstance(given.get(name), Tensor):
+            tokens: int = given[name].size(-1)
+            return tokens
+    if mask is not None and mask.seq_len:
+        return mask.seq_len // size
+    # Some callers embed whole samples, cut their embeddings, and hand on the whole ids.
+    found = [given["input_ids"].size(-1)] if isinstance(given.get("input_ids"), Tensor) else []
+    if isinstance(given.get("decoder_input"), Tensor):
+        found.append(given["decoder_input"].size(0) * _parts(model))
+    return min(found, default=None)
 
 
 def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
@@ -365,12 +439,15 @@ def serves_inputs(model: nn.Module) -> bool:
 def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
     """The cutting that a model's tensors come from; None: there are none, as inside a pipeline."""
     config = batches.runtime.config
-    found = []
+    found: list[Cut] = []
+    tokens = 0
     for name, key in _ARGUMENTS.items():
         tensor = given.get(name)
         if not isinstance(tensor, Tensor):
             continue
         cut = batches.cut_of(key, tensor)
+        if cut is None and tensor.dim() == 3 and found and tensor.size(2) == tokens * group.size():
+            continue  # positions of the whole sequence
         if cut is None:
             changed = "that it has not split, or that was changed since"
             why = changed if batches.has_cut else "and split none"
@@ -381,10 +458,11 @@ def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -
                 f"{_REMEDY}"
             )
         found.append(cut)
-    if given.get("decoder_input") is not None and given.get("position_ids") is None:
+        tokens = tensor.size(-1)
+    if given.get("decoder_input") is not None and not found:
         raise ContextParallelError(
-            f"{config.algo} needs position_ids to identify the tokens of decoder_input, got "
-            f"none: {_REMEDY}"
+            f"{config.algo} needs position_ids or labels to identify the tokens of decoder_input, "
+            f"got none: {_REMEDY}"
         )
     if any(cut is not found[0] for cut in found):
         raise ContextParallelError(
@@ -396,6 +474,8 @@ def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -
 def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str:
     """What position ids [b, S] say of the tokens beside them, in brackets."""
     if not isinstance(position_ids, Tensor) or batches.runtime.follows_documents:
+        return ""
+    if is_multimodal(position_ids):
         return ""
     layout, size = batches.runtime.config.layout, group.size()
     tokens = position_ids.size(1) * size

@@ -43,6 +43,7 @@ def install(
     kernel: str = "auto",
     recompute_attention: bool = False,
     chunked_loss: int | None = None,
+    send_latents: bool = False,
     tokens: int | None = None,
     mean_document: str | int | None = None,
     allow_untested_megatron: bool = False,
@@ -70,6 +71,7 @@ def install(
             and entropies of verl, slime, NeMo-RL and SkyRL, are computed in chunks; None: as the
             caller does. A model that is given no labels returns what stands for logits then;
             whatever needs logits themselves is refused.
+        send_latents: Ranks send latents of multi-latent attention in place of K and V.
         tokens: With auto, which needs it: of a micro-batch on all context-parallel ranks, about.
         mean_document: With auto: length of documents: the mean in tokens,
             "lognormal:MEAN:SIGMA", or a histogram, "FILE.csv" or "FILE.json"; default 4096.
@@ -81,7 +83,10 @@ def install(
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
     batches = Batches(tokens, mean_document)
-    config = _config(algo, layout, kernel, recompute_attention, options, batches, chunked_loss)
+    config = _config(
+        *(algo, layout, kernel, recompute_attention, options, batches, chunked_loss),
+        send_latents=send_latents,
+    )
     found = _in_force()
     if found is not None:
         before = found.batches if isinstance(found, ProgramInstaller) else Batches()
@@ -242,6 +247,8 @@ def _config(
     options: dict[str, object],
     batches: Batches,
     chunked_loss: int | None = None,
+    *,
+    send_latents: bool = False,
 ) -> ContextParallelConfig:
     """What was asked for, over the ranks of Megatron's parallel state."""
     if not parallel_state.model_parallel_is_initialized():
@@ -267,7 +274,9 @@ def _config(
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
     config = ContextParallelConfig(
-        algo, size, kernel, given, recompute_attention, chunked_loss=chunked_loss
+        *(algo, size, kernel, given, recompute_attention),
+        chunked_loss=chunked_loss,
+        send_latents=send_latents,
     )
     config.layout  # noqa: B018  (an unknown option is the first thing to say)
     return config
@@ -278,7 +287,7 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
         if config.algo == registry.AUTO:
             return (config,)
         options = registry.read_options(config.algo, dict(config.options))
-        rest = config.kernel, config.recompute_attention, config.chunked_loss
+        rest = config.kernel, config.recompute_attention, config.chunked_loss, config.send_latents
         return (config.algorithms, options, *rest)
 
     return one.algo == other.algo and settings(one) == settings(other)
@@ -286,6 +295,7 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
 
 def _words(config: ContextParallelConfig, batches: Batches) -> str:
     others = vars(batches) | {"chunked_loss": config.chunked_loss}
+    others |= {"send_latents": config.send_latents or None}
     given = (*config.options, *((k, v) for k, v in others.items() if v is not None))
     options = ", ".join(f"{name}={value}" for name, value in given)
     return f"{config.algo} ({options})" if options else config.algo

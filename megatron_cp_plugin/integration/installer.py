@@ -70,12 +70,14 @@ class Installer(ABC):
 
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         """What takes the place of which names of Megatron."""
+        from megatron_cp_plugin.integration.multi_token import process_mtp_loss
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
         hooks: dict[str, Callable[..., Any]] = {
             "GPTModel.__init__": self._build_model,
             "HybridModel.__init__": self._build_model,
             "roll_tensor": self._roll,
+            "process_mtp_loss": process_mtp_loss,
             "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
         }
         if not self.recomputes:

@@ -2,13 +2,15 @@
 
 Megatron's `roll_tensor` knows its own zigzag layout only, and counts the tokens of each rank, by
 which the losses of a rank are then divided; the mean of such means is not that of the sequence
-where ranks have unequally many tokens that count, and the last one always has fewer.
+where ranks have unequally many tokens that count, and the last one always has fewer. A loss per
+token (`--calculate-per-token-loss`) is weighted by the rank's own tokens besides.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ def roll_tensor(
             shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
 
     Returns:
-        What the next token has, 0 for the last token of the sequence or of a document; and the sum
+        What the next token has, 0 for the last token of the sequence or of a sample; and the sum
         of the result over all ranks, divided by their number. A loss mask, which is known by its
         floating dtype, counts each token once for every rank: divided by its sum, the losses of a
         rank are a part of the mean over the sequence, as Megatron averages gradients over the
@@ -66,33 +68,84 @@ def roll_tensor(
     is_mask = tensor.is_floating_point()
     if is_mask and not hasattr(tensor, _PER_RANK):
         tensor = tensor * group.size()
-    rolled, total = next_tokens(tensor, group, runtime, packed.starts if packed else ())
+    rolled, total = next_tokens(tensor, group, runtime, packed)
     if is_mask:
         setattr(rolled, _PER_RANK, True)
     return rolled, total / group.size()
 
 
+def process_mtp_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Takes the place of Megatron's function of this name.
+
+    With a loss per token, gradients are summed over all ranks, and divided by the tokens that count
+    for the next token. So Megatron weights the mean loss of a further token by that number, but of
+    one rank, where ranks have unequally many. Here all of them share the mean over the sequence,
+    and each gives it an equal part of the weight, as where gradients are averaged.
+
+    Args:
+        original: Megatron's.
+        args, kwargs: Labels and loss mask [B,S] of this rank's tokens, input_ids [B,S] where there
+            are no labels, the model's config, cp_group and packed_seq_params.
+
+    Returns:
+        As Megatron's.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    config, group, ids = given["config"], given["cp_group"], given["labels"]
+    if config.calculate_per_token_loss and group is not None and group.size() > 1:
+        derives = ids is None
+        ids = given.get("input_ids") if derives else ids
+        if ids is not None:
+            given["config"] = shared = copy(config)
+            shared.calculate_per_token_loss = False
+            total = _counting(given["loss_mask"], ids, group, given["packed_seq_params"], derives)
+            shared.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * total / group.size()
+    return original(*call.args, **call.kwargs)
+
+
+def _counting(
+    loss_mask: Tensor | None, ids: Tensor, group: dist.ProcessGroup, packed: Any, derives: bool
+) -> Tensor:
+    """How many tokens of all ranks count for the next token: float32 []."""
+    from megatron.core.transformer import multi_token_prediction
+
+    mask = torch.ones_like(ids, dtype=torch.float32) if loss_mask is None else loss_mask.float()
+    if derives:  # what the last token of a document predicts is not there
+        return multi_token_prediction.roll_tensor(mask, cp_group=group, packed_seq_params=packed)[1]
+    total = mask.sum()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def next_tokens(
-    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, documents: tuple[int, ...] = ()
+    tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, mask: DocumentMask | None
 ) -> tuple[Tensor, Tensor]:
-    """Gives each token what the one after it in the sequence has.
+    """Gives each token what the one after it in its sample has.
 
     Args:
         tensor: [..., S], of this rank's tokens.
         group: The context-parallel group.
         runtime: The run's layout.
-        documents: Where documents other than the first one begin.
+        mask: Documents or spans; None: the sequence is one sample.
 
     Returns:
-        [..., S], 0 for the last token of the sequence and of each document; the sum over all
-        ranks [].
+        [..., S], 0 for the last token of the sequence and of each sample; the sum over all ranks
+        [].
+
+    Raises:
+        ContextParallelError: Spans have samples that part.
     """
+    seq_len = tensor.size(-1) * group.size()
+    starts = mask.sample_starts(seq_len) if mask else ()
+    followed = mask.followed(seq_len) if mask else ()
     local = tensor.contiguous()
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local, group=group)
-    whole = unshard(parts, -1, runtime.config.layout.within(documents))
+    whole = unshard(parts, -1, runtime.config.layout.within(followed))
     following = functional.pad(whole[..., 1:], (0, 1))
-    if documents:  # a list of places goes to the GPU, for which the host waits
-        following[..., [start - 1 for start in documents]] = 0
-    mine = runtime.positions(group, whole.size(-1), whole.device, documents)
+    if starts:  # a list of places goes to the GPU, for which the host waits
+        following[..., [start - 1 for start in starts]] = 0
+    mine = runtime.positions(group, seq_len, whole.device, followed)
     return following[..., mine], following.sum()

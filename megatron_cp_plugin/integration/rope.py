@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -149,11 +150,36 @@ def set_cos_sin_cache(
         original(embedding, *args, **kwargs)
 
 
+class _NothingToCut:
+    """The group of an embedding whose positions are those of the rank's own tokens."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _takes_positions(embedding: Any) -> bool:
+    """Whether angles are made of position ids, as Megatron's and Bridge's for images are."""
+    parameters = inspect.signature(embedding.forward).parameters
+    return next(iter(parameters), "") == "position_ids" and hasattr(embedding, "cp_group")
+
+
+def _check_angles(embedding: nn.Module, args: tuple[Any, ...], angles: Any) -> None:
+    if isinstance(angles, Tensor) and args and angles.size(0) != args[0].size(-1):
+        raise ContextParallelError(
+            f"{type(embedding).__name__} needs to return the angles of the {args[0].size(-1)} "
+            f"position_ids of a rank, got those of {angles.size(0)}: split none of them there"
+        )
+
+
 def use_layout(model: nn.Module, runtime: Runtime) -> None:
     """Makes the rotary embeddings of a model follow the layout.
 
     There is none, one for the whole model, or one in each layer of multi-latent attention. Those
-    that follow it already stay as they are.
+    that follow it already stay as they are. One for the whole model that takes position ids gets
+    those of the rank's own tokens (`integration.inputs`), and splits nothing.
 
     Raises:
         ContextParallelError: One is of another kind.
@@ -168,9 +194,14 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
         embedding = getattr(owner, "rotary_pos_emb", None)
         if embedding is None or isinstance(embedding, LayoutRotaryEmbedding):
             continue
+        if owner is model and _takes_positions(embedding):
+            if not isinstance(embedding.cp_group, _NothingToCut):
+                embedding.cp_group = _NothingToCut()
+                embedding.register_forward_hook(_check_angles)
+            continue
         if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
             raise ContextParallelError(
-                f"{runtime.config.algo} supports rope and yarn, got "
+                f"{runtime.config.algo} supports rope, yarn and mrope, got "
                 f"{type(embedding).__name__}: use --position-embedding-type rope"
             )
         group: Any = owner.pg_collection

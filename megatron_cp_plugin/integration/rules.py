@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, near_multiples
@@ -220,6 +221,15 @@ def _whole_logits(name: str) -> Callable[[Settings], bool]:
     return lambda s: s.cp.chunked_loss is not None and bool(getattr(s, name))
 
 
+def _exchanges_heads(algo: str) -> bool:
+    known = algo in registry.available("softmax")
+    return known and not issubclass(registry.algorithm_class(algo), PointToPoint)
+
+
+def _with_latents(when: Callable[[Settings], object]) -> Callable[[Settings], bool]:
+    return lambda s: s.cp.send_latents and bool(when(s))
+
+
 def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
     """Whether files of log-probabilities have an order that another run need not have."""
 
@@ -278,6 +288,12 @@ def _cannot_split_gated(s: Settings) -> Mapping[str, object] | None:
     if "cp_comm_type" in signature(GatedDeltaNet).parameters:
         return None
     return {"version": running_version()[1]}
+
+
+def _before_shared_weights(s: Settings) -> Mapping[str, object] | None:
+    version, text = running_version()
+    asks = s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1
+    return {"version": text} if asks and version < (0, 17) else None
 
 
 def _without_fla(s: Settings) -> bool:
@@ -407,11 +423,12 @@ _OTHER_GROUPS = "it changes the group of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never tested with the plugin"
-_SCORE = "it needs the largest score, which the kernels keep"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
 _FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
 _FSDP_NAMES = "it recognizes split parameters by the names of Megatron's own classes"
+_LARGEST = "a replay does not hand the largest score on"
 _CAPTURE = "use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+_CAPTURES_MLP = f"{_CAPTURE}mlp, or leave --cuda-graph-impl out"
 
 _LINEAR = "--cp-linear-model {s.cp.linear_model}"
 _GATED = "gated delta net layers need"
@@ -431,6 +448,8 @@ _LOSS = {
     "logits_load_dir": _ALL_LOGITS,
     "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
 }
+_ALL_KEYS = "no rank has keys to look at", "leave one of the two out"
+_WHOLE_WEIGHT = "its weights are whole in the forward pass of their own module only"
 _OR_NOT = ", or leave --cuda-graph-impl out"
 
 # A table is read by rows.
@@ -445,9 +464,12 @@ FEATURES: tuple[Rule, ...] = (
              "Megatron packs them into one sequence, but its stages expect several",
              "use --micro-batch-size 1",
              lambda s: s.packing and s.samples > 1 and s.stages > 1),
-    # What changes the scores.
-    _feature("QK clipping", "qk_clip", _SCORE),
-    _feature("logging the largest attention logit", "log_max_attention_logit", _SCORE),
+    # What looks at the scores.
+    _feature("QK clipping of attention in CUDA graphs", "qk_clip", _LARGEST, _CAPTURES_MLP,
+             lambda s: s.qk_clip and s.captures_attention),
+    _feature("logging the largest attention logit in CUDA graphs", "log_max_attention_logit",
+             _LARGEST, _CAPTURES_MLP,
+             lambda s: s.log_max_attention_logit and s.captures_attention),
     # Attention of another kind. Megatron fuses nothing with position embeddings of another type
     # than rope; a model has no such setting.
     _feature("multi-latent attention with fused RoPE", "multi_latent_attention", _ZIGZAG,
@@ -474,9 +496,6 @@ FEATURES: tuple[Rule, ...] = (
              lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+-E|/")),
     _feature("hybrid models selected by their old flag", "hybrid_override_pattern", _UNTESTED,
              "use --hybrid-layer-pattern"),
-    _feature("a loss per token with multi-token prediction", "calculate_per_token_loss",
-             "Megatron weights it by the tokens of each rank",
-             when=lambda s: s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1),
     _feature("FP8 attention", "fp8_dot_product_attention", _KERNELS),
     _feature("FP8 attention", "fp8_multi_head_attention", _KERNELS),
     _feature("Kitchen attention", "use_kitchen_attention", "it is a different core attention"),
@@ -488,8 +507,9 @@ FEATURES: tuple[Rule, ...] = (
     _feature("choice of Transformer Engine's attention kernel", "flash_attention_version",
              "it would be ignored"),
     _feature("position embeddings of this type", "position_embedding_type", _ZIGZAG,
-             "use rope, yarn, learned_absolute or none",
-             _other_than("position_embedding_type", "rope", "yarn", "learned_absolute", "none")),
+             "use rope, mrope, yarn, learned_absolute or none",
+             _other_than("position_embedding_type", "rope", "mrope", "yarn", "learned_absolute",
+                         "none")),
     # Other kinds of context parallelism.
     _feature("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
     _feature("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
@@ -520,7 +540,7 @@ FEATURES: tuple[Rule, ...] = (
              lambda s: s.graphs != "none" and s.has_experts and not s.captured_modules
              and s.packing is None),
     _feature("packed documents in CUDA graphs", "cuda_graph_impl", _ONE_BATCH,
-             f"{_CAPTURE}mlp, or leave --cuda-graph-impl out",
+             _CAPTURES_MLP,
              lambda s: s.captures_attention and s.packing and not s.has_experts),
     _feature("packed documents in CUDA graphs with a mixture of experts", "cuda_graph_impl",
              _ONE_BATCH, f"{_CAPTURE}moe_router, or leave --cuda-graph-impl out",
@@ -573,6 +593,23 @@ FEATURES: tuple[Rule, ...] = (
              "it replaces all command-line flags", "use scripts/pretrain_gpt.py --config"),
 )
 
+# Beside latents: when, what it is called, why, and what to do.
+_LATENTS: tuple[tuple[Callable[[Settings], object], str, str, str], ...] = (
+    (_on("qk_clip"), "--qk-clip", *_ALL_KEYS),
+    (_on("log_max_attention_logit"), "--log-max-attention-logit", *_ALL_KEYS),
+    (lambda s: s.recomputes == "selective", "--recompute-modules core_attn",
+     "Megatron would recompute attention of K and V", "leave core_attn out"),
+    (lambda s: "mla_up_proj" in (s.recompute_modules or ()), "--recompute-modules mla_up_proj",
+     "K and V are made anew in the backward pass as it is", "leave mla_up_proj out"),
+    (lambda s: s.captures_attention, "attention in CUDA graphs", _UNTESTED, "leave one out"),
+    (_on("use_torch_fsdp2"), "--use-torch-fsdp2", _WHOLE_WEIGHT, "leave one of the two out"),
+    (_on("use_megatron_fsdp"), "--use-megatron-fsdp", _WHOLE_WEIGHT, "leave one of the two out"),
+    (lambda s: any(map(_exchanges_heads, s.cp.algorithms)), "algorithms that exchange heads",
+     "of which latents have none", "use zigzag, ring, distflash, allgather or attention2d"),
+    (lambda s: s.cp.algo == registry.AUTO or s.cp.by_auto, "auto",
+     "the planner does not know of it", "name an algorithm, such as zigzag"),
+)
+
 RULES: tuple[Rule, ...] = (
     # Numbers of ranks and of heads.
     *(Rule(_below_one(name), f"{name} must be at least 1, got {{s.{name}}}: use 1 or more",
@@ -613,6 +650,12 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda s: s.has_linear and s.is_latent,
          f"{_LINEAR} cannot be combined with multi-latent attention, got --multi-latent-attention: "
          "leave it out, or use softmax attention in all layers"),
+    # Latents in place of K and V.
+    Rule(lambda s: s.cp.send_latents and s.multi_latent_attention is False and not s.is_latent,
+         "--cp-send-latents needs layers of multi-latent attention, got none: leave it out, or add "
+         "--multi-latent-attention"),
+    *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
+      for when, what, reason, fix in _LATENTS),
     # Megatron's gated delta net layers, which keep its own context parallelism: it exchanges tokens
     # for heads, and puts the chunks of its zigzag layout in order.
     Rule(lambda s: s.is_gated and s.has_linear,
@@ -649,6 +692,9 @@ RULES: tuple[Rule, ...] = (
          "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
     Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
+    Rule(_before_shared_weights, "Megatron {version} weights the losses of --mtp-num-layers by the "
+         "tokens of one rank, got --calculate-per-token-loss with context_parallel_size {s.ranks}: "
+         "use Megatron 0.17 or later"),
     Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
          "pip install flash-linear-attention", ("arguments",)),
     # What depends on the order of tokens, and on how many a rank has.

@@ -84,7 +84,10 @@ class Runtime:
         """
         if group not in self._algorithms:
             config, topology = self.config, self._topology(group)
-            self._algorithms[group] = registry.create(config.algo, topology, dict(config.options))
+            options = dict(config.options)
+            if config.send_latents and "chunks" in registry.option_names(config.algo):
+                options = {"chunks": 1} | options  # latents are of all heads
+            self._algorithms[group] = registry.create(config.algo, topology, options)
         return self._algorithms[group]
 
     def linear_algorithm(self, group: dist.ProcessGroup) -> LinearAlgorithm:

@@ -25,12 +25,14 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.groups import set_up_groups
+from megatron_cp_plugin.integration.latent_attention import send_latents
 from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
     linear_attention_class,
@@ -79,6 +81,8 @@ def build_model(
     pattern = getattr(model, "hybrid_layer_pattern", None)
     check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
     use_layout(model, runtime)
+    if runtime.config.send_latents:
+        send_latents(model)
     return model
 
 
@@ -209,6 +213,34 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     submodules = replace(attention.submodules, core_attention=ours)
     attention = replace(attention, submodules=submodules)
     return replace(spec, submodules=replace(layer, self_attention=attention))
+
+
+def use_attention(model: Any, runtime: Runtime) -> None:
+    """Gives layers that a program has built anew, from the spec it had, the plugin's attention.
+
+    Raises:
+        ContextParallelError: Their attention is not Megatron's plain self attention, or has sinks.
+    """
+    for part in (getattr(model, "decoder", None), getattr(model, "mtp", None)):
+        for owner in part.modules() if isinstance(part, nn.Module) else ():
+            core = getattr(owner, "core_attention", None)
+            if type(core) not in (DotProductAttention, TEDotProductAttention):
+                continue
+            if not isinstance(owner, SelfAttention) or owner.config.softmax_type != "vanilla":
+                raise ContextParallelError(
+                    f"{runtime.config.algo} serves layers that are built from the model's spec, "
+                    f"got {_name(type(owner))} with {_name(type(core))} instead: let "
+                    "GPTModel.__init__ build the layers"
+                )
+            owner.core_attention = ContextParallelAttention(
+                owner.config,
+                owner.layer_number,
+                owner.attn_mask_type,
+                owner.attention_type,
+                softmax_scale=getattr(owner.config, "softmax_scale", None),
+                pg_collection=owner.pg_collection,
+                runtime=runtime,
+            )
 
 
 def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:

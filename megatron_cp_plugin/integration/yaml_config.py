@@ -15,6 +15,7 @@ A file has two sections::
       linear_model: null   # or what layers of linear attention are
       recompute_attention: false
       chunked_loss: null   # or how many tokens' logits there are at a time
+      send_latents: false  # of multi-latent attention, in place of K and V
       machine: null        # these four with algo: auto: a machine by name or file,
       mean_document: null  # how long packed documents are, such as 8K or FILE.csv,
       example_spans: null  # a file with attention_spans of one batch,

@@ -125,6 +125,11 @@ class _Posting:
         """Messages. Args: operation: as of `Post`."""
         return self._post(operation, self._sizes(sends), self._sizes(receives), 0, sends, None)
 
+    def skip(self, count: int) -> None:
+        """Exchanges of others, which begin once this rank is so far; it does not wait for them."""
+        for _ in range(count):
+            self._post("exchange", (), (), 0, None, None)
+
     def gather(
         self, operation: Operation, x: Tensor, block: Tensor, result: Tensor
     ) -> Pending[Tensor]:
@@ -166,6 +171,9 @@ class _Channel(Communicator):
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return self._posting.exchange("exchange", sends, receives)
+
+    def skip(self, count: int) -> None:
+        self._posting.skip(count)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         return self._posting.gather("all_gather", x, x, x.new_empty((self.size, *x.shape)))

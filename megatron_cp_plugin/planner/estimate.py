@@ -134,20 +134,19 @@ class _Blocks:
         return {}
 
     def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
-        spans, whole = self.spans(placement), (0, 1)
+        spans = self.spans(placement)
         known = self._met_of[placement.layout, placement.size]
         for pair in placement.pairs_of(rank):
             for place in placement.place(*pair):
                 if place.rank != rank:
                     continue
-                found = known.get(pair) if place.part == whole else None
+                found = known.get(pair) if place.whole else None
                 if found is None:
                     q, k = (spans(owner) for owner in pair)
-                    if place.part != whole:
-                        tokens, (index, count) = sum(map(len, q)), place.part
-                        q = Ranges.of(q).at(tokens * index // count, tokens * (index + 1) // count)
+                    if not place.whole:
+                        q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
                     found = self.meet(q, k)
-                    if place.part == whole:
+                    if place.whole:
                         known[pair] = found
                 if found.tiles:
                     yield place.step, found, *pair

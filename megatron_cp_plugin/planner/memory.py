@@ -16,20 +16,21 @@ _GATHERED_AHEAD, _GRADIENTS_WAITING = 5e8, 1e9
 def memory(model: Model, split: Split, tokens: int) -> dict[str, float]:
     """GiB of the stage of a pipeline that needs most.
 
-    That is the first one, which holds the most micro-batches, or the first whose layers all have
-    experts.
+    That is the first one, which holds the most micro-batches, the first whose layers all have
+    experts, or the last one, which has the logits.
 
     Args: tokens: of a micro-batch, on all context-parallel ranks.
     """
     later = 0
     while sum(layers_of(model, split, stage) for stage in range(later)) < model.dense:
         later += 1
-    stages = sorted({0, min(later, split.pipeline - 1)})
-    found = [_memory_of(model, split, tokens, stage) for stage in stages]
+    stages = sorted({0, min(later, split.pipeline - 1), split.pipeline - 1})
+    found = [memory_of_stage(model, split, tokens, stage) for stage in stages]
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def _memory_of(model: Model, split: Split, tokens: int, stage: int) -> dict[str, float]:
+def memory_of_stage(model: Model, split: Split, tokens: int, stage: int) -> dict[str, float]:
+    """GiB of a stage of a pipeline. Args: as of `memory`."""
     parameters = list(own_parameters(model, split, stage))
     of_rank = sum(own for own, _ in parameters)
     part = sum(own / copies for own, copies in parameters)
@@ -44,6 +45,8 @@ def _memory_of(model: Model, split: Split, tokens: int, stage: int) -> dict[str,
     at_a_time = min(CHUNK_TOKENS / split.tensor, local) if split.chunked_loss else local
     logits = 6 * model.vocabulary * at_a_time
     activations = held * layers * (layer if split.recompute == "none" else kept)
+    if stage < split.pipeline - 1:
+        logits = 0.0
     working = max(logits, layer if split.recompute == "full" else 0.0)
     gathered = {}
     if split.sharded:

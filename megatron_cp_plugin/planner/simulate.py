@@ -18,6 +18,7 @@ from megatron_cp_plugin.algorithms.attention2d import (
     GridRingPlacement,
 )
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
+from megatron_cp_plugin.algorithms.usp import Usp
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.shape import Shape
@@ -122,15 +123,18 @@ def _smaller(
     Raises: ConfigError if those are too many.
     """
     size, per_node = len(nodes), nodes.count(nodes[0])
-    step = lcm(per_node if per_node < size else 1, int(str(options.get("ulysses", 1))))
+    team = int(str(options.get("ulysses", 1)))
+    step = lcm(per_node if per_node < size else 1, team)
     few = step * max(2, _ALL // step)
     by_blocks = "rows" in options
     if not by_blocks and 2 * few < size:
         return few, 2 * few
-    if by_blocks and size > _MOST:
+    if by_blocks and size // team > _MOST:
+        what = "teams" if team > 1 else "ranks"
+        advice = "route ring" if team > 1 else "transport group and another variant than overlap"
         raise ConfigError(
-            f"{algo} by blocks on a grid is simulated on up to {_MOST} ranks, got {size}: use "
-            "transport group and another variant than overlap"
+            f"{algo} by blocks on a grid is simulated on up to {_MOST} {what}, got {size // team}: "
+            f"use {advice}"
         )
     return None
 
@@ -244,7 +248,9 @@ def pinned(
     if isinstance(algorithm, Ulysses):
         pinned["chunks"] = len(algorithm.exchanged_groups(shape, mask or Mask()))
         if "ulysses" in registry.option_names(algo):
-            pinned["ulysses"] = algorithm.degree(shape.kv_heads)
+            pinned["ulysses"] = team = algorithm.degree(shape.kv_heads)
+            if isinstance(algorithm, Usp) and algorithm.options.route == "grid":
+                pinned["rows"] = algorithm.grid_shape(shape, team)[0]
     elif isinstance(algorithm, PointToPoint):
         pinned["chunks"] = len(algorithm.head_groups(shape, mask or Mask()))
         if isinstance(algorithm, GridAlgorithm) and "rows" in registry.option_names(algo):

@@ -115,8 +115,12 @@ def in_turn(query: int, key: int, size: int) -> Place:
             "as part 0 of 2 on rank 0, part 1 of 3 on rank 0",
         ),
         (
+            lambda q, k, size: [in_turn(q, k, size)._replace(part=(1, 5), parts=3)],
+            "rank 0 meet keys of rank 0 as parts 1 to 3 of 5 on rank 0: let",
+        ),
+        (
             lambda q, k, size: Place(q, (q - k) % size),
-            r"rank 0 meet keys of rank 0 at \[0, 0, \(0, 1\)\]: let `place` yield a Place",
+            r"rank 0 meet keys of rank 0 at \[0, 0, \(0, 1\), 1\]: let `place` yield a Place",
         ),
         (lambda q, k, size: [(q, 1)], r"at \[\(0, 1\)\]: let `place` yield a Place"),
     ],

@@ -51,6 +51,7 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
     for helped in (True, False):
         for last_step in ("owner", "shared"):
             yield "distflash", {"balanced": helped, "last_step": last_step, "chunks": 2}
+    yield "distflash", {"helpers": "work"}
     yield "allgather", {"chunks": 3}
     for rows in range(1, size + 1):
         if size % rows == 0:
@@ -61,6 +62,7 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield "ulysses", {"keep": keep, "chunks": 2}
         for team in range(1, size + 1):
             if size % team == 0:
+                yield "usp", {"keep": keep, "ulysses": team, "route": "grid"}
                 yield "usp", {"keep": keep, "ulysses": team, "chunks": 2}
                 yield (
                     "usp",

@@ -1,17 +1,37 @@
-"""One rank's part of a plan: how long it holds blocks, and which rows and heads its tasks take."""
+"""One rank's part of a plan: how long it holds blocks, what its tasks take, what it leaves out."""
 
+from collections import Counter
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.execution import program as module
-from megatron_cp_plugin.core.execution.program import program
+from megatron_cp_plugin.core.execution.program import Program, program, without_idle
 from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
 from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
+from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.document_lengths import LogNormal, random_documents
+from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay
+from tests.core.test_plan import masks
+from tests.random_tests import examples
+
+CHOICES = [
+    ("zigzag", {"route": "straight"}),
+    ("zigzag", {"route": "double", "chunks": 2}),
+    ("zigzag", {"layout": "documents"}),
+    ("distflash", {"helpers": "work"}),
+    ("attention2d", {"variant": "overlap"}),
+    ("usp", {"ulysses": 1, "route": "grid"}),
+]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -58,3 +78,86 @@ def test_heads_of_a_step_are_counted_from_those_of_its_round() -> None:
     assert within is not None
     assert (within.q, within.kv) == (slice(2, 4), slice(1, 2))
     assert module._within(step, step.heads, 1).within is None
+
+
+def plan_for(
+    name: str, options: dict[str, object], size: int, mask: Mask, phase: str, tokens: int
+) -> Plan:
+    topology = VirtualWorld(size, ranks_per_node=size // 2 if size % 2 == 0 else 1).topology(0)
+    made = create(name, topology, options).within(mask.followed)
+    placement = made.placement(Shape(1, tokens, 4, 4, 8), mask, phase)
+    if isinstance(placement, HeadPlacement):
+        placement = placement.of_teams
+    return plan_of(placement, tokens, mask, phase)
+
+
+def size_of(parts: Program) -> tuple[int, int]:
+    """Steps and exchanges."""
+    steps = [step for one in parts.rounds for step in one.steps]
+    return len(steps), sum(len(step.inputs) + len(step.results) for step in steps)
+
+
+def exchanges(parts: Program) -> Counter[tuple[bool, bool]]:
+    """By channel, those that are left out among them."""
+    found = Counter(parts.idle)
+    for one in parts.rounds:
+        for step in one.steps:
+            for result, some in enumerate((step.inputs, step.results)):
+                for each in some:
+                    found[bool(result), each.slow] += 1 + each.idle
+    return found
+
+
+@given(st.data())
+@examples(60)
+def test_what_is_left_out_is_idle_and_counted(data: st.DataObject) -> None:
+    """Ranks number the exchanges of a channel alike."""
+    size = data.draw(st.integers(1, 8))
+    name, options = data.draw(st.sampled_from(CHOICES))
+    tokens = data.draw(st.integers(size, 6 * size))
+    mask, phase = data.draw(masks(tokens)), data.draw(st.sampled_from(PHASES))
+    plan = plan_for(name, options, size, mask, phase, tokens)
+    for rank in range(size):
+        whole = program(plan, rank)
+        few = without_idle(whole)
+        assert +exchanges(few) == +exchanges(whole)
+        before, after = (
+            [
+                (step.number, one.needed, one.sends, one.receives)
+                for part in parts.rounds
+                for step in part.steps
+                for one in (*step.inputs, *step.results)
+                if one.sends or one.receives
+            ]
+            for parts in (whole, few)
+        )
+        assert before == after
+        assert size_of(few)[1] == len(after)
+        kept = {step.number for part in few.rounds for step in part.steps}
+        assert {needed for _, needed, _, _ in after if needed < plan.steps} <= kept
+        for part in whole.rounds:
+            for step in part.steps:
+                if step.tasks or step.first or step.last or step.dropped:
+                    assert step.number in kept
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("mask", "most"),
+    [
+        (Mask(window=4096), 5),
+        (Mask(documents=random_documents(2**20, LogNormal(2**11, 1), seed=0)), 6),
+    ],
+    ids=["window", "documents"],
+)
+def test_few_steps_of_sixty_four(mask: Mask, most: int, phase: str) -> None:
+    """64 ranks of 16K tokens; blocks go straight from rank to rank. A ring that passes blocks on
+    has 64 steps: a zigzag rank has neighbours in both directions.
+    """
+    plan = plan_for("zigzag", {"route": "straight"}, 64, mask, phase, 2**20)
+    for rank in (0, 31, 63):
+        whole = program(plan, rank)
+        steps, number = size_of(without_idle(whole))
+        assert size_of(whole)[0] == 64
+        assert steps <= most
+        assert number < steps

@@ -20,10 +20,12 @@ from megatron_cp_plugin.core.blocks.rows import (
     union,
     united,
 )
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
+    rows_of_parts,
     visible_rows,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -416,6 +418,24 @@ def test_visible_rows_of_all_pairs(
             rows, cols = visible_rows(spans[query], spans[key], mask)
             assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
             assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+
+
+@examples(100)
+@given(st.sampled_from([Contiguous(), Zigzag()]), st.integers(1, 5), st.integers(1, 90), st.data())
+def test_rows_of_parts(layout: Layout, size: int, seq_len: int, data: st.DataObject) -> None:
+    """At once, and each by itself, those that overlap too."""
+    mask = data.draw(masks(seq_len))
+    blocks, rank = TokenMap.of(layout, size, seq_len), st.integers(0, size - 1)
+    parts = []
+    for query, key in data.draw(st.lists(st.tuples(rank, rank), max_size=6)):
+        rows = st.integers(0, blocks.lengths[query])
+        start, stop = sorted((data.draw(rows), data.draw(rows)))
+        parts += [(query, key, start, stop)] * (start < stop)
+    found = rows_of_parts(blocks, parts, mask) if parts else {}
+    assert set(found) == set(parts)
+    for (query, key, start, stop), met in found.items():
+        rows, cols = visible_rows(blocks[query].at(start, stop), blocks[key], mask)
+        assert met == (tuple((start + first, start + last) for first, last in rows), cols)
 
 
 def gap_of(spans: Sequence[Span]) -> int:

@@ -58,7 +58,7 @@ def make_model(config: Any, groups: Any, spec: Any = None, **settings: Any) -> A
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=256,
-        position_embedding_type="rope",
+        position_embedding_type="mrope" if config.mrope_section else "rope",
         share_embeddings_and_output_weights=False,
         pg_collection=groups,
         **settings,
@@ -87,6 +87,25 @@ def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
     )
 
 
+# Angles of time, height and width of heads of 8.
+IMAGES = {"mrope_section": [2, 1, 1]}
+
+
+def places_of(tokens: int, *, images: bool) -> Tensor:
+    """Position ids of a document [n]; or [n,3], as of text with images in it."""
+    places = torch.arange(tokens)
+    if not images:
+        return places
+    return torch.stack((places // 3, places - places % 2, 2 * places % 7), dim=1)
+
+
+def with_images(model: Any, ids: Tensor) -> Tensor:
+    """Embeddings [S,1,H] of ids [1,S], every fifth of which stands for a part of an image."""
+    embeddings = model.embedding(ids, None)
+    image = torch.outer(ids[0].double(), torch.arange(1.0, 1 + embeddings.size(2))).sin()
+    return torch.where((ids[0] % 5 == 0)[:, None, None], image[:, None].float(), embeddings)
+
+
 def alone(groups: Any) -> Any:
     """The same process groups, but for a model that neither context nor stages split."""
     from copy import copy
@@ -109,20 +128,24 @@ class Batch:
         self.tokens = sum(lengths)
 
     def cut(self, documents: Sequence[Tensor]) -> Tensor:
-        """[1,T/P]: of each document, padded to a multiple of 2P, chunks p and 2P-1-p; or of all
-        of them the p-th of P parts.
+        """[1,T/P,...]: of each document [n,...], padded to a multiple of 2P, chunks p and 2P-1-p;
+        or of all of them the p-th of P parts.
         """
-        mine, pack = [], []
-        for document in documents:
-            chunk = -(-len(document) // (2 * self.size))
-            whole = torch.zeros(2 * self.size * chunk, dtype=document.dtype)
-            whole[: len(document)] = document
-            chunks = whole.view(2 * self.size, chunk)
-            mine += [chunks[self.rank], chunks[2 * self.size - 1 - self.rank]]
-            pack.append(whole)
         if self.layout == "contiguous":
-            return torch.cat(pack).chunk(self.size)[self.rank][None]
+            return self.whole(documents).chunk(self.size, dim=1)[self.rank]
+        mine = []
+        for document in documents:
+            chunks = self.whole([document])[0].chunk(2 * self.size)
+            mine += [chunks[self.rank], chunks[2 * self.size - 1 - self.rank]]
         return torch.cat(mine)[None]
+
+    def whole(self, documents: Sequence[Tensor]) -> Tensor:
+        """[1,T,...]: all documents [n,...], each padded to a multiple of 2P."""
+        pack = []
+        for document in documents:
+            rows = -len(document) % (2 * self.size)
+            pack += [document, document.new_zeros(rows, *document.shape[1:])]
+        return torch.cat(pack)[None]
 
     def masks(self, *, spanned: bool) -> list[Tensor | None]:
         """What hides keys of each document alone: those that spans do not name, see `packed`."""
@@ -179,6 +202,8 @@ class Reference:
     """
 
     def __init__(self, model: Any) -> None:
+        if model.config.mrope_section:  # has the groups of the process, not those of the model
+            model.rotary_pos_emb.cp_group = model.pg_collection.cp
         self.model = model
         self._found: dict[tuple[object, ...], Expected] = {}
 
@@ -194,9 +219,14 @@ class Reference:
         model.zero_grad()
         predicted = sum(len(ids) - 1 for ids in batch.ids)
         masks = batch.masks(spanned=spanned)
+        images = bool(model.config.mrope_section)
         for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
-            places = torch.arange(len(ids))[None]
-            settings: dict[str, Any] = {
+            places = places_of(len(ids), images=images)[None]
+            more: dict[str, Any] = {}
+            if images:
+                places = places.permute(2, 0, 1)
+                more = {"decoder_input": with_images(model, ids[None])}
+            settings: dict[str, Any] = more | {
                 "labels": labels[None],
                 "loss_mask": torch.ones(1, len(ids)),
             }
@@ -205,7 +235,7 @@ class Reference:
             torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
             loss += float(part.detach())
             with torch.no_grad():
-                log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask))
+                log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask, **more))
         gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
         return Expected(loss, log_probs, gradients)
 
@@ -224,9 +254,11 @@ def log_probs_of(
     labels: Tensor,
     packed: Any = None,
     mask: Tensor | None = None,
+    **more: Any,
 ) -> Tensor:
     """ids and places [1,S], labels [S] -> [S]."""
-    logits = model(ids, places, mask, packed_seq_params=packed, runtime_gather_output=True)
+    more |= {"packed_seq_params": packed, "runtime_gather_output": True}
+    logits = model(ids, places, mask, **more)
     return logits[0].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
@@ -239,13 +271,20 @@ def compare(
     expected = reference.expected(batch, spanned=spanned)
     ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
     counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
-    places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+    images = bool(model.config.mrope_section)
+    of_documents = [places_of(len(x), images=images) for x in batch.ids]
+    places = batch.cut(of_documents)
+    more: dict[str, Any] = {}
+    if images:  # cut by the caller, or whole
+        places = (places if real else batch.whole(of_documents)).permute(2, 0, 1)
+        shown = ids if real else batch.whole(batch.ids)
+        more = {"decoder_input": with_images(model, shown)}
     seen: list[Any] = []
     hook = model.decoder.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
     )
     packed = batch.packed(real=real, spanned=spanned)
-    settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
+    settings = more | {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
     losses = model(ids, places, None, **settings)
     hook.remove()
     assert seen[0].of_the_framework == "kept"
@@ -256,7 +295,7 @@ def compare(
     dist.all_reduce(total, group=group)
     with torch.no_grad():
         packed = batch.packed(real=real, spanned=spanned)
-        found = log_probs_of(model, ids, places, labels[0], packed)
+        found = log_probs_of(model, ids, places, labels[0], packed, **more)
     log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
     worst = 0.0
     parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
@@ -292,6 +331,49 @@ def compare_all(
         for name, lengths in BATCHES.items()
         for real in (False, True)
     }
+
+
+CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.5}
+
+
+def clipped(reference: Any, model: Any, batch: Batch) -> dict[str, float]:
+    """What weights are off by once Megatron has clipped them by the largest scores of a batch, and
+    by how much it has changed them.
+    """
+    model.load_state_dict(reference.state_dict())
+    before = [layer.self_attention.linear_qkv.weight.clone() for layer in model.decoder.layers]
+    cores = [layer.self_attention.core_attention for layer in reference.decoder.layers]
+    hooks = [core.register_forward_pre_hook(_look_at_scores) for core in cores]
+    with torch.no_grad():
+        for ids in batch.ids:
+            reference(ids[None], torch.arange(len(ids))[None], None)
+        ids = batch.cut(batch.ids)
+        model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
+    for hook in hooks:
+        hook.remove()
+    found = {"off": 0.0, "changed": torch.inf}
+    for ours, theirs, old in zip(
+        model.decoder.layers, reference.decoder.layers, before, strict=True
+    ):
+        scores = ours.self_attention.core_attention.current_max_attn_logits
+        dist.all_reduce(scores, dist.ReduceOp.MAX, group=model.pg_collection.cp)
+        weights = []
+        for layer in (ours, theirs):
+            layer.self_attention.clip_qk()
+            weights.append(layer.self_attention.linear_qkv.weight.detach())
+        found["off"] = max(found["off"], float((weights[0] - weights[1]).abs().max()))
+        found["changed"] = min(found["changed"], float((weights[0] - old).abs().max()))
+    return found
+
+
+def _look_at_scores(core: Any, args: tuple[Tensor, ...]) -> None:
+    """Keeps the largest causal score of each head, of q [s,1,h,d] and k [s,1,g,d]."""
+    q, k = args[0][:, 0], args[1][:, 0].repeat_interleave(args[0].size(2) // args[1].size(2), 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.size(-1) ** -0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    largest = scores.masked_fill(later, -torch.inf).amax((1, 2))
+    before = getattr(core, "current_max_attn_logits", None)
+    core.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
 
 def left_by_log_probs(model: Any, batch: Batch) -> int:
@@ -371,6 +453,7 @@ def by_install(size: int) -> dict[str, Any]:
     reference = Reference(make_model(make_config(1), alone(groups)))
     latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
     further = Reference(make_model(make_config(1, mtp_num_layers=1), alone(groups)))
+    pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
     found: dict[str, Any] = {}
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
@@ -390,6 +473,11 @@ def by_install(size: int) -> dict[str, Any]:
             found[f"{algo}, latent"] = compare_all(latent, of_latents, rank, size)
             predicting = make_model(make_config(size, mtp_num_layers=1), groups)
             found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
+            found[f"{algo}, one more token, spans"] = compare_all(
+                further, predicting, rank, size, spanned=True
+            )
+            seeing = make_model(make_config(size, **IMAGES), groups)
+            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
         cp_megatron.uninstall()
     cp_megatron.install("auto", **CHOICE)
     cp_megatron.install("auto", **CHOICE)
@@ -641,6 +729,7 @@ def by_serve(size: int) -> dict[str, Any]:
 
     groups = set_up(size)
     reference = Reference(make_model(make_config(1), alone(groups)))
+    pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
     config = make_config(size)
     found, left = {}, {}
     for algo, layout in (SERVED | {"auto": "thd"}).items():
@@ -655,8 +744,19 @@ def by_serve(size: int) -> dict[str, Any]:
             found[f"{algo}, spans"] = compare_all(
                 reference, model, rank, size, layout, spanned=True
             )
+        if algo in ("zigzag", "ulysses"):
+            shown = make_config(size, **IMAGES)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), shown, algo, **how)
+            seeing = cp_megatron.adopt(make_model(shown, groups, spec))
+            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size, layout)
+        if algo == "zigzag":
+            clipping = make_config(size, **CLIPPED)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), clipping, algo, **how)
+            other = cp_megatron.adopt(make_model(clipping, groups, spec))
+            whole = make_model(make_config(1, **CLIPPED), alone(groups))
+            off = clipped(whole, other, Batch(BATCHES["odd"], rank, size, layout))
         left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
-    return {"compared": found, "left": left, "generates": generates(model)}
+    return {"compared": found, "left": left, "generates": generates(model), "clipped": off}
 
 
 def generates(model: Any) -> str:

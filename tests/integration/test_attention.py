@@ -106,6 +106,26 @@ def test_against_attention_written_out(
         assert relative_error(got.grad, wanted.transpose(0, 1)) < 1e-10
 
 
+@pytest.mark.parametrize("asked", [{"qk_clip": True}, {"log_max_attention_logit": True}, {}])
+def test_the_largest_scores_since_megatron_has_read_them(
+    group: dist.ProcessGroup, runtime: Runtime, asked: dict[str, bool]
+) -> None:
+    """By head, of all micro-batches."""
+    module = attention(group, runtime, config=config(**asked))
+    q = torch.zeros(TOKENS, BATCH, HEADS, HEAD_DIM)
+    k = torch.ones(TOKENS, BATCH, KV_HEADS, HEAD_DIM)
+    for head, score in ((1, 3.0), (2, 5.0), (1, 2.0)):
+        q[:] = -1
+        q[TOKENS // 2, 1, head] = score
+        module(q, k, k)
+    found = module.current_max_attn_logits
+    if not asked:
+        assert found is None
+        return
+    want = torch.tensor([-1.0, 3.0, 5.0, -1.0]) * HEAD_DIM**0.5
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize(("layer", "window"), [(1, 4), (2, None), (3, 4)])
 def test_window_of_megatrons_layers(
     group: dist.ProcessGroup, runtime: Runtime, layer: int, window: int | None

@@ -33,7 +33,7 @@ ASKING: dict[str, Any] = {
     "hybrid_layer_pattern": "M*",
     "attention_backend": AttnBackend.local,
     "flash_attention_version": 3,
-    "position_embedding_type": "mrope",
+    "position_embedding_type": "relative",
     "cuda_graph_impl": "local",
     "yaml_cfg": "file.yaml",
     "recompute_modules": ["core_attn", "mlp"],
@@ -53,7 +53,6 @@ EXPERTS = {"num_experts": 4}
 GATED = {"experimental_attention_variant": "gated_delta_net"}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
-    "a loss per token with multi-token prediction": {"mtp_num_layers": 1},
     "attention sinks split by tensor parallelism in Megatron-FSDP": {
         "softmax_type": "learnable",
         "tensor_model_parallel_size": 2,
@@ -74,6 +73,8 @@ BESIDE: dict[str, dict[str, Any]] = {
         "cuda_graph_modules": ["mlp"],
     },
     "gated delta net layers in CUDA graphs": GATED,
+    "QK clipping of attention in CUDA graphs": {"cuda_graph_impl": "local"},
+    "logging the largest attention logit in CUDA graphs": {"cuda_graph_impl": "local"},
     "optimizer states in checkpoints of FSDP": {"use_torch_fsdp2": True},
     "loading optimizer states with FSDP": {"use_torch_fsdp2": True},
     "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},

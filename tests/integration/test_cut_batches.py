@@ -70,14 +70,17 @@ def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
-        assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned
+        images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
+        assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned | images
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
         said = (
-            "context parallelism does not support a KV cache, got inference_context with "
+            "context parallelism does not support Megatron's KV cache, got inference_context with "
             "context_parallel"
         )
         assert (said in results["generates"]) == (size > 1)
+        assert results["clipped"]["off"] < 1e-6
+        assert results["clipped"]["changed"] > 1e-2
         # One or two of the last messages may be under way when they are counted.
         assert max(results["left"].values()) < 5
 

@@ -137,6 +137,8 @@ class Model(nn.Module):
 
 
 FULL = [(0, 8, 0, 8, "full")]
+# Two answers to a prompt of three tokens.
+PARTING = [(0, 5, 0, 5, "causal"), (5, 8, 0, 3, "full"), (5, 8, 5, 8, "causal")]
 HALVES = [(0, 4, 0, 4, "full"), (4, 8, 4, 8, "full")]
 
 
@@ -240,6 +242,102 @@ def test_positions_that_make_no_sense_are_refused(positions: Any, message: str) 
         attention_spans(FULL, torch.tensor(positions))
 
 
+class Seeing(Model):
+    """Takes position ids and embeddings as models of Megatron do."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        position_ids: Any = None,
+        decoder_input: Any = None,
+        labels: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Any:
+        return position_ids, decoder_input
+
+
+SIZES = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+
+
+def of_image(group: Any, *, whole: bool, callers: bool) -> dict[str, Any]:
+    """What a model is given of 12 tokens, and what it should get."""
+    tokens, ids = torch.arange(12)[None], torch.arange(36).view(3, 1, 12) % 7
+    hidden = torch.arange(24.0).view(12, 1, 2)
+    mine = positions(ContextParallelConfig("ring", 3).layout, group.rank(), 3, 12)
+    want = {"position_ids": ids[..., mine], "decoder_input": hidden[mine]}
+    given = {"position_ids": ids, "decoder_input": hidden} if whole else dict(want)
+    if callers:
+        return {"want": want, "given": given | {"labels": tokens[:, mine]}}
+    batch = {"labels": tokens} | ({} if whole else {"position_ids": ids})
+    return {"want": want, "given": given, "batch": batch}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("callers", [True, False])
+def test_positions_and_embeddings_of_images_are_cut_or_whole(callers: bool, whole: bool) -> None:
+    def rank(group: Any) -> None:
+        model, runtime = Seeing(**SIZES), Runtime(ContextParallelConfig("ring", 3))
+        case = of_image(group, whole=whole, callers=callers)
+        if callers:
+            serve_cut_inputs(model, runtime, group)
+        else:
+            batches = Batches(runtime)
+            serve_inputs(model, batches, group)
+            case["given"] |= batches.shard(case["batch"], group)
+        got = model(**case["given"])
+        for tensor, want in zip(got, case["want"].values(), strict=True):
+            assert torch.equal(tensor, want)
+
+    on_ranks(3, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"decoder_input": torch.zeros(5, 1, 2)}, {}, "the 4 tokens of this rank, or the 12 of .*"),
+        ({"position_ids": torch.zeros(3, 1, 6)}, {}, "position_ids needs .*, got 6: split it like"),
+        (
+            {"decoder_input": torch.zeros(12, 1, 2)},
+            {"sequence_parallel": True},
+            "over 2 tensor-parallel ranks, got 12 instead of 2: split it like labels before",
+        ),
+        (
+            {"packed_seq_params": attention_spans([(0, 12, 0, 12, "full")], range(12))},
+            {},
+            "say where tokens are, got attention_positions beside them",
+        ),
+    ],
+)
+def test_parts_of_images_that_fit_no_rank_are_refused(
+    change: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    def rank(group: Any) -> None:
+        model = Seeing(**(SIZES | settings))
+        serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 3)), group)
+        given = of_image(group, whole=False, callers=True)["given"] | change
+        with pytest.raises(ContextParallelError, match=message):
+            model(**given)
+
+    on_ranks(3, rank)
+
+
+def test_unmarked_positions_of_a_rank_are_refused() -> None:
+    """They may be of another layout; whole ones cannot be."""
+
+    def rank(group: Any) -> None:
+        batches = Batches(Runtime(ContextParallelConfig("ring", 3)))
+        model = Seeing(**SIZES)
+        serve_inputs(model, batches, group)
+        case = of_image(group, whole=True, callers=False)
+        labels = batches.shard(case["batch"], group)["labels"]
+        with pytest.raises(ContextParallelError, match=r"got position_ids \[3, 1, 4\] that it has"):
+            model(position_ids=case["want"]["position_ids"], labels=labels)
+        with pytest.raises(ContextParallelError, match="needs position_ids or labels to identify"):
+            model(decoder_input=case["want"]["decoder_input"])
+
+    on_ranks(3, rank)
+
+
 def test_batches_that_their_callers_cut() -> None:
     model = Model()
     serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
@@ -250,7 +348,7 @@ def test_batches_that_their_callers_cut() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mtp_num_layers": 1}, "--mtp-num-layers 1 predicts the tokens .*, got attention_spans"),
+        ({"mtp_num_layers": 1}, "token 5 sees token 0, and not the one before it: leave --mtp"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local keeps .*, got attention_spans"),
     ],
 )
@@ -263,7 +361,7 @@ def test_what_spans_do_not_go_with_is_refused(
     else:
         serve_inputs(model, Batches(runtime), ALONE)
     with pytest.raises(ContextParallelError, match=message) as error:
-        model(torch.arange(8)[None], attention_spans(FULL))
+        model(torch.arange(8)[None], attention_spans(PARTING))
     assert "\n" not in str(error.value)
 
 

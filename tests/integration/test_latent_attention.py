@@ -1,9 +1,13 @@
 """--multi-latent-attention: losses and all gradients are those of Megatron's own attention."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
@@ -11,9 +15,17 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.latent_attention import (
+    normed,
+    send_latents,
+    shape_of_latents,
+)
 from megatron_cp_plugin.integration.rope import _keep_documents
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.registry import create
 from tests.integration.megatron_job import SCRIPT, SLOWLY, TINY, run_program, run_warm
+from tests.integration.ranks import Place
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,6 +71,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     ("kind", "flags", "size"),
     [
         ("layers", "--cp-layers zigzag,attention2d,allgather,usp", 4),
+        ("layers", "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents", 4),
         pytest.param(
             "layers",
             f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}",
@@ -75,6 +88,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
         ("layers", f"--context-parallel-algo zigzag {FULL} --cp-recompute-attention", 1),
         pytest.param("tensor", f"--context-parallel-algo zigzag {FULL}", 2, marks=pytest.mark.slow),
         pytest.param(
+            "tensor",
+            f"--context-parallel-algo zigzag {FULL} --cp-send-latents",
+            2,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "stages", f"--cp-layers distflash,ulysses {SELECTIVE}", 2, marks=pytest.mark.slow
         ),
     ],
@@ -88,6 +107,67 @@ def test_equals_megatron(
     assert comparison.passed, comparison.problems
     # Gradients of K are far smaller than those of V, and are seen apart.
     assert any("linear_kv_up_proj.weight[key]" in name for name in comparison.gradients)
+
+
+def test_heads_that_an_algorithm_takes_latents_for() -> None:
+    """Of a tensor-parallel rank of DeepSeek-V3."""
+    sizes = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
+    heads = {"num_attention_heads": 128, "tensor_model_parallel_size": 8, "bf16": True}
+    made = SimpleNamespace(multi_latent_attention=True, **sizes, **heads)
+    shape = shape_of_latents(Settings(made), 4096)
+    assert (shape.heads, shape.kv_heads, shape.kv_width) == (16, 2, 640)
+    assert (shape.seq_len, shape.head_dim, shape.value_dim) == (4096, 192, 128)
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_within_a_linear_map(normalization: str, zero_centered: bool) -> None:
+    """As Transformer Engine has it for latents."""
+    norm: Any = nn.RMSNorm(6, 1e-3) if normalization == "RMSNorm" else nn.LayerNorm(6, 1e-3)
+    weight, bias = torch.rand(6), torch.rand(6)
+    linear = SimpleNamespace(
+        layer_norm_weight=weight - 1 if zero_centered else weight,
+        layer_norm_bias=bias,
+        zero_centered_gamma=zero_centered,
+        normalization=normalization,
+        eps=1e-3,
+    )
+    x = torch.randn(3, 2, 6)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+        if normalization == "LayerNorm":
+            norm.bias.copy_(bias)
+        torch.testing.assert_close(normed(linear, x), norm(x))
+    assert normed(linear, x.bfloat16()).dtype == torch.bfloat16
+
+
+def layer_with(linear: nn.Module, size: int) -> Any:
+    """A layer of multi-latent attention, of which only what is looked at is there."""
+    layer: Any = MLASelfAttention.__new__(MLASelfAttention)
+    nn.Module.__init__(layer)
+    layer.pg_collection = SimpleNamespace(cp=Place(0, size))
+    core: Any = ContextParallelAttention.__new__(ContextParallelAttention)
+    nn.Module.__init__(core)
+    topology: Any = SimpleNamespace(rank=0, size=size)
+    core.algorithm = create("zigzag", topology, {"chunks": 1})
+    sizes = {"kv_lora_rank": 8, "qk_pos_emb_head_dim": 2, "qk_head_dim": 4, "v_head_dim": 4}
+    layer.config = SimpleNamespace(multi_latent_attention=True, num_attention_heads=2, **sizes)
+    layer.core_attention, layer.linear_kv_up_proj = core, linear
+    return layer
+
+
+def test_layers_that_send_latents() -> None:
+    """A rank alone sends none; of projections of programs nothing is known."""
+    layer = layer_with(nn.Linear(8, 16), 1)
+    send_latents(layer)
+    assert "forward" not in vars(layer.linear_kv_up_proj)
+    with pytest.raises(ContextParallelError, match="own linear_kv_up_proj, got Linear: leave it"):
+        send_latents(layer_with(nn.Linear(8, 16), 2))
+    linear = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    nn.Module.__init__(linear)
+    layer = layer_with(linear, 2)
+    send_latents(layer)
+    assert "forward" in vars(linear)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What multi-token prediction shifts along the sequence, against the unsplit sequence."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.multi_token import roll_tensor
+from megatron_cp_plugin.integration.multi_token import process_mtp_loss, roll_tensor
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_multi_token
+from megatron_cp_plugin.spans import prefix_lm
 from tests.integration.cut_batches_job import make_config
-from tests.integration.ranks import on_ranks
+from tests.integration.ranks import Place, on_ranks
 
 TOKENS, BATCH = 24, 2
 LAYOUTS = {"zigzag": ("zigzag", ()), "contiguous": ("ring", ())}
@@ -101,6 +103,119 @@ def test_losses_are_parts_of_the_mean_over_the_sequence(
 
     parts = with_layout(size, layout, body)
     torch.testing.assert_close(torch.stack(parts).mean(), want)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, "zigzag"), (3, "cyclic"), (4, "zigzag")])
+def test_spans_say_which_samples_go_on(size: int, layout: str) -> None:
+    """As documents of the same samples do; padding is in none."""
+    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    starts = (5, 6, 17, 22)
+    spans = [*prefix_lm(2, 5), (5, 6, 5, 6, "full"), (6, 17, 6, 17, "causal")]
+    spans.append((17, 22, 17, 22, "causal"))
+    masks = DocumentMask(seq_len=TOKENS, starts=(*starts, 23)), DocumentMask(spans=tuple(spans))
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
+        by_documents, by_spans = (
+            roll_tensor(
+                megatron.roll_tensor, runtime, cut(ids), cp_group=group, packed_seq_params=mask
+            )
+            for mask in masks
+        )
+        assert by_documents[1] == by_spans[1]
+        return torch.equal(by_documents[0], by_spans[0])
+
+    assert all(with_layout(size, layout, body))
+
+
+def gradient_of_further_tokens(
+    hidden: Tensor,
+    ids: Tensor,
+    loss_mask: Tensor | None,
+    group: Any,
+    packed: Any,
+    *,
+    has_labels: bool,
+    process: Callable[..., Tensor],
+) -> Tensor:
+    """Of a weight [V,H] that makes logits of hidden [B,S,H,3], with a loss per token."""
+    weight = torch.arange(1.0, 61, dtype=torch.float64).view(10, 6).sin().requires_grad_()
+
+    def losses(labels: Tensor, logits: Tensor) -> Tensor:
+        flat = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.T.flatten() % 10, reduction="none"
+        )
+        return flat.view(logits.shape[:2]).T
+
+    out = process(
+        hidden.permute(3, 1, 0, 2).flatten(0, 1),
+        ids if has_labels else None,
+        loss_mask,
+        lambda each, weight, runtime_gather_output: (each @ weight.T, None),
+        weight,
+        None,
+        False,
+        losses,
+        make_config(1, mtp_num_layers=2, calculate_per_token_loss=True),
+        cp_group=group,
+        packed_seq_params=packed,
+        input_ids=ids,
+    )
+    torch.autograd.backward(out.sum())
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+@pytest.mark.parametrize(
+    ("size", "layout", "counting", "starts"),
+    [
+        (2, "contiguous", range(12, 14), ()),  # rank 0 has targets further on, none of the next
+        (3, "zigzag", range(3, 20), (4, 5, 13)),
+        (4, "cyclic", range(24), (8,)),
+        (4, "zigzag", None, ()),
+        (3, "contiguous", range(0), ()),
+    ],
+)
+def test_a_loss_per_token_counts_the_tokens_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    layout: str,
+    counting: range | None,
+    starts: tuple[int, ...],
+    has_labels: bool,
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(BATCH, TOKENS, 6, 3, generator=draw, dtype=torch.float64)
+    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=draw)
+    mask = None
+    if counting is not None:
+        mask = torch.zeros(BATCH, TOKENS)
+        mask[0, list(counting)] = 1
+    bounds = torch.tensor([0, *starts, TOKENS], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds) if starts else None
+    single = Place(0, 1)
+    given: dict[str, Any] = {"has_labels": has_labels}
+    want = gradient_of_further_tokens(
+        hidden, ids, mask, single, packed, **given, process=megatron.process_mtp_loss
+    )
+    original = megatron.roll_tensor
+    documents = DocumentMask(seq_len=TOKENS, starts=starts) if starts else None
+
+    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> Tensor:
+        # The same layout on all ranks.
+        monkeypatch.setattr(megatron, "roll_tensor", partial(roll_tensor, original, runtime))
+        return gradient_of_further_tokens(
+            cut(hidden),
+            cut(ids),
+            None if mask is None else cut(mask),
+            group,
+            documents,
+            **given,
+            process=partial(process_mtp_loss, megatron.process_mtp_loss),
+        )
+
+    torch.testing.assert_close(sum(with_layout(size, layout, body)), want)
+    assert want.any() == (counting != range(0))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ ALONE = replace(ZIGZAG, size=1)
 LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
 MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
+LATENTS = replace(ZIGZAG, send_latents=True)
 DOCUMENTS = replace(ZIGZAG, options=(("layout", "documents"),))
 
 
@@ -55,7 +56,6 @@ class Case:
 # Of features, by name: what is asked for beside `ASKING` and `BESIDE`, and what is near.
 BOTH: dict[str, dict[str, Any]] = {
     "multi-latent attention with fused RoPE": {"context_parallel_size": 2},
-    "a loss per token with multi-token prediction": {"context_parallel_size": 2},
 }
 NEAR: dict[str, tuple[dict[str, Any], ...]] = {
     "documents of several samples in a pipeline": (
@@ -76,9 +76,11 @@ NEAR: dict[str, tuple[dict[str, Any], ...]] = {
     "layers other than attention, MLP and MoE in a hybrid model": (
         {"hybrid_layer_pattern": "*-+E|*/*"},
     ),
-    "a loss per token with multi-token prediction": ({"context_parallel_size": 1},),
     "choice of Megatron's attention kernel": ({"attention_backend": "flash"},),
-    "position embeddings of this type": ({"position_embedding_type": "yarn"},),
+    "position embeddings of this type": (
+        {"position_embedding_type": "yarn"},
+        {"position_embedding_type": "mrope"},
+    ),
     "Sinkhorn routing": ({"moe_router_load_balancing_type": "aux_loss"},),
     "attention sinks split by tensor parallelism in Megatron-FSDP": (
         {"softmax_type": "off-by-one"},
@@ -105,6 +107,16 @@ NEAR: dict[str, tuple[dict[str, Any], ...]] = {
         {"cuda_graph_modules": ["moe_router"]},
     ),
     "documents of several samples in CUDA graphs": ({"cuda_graph_impl": "none"},),
+    **dict.fromkeys(
+        (
+            "QK clipping of attention in CUDA graphs",
+            "logging the largest attention logit in CUDA graphs",
+        ),
+        (
+            {"cuda_graph_impl": "none"},
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
+        ),
+    ),
     "full recompute in CUDA graphs of layers": (
         {"cuda_graph_impl": "full_iteration"},
         {"recompute_granularity": "selective"},
@@ -218,6 +230,32 @@ CASES: dict[str, Case] = {
         config=LASP,
         near=({"position_embedding_type": "none"}, MIXED, ZIGZAG),
     ),
+    "needs layers of multi-latent attention": Case(
+        {},
+        {"multi_latent_attention": False},
+        LATENTS,
+        near=({"multi_latent_attention": True}, ZIGZAG),
+    ),
+    **{
+        f"does not work with {words}": Case(asks, config=LATENTS, near=(*near, ZIGZAG))
+        for words, asks, near in (
+            ("--qk-clip", {"qk_clip": True}, ()),
+            ("--log-max", {"log_max_attention_logit": True}, ()),
+            (
+                "--recompute-modules core_attn",
+                {"recompute_granularity": "selective"},
+                ({"recompute_granularity": "full"}, {"recompute_modules": ["mlp"]}),
+            ),
+            ("--recompute-modules mla", {"recompute_modules": ["mla_up_proj"]}, ()),
+            ("attention in CUDA graphs", {"cuda_graph_impl": "local"}, ()),
+            ("--use-torch-fsdp2 (its", {"use_torch_fsdp2": True}, ()),
+            ("--use-megatron-fsdp (its", {"use_megatron_fsdp": True}, ()),
+        )
+    },
+    "does not work with algorithms that exchange heads": Case(
+        {}, config=replace(LATENTS, algo="usp"), near=(LATENTS, RING)
+    ),
+    "does not work with auto": Case({}, config=replace(LATENTS, algo="auto"), near=(LATENTS,)),
     "cannot be combined with multi-latent attention": Case(
         {"multi_latent_attention": True}, config=MIXED, near=(ZIGZAG,)
     ),
@@ -312,6 +350,10 @@ CASES: dict[str, Case] = {
     ),
     "needs the package einops": Case(FSDP),
     "needs Megatron 0.19 or later": Case(GRAPHS),
+    "weights the losses of --mtp-num-layers": Case(
+        {"mtp_num_layers": 1, "calculate_per_token_loss": True, "context_parallel_size": 2},
+        near=({"context_parallel_size": 1},),
+    ),
     "needs GPUs": Case(GRAPHS, device="cpu"),
     "needs equally many tokens": Case(
         {"cuda_graph_impl": "transformer_engine", "seq_length": 62},
@@ -377,7 +419,7 @@ def cases() -> Iterator[Any]:
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is installed lacks whatever rules ask it for."""
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
-    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.1"))
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 16), "0.16.1"))
     monkeypatch.setattr(megatron, "HAVE_FLA", False)
     monkeypatch.setattr(megatron.GatedDeltaNet, "__init__", lambda self, config: None)
     monkeypatch.delattr("megatron.core.utils.flatten_batch_for_packed_sequences")
@@ -448,7 +490,8 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: name)
     monkeypatch.setattr(rules, "running_version", lambda: ((0, 19), "0.19.2"))
     monkeypatch.setattr(megatron, "HAVE_FLA", True)
-    keys = ("needs Megatron 0.19", "einops", "not installed", "fla", "splits packed", "cannot spl")
+    keys = ["needs Megatron 0.19", "einops", "not installed", "flash-linear", "splits packed"]
+    keys += ["cannot split gated", "weights the losses"]
     for key in keys:
         (case,) = (CASES[name] for name in CASES if key in name)
         (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
@@ -470,8 +513,8 @@ def test_auto_is_asked_for_what_no_algorithm_serves() -> None:
     auto = replace(ZIGZAG, algo="auto")
     latent = SimpleNamespace(multi_latent_attention=True, window_size=(127, 0))
     check("model", Settings(latent, auto))
-    with pytest.raises(ConfigError, match="auto does not support QK clipping"):
-        check("model", Settings(SimpleNamespace(qk_clip=True), auto))
+    with pytest.raises(ConfigError, match="auto does not support attention dropout"):
+        check("model", Settings(SimpleNamespace(attention_dropout=0.1), auto))
 
 
 @pytest.fixture(scope="module")

@@ -72,11 +72,13 @@ SCALED = {
     "llama3_8b_fsdp_128k": f"{OF_RANDOM_TOKENS} {OF_A_RANK} 32",
     "tnl1b_lasp2_512k": f"{OF_RANDOM_TOKENS} --hidden-size 2048",
     "tnl400m_lasp2_16k": OF_RANDOM_TOKENS,
+    "lt400m_lasp2_16k": OF_RANDOM_TOKENS,
 }
 # The same unsplit, by Megatron's own attention where it has the model. The weights of gated delta
 # nets come from other numbers then, and those of experts from other generators.
 UNSPLIT = dict.fromkeys(SCALED, "--context-parallel-algo megatron --context-parallel-size 1")
-UNSPLIT["tnl1b_lasp2_512k"] = UNSPLIT["tnl400m_lasp2_16k"] = "--context-parallel-size 1"
+for _name in ("tnl1b_lasp2_512k", "tnl400m_lasp2_16k", "lt400m_lasp2_16k"):
+    UNSPLIT[_name] = "--context-parallel-size 1"
 del UNSPLIT["qwen3_next_64k"]
 
 RUNS = (
@@ -105,6 +107,7 @@ RUNS = (
     "tnl1b_lasp2_512k 8 --cp-layers lasp2*3,zigzag --cp-options layout=zigzag",
     "tnl400m_lasp2_16k 2",
     "tnl400m_lasp2_16k 1 --context-parallel-size 1",
+    "lt400m_lasp2_16k 2",
     "llama13b_ring_128k 32",
     "llama13b_ring_128k 32 --context-parallel-algo zigzag",
     "llama13b_ring_128k 4 --context-parallel-size 4 --num-layers 8",
@@ -129,6 +132,7 @@ def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = {
         "llama3_8b_sft": f"--data-path {tmp_path}/data.jsonl {tokenizer}",
         "tnl400m_lasp2_16k": f"--data-path {text}",
+        "lt400m_lasp2_16k": f"--data-path {text}",
     }
 
     def losses(name: str, split: bool) -> list[float]:

@@ -209,6 +209,17 @@ def test_many_ranks_by_a_few(algo, monkeypatch):
     assert few.seconds == pytest.approx(every.seconds, rel=0.05)
 
 
+def test_a_grid_of_teams_is_simulated_whole(monkeypatch):
+    """It is no line: one rank of each team."""
+    options = {"ulysses": 2, "route": "grid"}
+    shape, of = Shape(1, 16 * 256, 4, 4, 16), machine(gpus_per_node=2, cards_per_node=2)
+    every = simulate("usp", options, shape, Mask(), of, of.nodes(16))
+    monkeypatch.setattr(simulator, "_ALL", 4)
+    few = simulate("usp", options, shape, Mask(), of, of.nodes(16))
+    assert (few.ranks, every.ranks) == (8, 16)
+    assert few.seconds == pytest.approx(every.seconds, rel=0.02)
+
+
 @pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
 def test_collective_operations_by_three_ranks(algo, monkeypatch):
     options = {"rows": 2, "cols": 4} if algo == "attention2d" else {}

@@ -34,7 +34,7 @@ class Attention(torch.autograd.Function):
         site: Hashable | None,
     ) -> Tensor:
         """Args: sink, site: as of `attend`. compiled: as `compiled_call` returns it."""
-        q, k, v = _aligned(q, k, v)
+        q, k, v = aligned(q, k, v)
         token = PHASE.set("forward")
         try:
             with as_written(q.device):
@@ -62,7 +62,8 @@ class Attention(torch.autograd.Function):
         token = PHASE.set("backward")
         try:
             with as_written(dout.device):
-                return (*_differentiate(ctx, *_aligned(dout)), None, None)
+                wanted = ctx.needs_input_grad[:3]
+                return (*differentiate(ctx, *aligned(dout), wanted=wanted), None, None)
         finally:
             PHASE.reset(token)
 
@@ -75,14 +76,16 @@ def _computed(
     return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
 
 
-def _aligned(*tensors: Tensor) -> list[Tensor]:
+def aligned(*tensors: Tensor) -> list[Tensor]:
     """Contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
     found = [x.contiguous() for x in tensors]
     return [x.clone() if x.storage_offset() * x.element_size() % 16 else x for x in found]
 
 
-def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dsink, None where nobody wants them."""
+def differentiate(
+    ctx: Any, dout: Tensor, *, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsink, None where they are not wanted, of what `Attention.forward` saved."""
     # Hooks on saved tensors may give them other strides, of which kernels for CPUs know nothing.
     saved = [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in ctx.saved_tensors]
     dsink = None
@@ -90,7 +93,7 @@ def _differentiate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, margin, out = saved
         dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
         dout = (dout * _weights(margin)).to(dout.dtype)
-    of_q, of_k, of_v = wanted = ctx.needs_input_grad[:3]
+    of_q, of_k, of_v = wanted
     if not any(wanted):
         return None, None, None, dsink
     executor = ctx.compiled.backward(dq=of_q, dkv=of_k or of_v)

@@ -1,12 +1,13 @@
 """Finds the rows of blocks that meet under a mask, which are those that must be sent."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.rows import Rows, row_count, united
+from megatron_cp_plugin.core.blocks.rows import Rows, row_count, union, united
 from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
@@ -82,6 +83,38 @@ def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[
     if tokens.alike(0, mask) is None:
         return _of_all_pairs(tokens, mask.bands.transposed)
     return [dict(enumerate(met)) for met in zip(*_of_kinds(tokens, mask, 0), strict=True)]
+
+
+def rows_of_parts(
+    tokens: TokenMap, parts: Iterable[tuple[int, int, int, int]], mask: Mask
+) -> dict[tuple[int, int, int, int], tuple[Rows, Rows]]:
+    """As `visible_rows` of rows [start, stop) of a block of queries and of a block of keys, for
+    many of them at once; rows of queries count in their whole block.
+
+    Args:
+        tokens: positions without a step.
+        parts: (owner of queries, owner of keys, start, stop) of each.
+    """
+    parts = tuple(parts)
+    cuts = {(query, row) for query, _, *rows in parts for row in rows}
+    edges = sorted(cuts | {(query, 0) for query, _ in cuts})
+    segments = [one for one in pairwise(edges) if one[0][0] == one[1][0]]
+    number = {first: index for index, (first, _) in enumerate(segments)}
+    number |= {last: index + 1 for index, (_, last) in enumerate(segments)}
+    rows = _Blocks.of([tokens[query].at(row, stop) for (query, row), (_, stop) in segments])
+    keys = _Blocks.of(tokens)
+    of_keys = _visible(keys, np.zeros(len(tokens), np.int64), rows, mask.bands)
+    of_queries = _visible(rows, np.zeros(len(segments), np.int64), keys, mask.bands.transposed)
+    found = {}
+    for query, key, start, stop in parts:
+        some = range(number[query, start], number[query, stop])
+        seeing = [(segments[one][0][1], of_queries[key].get(one, ())) for one in some]
+        moved = (tuple((n + first, n + last) for first, last in rows) for n, rows in seeing)
+        found[query, key, start, stop] = (
+            union(moved),
+            union(of_keys[one].get(key, ()) for one in some),
+        )
+    return found
 
 
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:

@@ -41,6 +41,7 @@ from megatron_cp_plugin.core.execution.program import (
     exchanging_program,
     gathering_program,
     program,
+    without_idle,
 )
 from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
@@ -299,12 +300,15 @@ def executor_of(
             call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
         )
     way, parts = transport.way(steps, slots), program(steps, transport.topology.rank)
+    messages = way is not None and way.slots is None
     if not channels or not isinstance(placement, HeadPlacement):
+        parts = without_idle(parts) if messages else parts
         return Executor(
             call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
         )
     assert exchange is not None
     team, parts = _exchanging(parts, exchange, channels[QUERIES], placement, topology.rank)
+    parts = without_idle(parts) if messages else parts
     teams, shape = {QUERIES: team, KEYS: team}, call.shape
     filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
     if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
@@ -403,6 +407,8 @@ class _Run:
             for of_results, exchange in of.program.receivable:
                 channel = channels.results if of_results else channels.inputs
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
+            for (of_results, slow), count in of.program.idle.items():
+                channels[2 * slow + of_results].skip(count)
 
     def arrive(self, number: int) -> Coming:
         """Posts the gathers of a round."""
@@ -537,7 +543,10 @@ class _Run:
             arriving.append((message, buffers[start : start + len(each)]))
             start += len(each)
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        return Posted(channel.exchange(sends, receives), tuple(arriving), sends)
+        posted = Posted(channel.exchange(sends, receives), tuple(arriving), sends)
+        if exchange.idle:
+            channel.skip(exchange.idle)
+        return posted
 
     def _sent(self, message: Message, strided: bool) -> Sequence[Tensor]:
         move, block, result = message

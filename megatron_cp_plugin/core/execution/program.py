@@ -5,8 +5,8 @@ tokens, or those of its team. The steps of a round compute with them and with ot
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple, Self
@@ -120,12 +120,15 @@ class Exchange:
     Attributes:
         needed: the step before which (results: after whose computation) they must be there.
         slow: they may take several steps.
+        idle: how many exchanges of its channel come next in which the rank does nothing, and which
+            are left out.
     """
 
     needed: int
     slow: bool
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
+    idle: int = 0
 
     @classmethod
     def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
@@ -205,6 +208,8 @@ class Program:
         slow: whether some exchange may take several steps.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
+        idle: how many exchanges are left out before the first one of a channel, by whether it
+            carries results and whether it is slow.
     """
 
     rounds: tuple[Round, ...]
@@ -219,6 +224,7 @@ class Program:
     slow: bool
     parted: bool = False
     wide: bool = False
+    idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=256)
@@ -260,6 +266,42 @@ def program(plan: Plan, rank: int) -> Program:
         rows,
         *_all_exchanges(plan),
     )
+
+
+def without_idle(parts: Program) -> Program:
+    """The same without the exchanges, and without the steps, in which the rank does nothing.
+
+    For channels that send messages: copy engines' exchanges take buffers in turns.
+    """
+    steps = [step for one in parts.rounds for step in one.steps]
+    # By channel: exchanges left out before the first one, and after each.
+    idle: dict[tuple[bool, bool], list[int]] = {}
+    needed = set[int]()
+    for step in steps:
+        for result, exchanges in enumerate((step.inputs, step.results)):
+            for one in exchanges:
+                counts = idle.setdefault((bool(result), one.slow), [0])
+                if one.sends or one.receives:
+                    counts.append(0)
+                    needed.add(one.needed)
+                else:
+                    counts[-1] += 1
+    before = {channel: count for channel, counts in idle.items() if (count := counts.pop(0))}
+    after = {channel: iter(counts) for channel, counts in idle.items()}
+
+    def kept(exchanges: Iterable[Exchange], *, result: bool) -> tuple[Exchange, ...]:
+        some = (one for one in exchanges if one.sends or one.receives)
+        return tuple([replace(one, idle=next(after[result, one.slow])) for one in some])
+
+    def of(part: Round) -> Iterator[Step]:
+        for step in part.steps:
+            inputs, results = kept(step.inputs, result=False), kept(step.results, result=True)
+            acts = step.first or step.last or step.tasks or step.dropped or inputs or results
+            if acts or step.number in needed:
+                yield step._replace(inputs=inputs, results=results)
+
+    rounds = tuple(one._replace(steps=tuple(of(one))) for one in parts.rounds)
+    return replace(parts, rounds=rounds, idle=before)
 
 
 def gathering_program(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:

@@ -100,6 +100,7 @@ class Transport:
         Raises: ConfigError if copy engines are wanted where there are none.
         """
         self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
+        self._connected: set[Way] = set()
         if wanted == "peer" and topology.size > 1 and not topology.peer_access:
             raise ConfigError(
                 f"{algorithm} transport peer needs GPUs of one node with access to each other's "
@@ -150,6 +151,10 @@ class Transport:
         else:
             fast = [self.topology.channel(inputs), self.topology.channel(results)]
         between = [self.topology.channel(name) for name in slow]
+        if way not in self._connected:
+            for channel in (*fast, *between):
+                channel.connect()
+            self._connected.add(way)
         return Channels(*fast, *(between or fast))
 
     def _names(self, plan: Plan) -> list[str]:

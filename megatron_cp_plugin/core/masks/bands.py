@@ -87,7 +87,7 @@ class Bands:
         def below(diagonals: Numbers) -> Numbers:
             """Pairs of which the key is before a diagonal."""
             shift = (diagonals - k_start)[some]
-            return _ramp(stop + shift, keys) - _ramp(start + shift, keys)
+            return ramp(stop + shift, keys) - ramp(start + shift, keys)
 
         return int((below(high + 1) - below(low)).sum())
 
@@ -120,7 +120,7 @@ def _with_pairs(table: Numbers) -> Numbers:
     return found
 
 
-def _ramp(rows: Numbers, keys: Numbers) -> Numbers:
+def ramp(rows: Numbers, keys: Numbers) -> Numbers:
     """The sum of 0, 1, 2, ..., keys, keys, ... Args: rows: of how many of these numbers."""
     rising = np.clip(rows, 0, keys + 1)
     found: Numbers = rising * (rising - 1) // 2 + np.maximum(0, rows - rising) * keys

@@ -38,11 +38,19 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
             raise ConfigError(f"{name} says that {met} at {places}: let `place` yield a Place")
         if not places and sees(owned[query], owned[key], mask):
             raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
-        edges = sorted((Fraction(i, n), Fraction(i + 1, n)) for i, n in (x.part for x in places))
+        edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
         starts, stops = zip(*edges, strict=True) if edges else ((0,), (1,))
         if (*starts, 1) != (0, *stops):
-            at = ", ".join("part {} of {}".format(*x.part) + f" on rank {x.rank}" for x in places)
+            at = ", ".join(f"{_part(place)} on rank {place.rank}" for place in places)
             raise ConfigError(f"in {name} {met} as {at}: let `place` yield each row once")
+
+
+def _part(place: Place) -> str:
+    """Which part of the query rows a pair has, in words."""
+    first, count = place.part
+    if place.parts == 1:
+        return f"part {first} of {count}"
+    return f"parts {first} to {first + place.parts - 1} of {count}"
 
 
 def _check_layout(owned: TokenMap) -> None:

@@ -28,6 +28,7 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
     keys_seen,
     longest_gap,
     queries_seeing,
+    rows_of_parts,
     sees,
     visible_rows,
 )
@@ -115,8 +116,8 @@ class _Line:
         number: the number of a stop, by its rank.
         first, last: steps in which each stop first and last computes with the block; behind them
             the step 0, in which the block leaves its home.
-        met: (number of a stop, part of the query rows) of each place where another block meets this
-            one, by the distance of the owner of that other block.
+        met: (number of a stop, the place) of each place where another block meets this one, by the
+            distance of the owner of that other block.
         stop: the number of the stop where another block meets this one, by the same distance; empty
             unless each stop meets one other block, and all its rows.
     """
@@ -131,12 +132,12 @@ class _Line:
         self.first = [*(min(steps[rank]) for rank in self.ranks), 0]
         self.last = [max(steps[rank]) for rank in self.ranks]
         self.number = {rank: number for number, rank in enumerate(self.ranks)}
-        self.met: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in range(size)]
+        self.met: list[list[tuple[int, Place]]] = [[] for _ in range(size)]
         for other, place in found:
-            self.met[other].append((self.number[place.rank], place.part))
-        simple = len(found) == len(self.ranks) == sum(map(bool, self.met)) and {
-            place.part for _, place in found
-        } == {(0, 1)}
+            self.met[other].append((self.number[place.rank], place))
+        simple = len(found) == len(self.ranks) == sum(map(bool, self.met)) and all(
+            place.whole for _, place in found
+        )
         self.stop = [met[0][0] if met else _NOWHERE for met in self.met] if simple else []
 
 
@@ -198,6 +199,8 @@ class _Routes:
         selective: rows that do not see the other block of a pair are left out too.
         at_once: the rows that meet are found for all pairs of blocks together.
         visible: [rank][owner]: rows of the owner's keys that the rank sees, if `at_once`.
+        parts: rows of both blocks that meet, of pairs with a part of the query rows, by the owners
+            of queries and of keys and the bounds of the part; found together if `at_once`.
         ranks: the ranks of which the plan is.
         segments: the node segment of each rank; None: all ranks are in one.
         sources: the rank from which others get a block of keys, by the block's owner.
@@ -236,6 +239,7 @@ class _Routes:
         self.selective = self.masked and (special or not placement.relay)
         self.at_once = self.masked and not gaps
         self.visible = keys_seen(*self.tokens, mask) if self.at_once else []
+        self.parts: dict[tuple[int, int, int, int], tuple[Rows, Rows]] = {}
         self.ranks = range(self.size) if rank is None else (rank,)
         segments = [placement.node_segment(each) for each in range(self.size)]
         self.segments = segments if len(set(segments)) > 1 else None
@@ -265,8 +269,7 @@ class _Routes:
 
     def part(self, pair: _Pair) -> tuple[int, int]:
         """Rows [start, stop) of a pair's queries."""
-        (index, count), tokens = pair.place.part, self.lengths[pair.query]
-        return tokens * index // count, tokens * (index + 1) // count
+        return pair.place.rows(self.lengths[pair.query])
 
     # Where blocks meet
 
@@ -274,17 +277,24 @@ class _Routes:
         """Asks the placement for each pair of blocks."""
         sparse = self.masked and not self.placement.relay
         meetings: dict[tuple[Side, int], list[tuple[int, Place]]] = {}
-        for query, key in product(range(self.size), range(self.size)):
-            if sparse and not self._sees(query, key):
-                continue
-            for place in self.placement.place(query, key):
-                self._check(query, key, place)
-                if place.rank != query:
-                    meetings.setdefault((QUERIES, query), []).append((key, place))
-                if place.rank != self.sources[key]:
-                    meetings.setdefault((KEYS, key), []).append((query, place))
-                if place.rank in self.ranks or place.rank == query == self.sources[key]:
-                    self._add(_Pair(query, key, place))
+        pairs = [
+            _Pair(query, key, place)
+            for query, key in product(range(self.size), range(self.size))
+            if not sparse or self._sees(query, key)
+            for place in self.placement.place(query, key)
+        ]
+        if self.at_once:
+            parts = [(*pair[:2], *self.part(pair)) for pair in pairs if not pair.place.whole]
+            self.parts = rows_of_parts(self.spans, parts, self.mask) if parts else {}
+        for pair in pairs:
+            query, key, place = pair
+            self._check(*pair)
+            if place.rank != query:
+                meetings.setdefault((QUERIES, query), []).append((key, place))
+            if place.rank != self.sources[key]:
+                meetings.setdefault((KEYS, key), []).append((query, place))
+            if place.rank in self.ranks or place.rank == query == self.sources[key]:
+                self._add(pair)
         for (side, owner), found in meetings.items():
             self._follow(side, owner, 0, _Line(self.size, found))
 
@@ -360,8 +370,7 @@ class _Routes:
 
     def _add(self, pair: _Pair) -> None:
         """Adds a pair if the mask needs it; a pair of another rank only adds to `steps`."""
-        whole = pair.place.part == (0, 1)
-        if self._sees(pair.query, pair.key) and (whole or self._rows(KEYS, pair)):
+        if self._sees(pair.query, pair.key) and (pair.place.whole or self._rows(KEYS, pair)):
             self.steps = max(self.steps, pair.place.step + 1)
             if pair.place.rank in self.ranks:
                 self.pairs.append(pair)
@@ -434,11 +443,11 @@ class _Routes:
         else:
             others = ((other, None) for other in range(self.size))
         for other, all_rows in others:
-            for number, part in line.met[other - origin]:
+            for number, place in line.met[other - origin]:
                 rows = all_rows
-                if rows is None or part != (0, 1):
+                if rows is None or not place.whole:
                     pair = (other, owner) if side else (owner, other)
-                    rows = self._rows(side, _Pair(*pair, Place(0, 0, part)))
+                    rows = self._rows(side, _Pair(*pair, place))
                 if rows:
                     needed[number] = union((needed[number], rows)) if number in needed else rows
         return sorted(needed.items())
@@ -479,18 +488,20 @@ class _Routes:
         """Rows of one block of a pair that travel for the pair: all, or those that meet the other
         block; none if the mask hides the pair.
         """
-        query, key, part = pair.query, pair.key, pair.place.part
-        if self.at_once and part == (0, 1):
+        query, key = pair.query, pair.key
+        if self.at_once and pair.place.whole:
             owner, other = (key, query) if side else (query, key)
             return self._seen(side)[owner].get(other, ())
         start, stop = self.part(pair)
-        queries, keys = self.spans[query].at(start, stop), self.spans[key]
-        if self.masked and not (self._sees(query, key) and sees(queries, keys, self.mask)):
+        met = self.parts.get((query, key, start, stop))
+        if met is None and self.masked and self._sees(query, key):
+            rows, cols = visible_rows(self.spans[query].at(start, stop), self.spans[key], self.mask)
+            met = tuple((start + first, start + last) for first, last in rows), cols
+        if self.masked and not (met and met[0]):
             return ()
-        if not self.selective:
+        if met is None or not self.selective:
             return self._whole(key) if side else between(start, stop)
-        rows, cols = visible_rows(queries, keys, self.mask)
-        return cols if side else tuple((start + first, start + last) for first, last in rows)
+        return met[side]
 
     # How they travel
 
@@ -684,14 +695,15 @@ class _Writer:
 
     def _by_pairs(self) -> Iterator[tuple[int, int, Block, Block]]:
         for pair in self.routes.pairs:
-            query, key, (rank, step, _) = pair
+            query, key, place = pair
+            rank, step = place.rank, place.step
             rows = clipped(self._rows(QUERIES, query, rank), *self.routes.part(pair))
             yield step, rank, Block((query,), rows), Block((key,), self._rows(KEYS, key, rank))
 
     def _joined(self) -> Iterator[tuple[int, int, Block, Block]]:
         """One computation for each rank, of all its pairs: step, rank, queries and keys."""
         routes = self.routes
-        for _, _, (rank, step, _) in routes.pairs:
+        for _, _, (rank, step, *_) in routes.pairs:
             blocks = []
             for side, owners in zip(Side, self.placement.blocks_of(rank), strict=True):
                 held = {

@@ -1,0 +1,287 @@
+"""Multi-latent attention whose ranks send latents: K and V are made where they are used.
+
+A token's latent, of L numbers for all heads, and its rotated part of the key, of R numbers, take
+the place of the K and V of all H heads, which are an up-projection of them. To an algorithm they
+are K and V of G heads: it moves, slices and sums rows of tokens, and does not look into them. Its
+kernel makes K and V of a call's rows of latents, and of their gradients one of the latents and one
+of the projection. So G (D + E) numbers of a token travel, L + R of them rounded up, each way: with
+DeepSeek-V3's H = 128, D = 192, E = 128, L = 512, R = 64 they are 640 in place of 40,960.
+
+B batch, S queries, T keys, D head dim of q and k, E that of v.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
+from megatron_cp_plugin.core.autograd.function import (
+    Attention,
+    aligned,
+    compiled_call,
+    differentiate,
+)
+from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
+from megatron_cp_plugin.core.comm import PHASE
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Problem,
+    SoftmaxKernel,
+    Statistics,
+)
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The sizes of latents, and of what an algorithm takes for K and V.
+
+    Attributes:
+        heads: H, of q, K and V.
+        latent_dim: L.
+        rotary_dim: R, of each head's D the last ones, which all heads have in common.
+        head_dim: D.
+        value_dim: E.
+    """
+
+    heads: int
+    latent_dim: int
+    rotary_dim: int
+    head_dim: int
+    value_dim: int
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """G: the fewest heads of K and V that hold a latent, and divide H."""
+        least = -(-(self.latent_dim + self.rotary_dim) // (self.head_dim + self.value_dim))
+        fitting = [count for count in range(least, self.heads + 1) if self.heads % count == 0]
+        if not fitting:
+            raise ConfigError(
+                f"latents of {self.latent_dim} + {self.rotary_dim} numbers need fewer than K and V "
+                f"have, got {self.heads} heads of {self.head_dim} + {self.value_dim}: send K and V"
+            )
+        return fitting[0]
+
+    def packed(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,T,L+R] -> what stands for K [B,T,G,D] and for V [B,T,G,E]."""
+        of_k, count = self.kv_heads * self.head_dim, self.kv_heads
+        room = count * (self.head_dim + self.value_dim) - latent.size(-1)
+        whole = torch.nn.functional.pad(latent, (0, room))
+        k, v = whole.split([of_k, whole.size(-1) - of_k], dim=-1)
+        return k.unflatten(-1, (count, -1)), v.unflatten(-1, (count, -1))
+
+    def unpacked(self, k: Tensor, v: Tensor) -> Tensor:
+        """The inverse of `packed`."""
+        whole = torch.cat((k.flatten(2), v.flatten(2)), dim=-1)
+        return whole[..., : self.latent_dim + self.rotary_dim]
+
+    def expanded(self, latent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,T,L+R] -> K [B,T,H,D] and V [B,T,H,E]. Args: weight: see `attend_latents`."""
+        low, rotary = latent.split([self.latent_dim, self.rotary_dim], dim=-1)
+        made = (low @ weight.T).unflatten(-1, (self.heads, -1))
+        plain, v = made.split([self.head_dim - self.rotary_dim, self.value_dim], dim=-1)
+        rotary = rotary.unsqueeze(2).expand(-1, -1, self.heads, -1)
+        return torch.cat((plain, rotary), dim=-1), v.contiguous()
+
+    def gradient(self, dk: Tensor, dv: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of latents [B,T,L+R], and [B*T, H*(D-R+E)], that of what the weight
+        has made of them.
+        """
+        plain, rotary = dk.split([self.head_dim - self.rotary_dim, self.rotary_dim], dim=-1)
+        made = torch.cat((plain, dv), dim=-1).flatten(2)
+        dtype = accumulation_dtype(dk.dtype)
+        of_rotary = rotary.sum(2, dtype=dtype).to(dk.dtype)
+        return torch.cat((made @ weight, of_rotary), dim=-1), made.flatten(0, 1)
+
+
+@dataclass
+class _Projection:
+    """Of the call that runs: the up-projection, and the sum of its gradients."""
+
+    weight: Tensor
+    gradient: Tensor | None = None
+
+    def add(self, made: Tensor, low: Tensor) -> None:
+        """Args: made: [B*T, H*(D-R+E)], gradients. low: [B*T,L]."""
+        assert self.gradient is not None
+        if made.is_cuda and made.dtype != self.gradient.dtype:
+            self.gradient += torch.mm(made.T, low, out_dtype=self.gradient.dtype)
+        else:
+            self.gradient += made.T.to(self.gradient.dtype) @ low.to(self.gradient.dtype)
+
+
+_projection: ContextVar[_Projection] = ContextVar("projection")
+
+
+@contextmanager
+def _projecting(projection: _Projection) -> Iterator[None]:
+    token = _projection.set(projection)
+    try:
+        yield
+    finally:
+        _projection.reset(token)
+
+
+class LatentKernel(SoftmaxKernel):
+    """A kernel of H heads, given latents in the place of K and V.
+
+    Between sequences there are no `gaps`: whatever a kernel left there would be in the gradient of
+    the projection.
+    """
+
+    def __init__(self, inner: SoftmaxKernel, wire: Wire) -> None:
+        self._inner, self._wire = inner, wire
+        self.name, self.deterministic = inner.name, inner.deterministic
+        self.rectangular_causal, self.packs = inner.rectangular_causal, inner.packs
+        self.places_outputs = inner.places_outputs
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return self._inner.unsupported(replace(problem, kv_heads=problem.heads))
+
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        latent = self._wire.unpacked(call.k, call.v)
+        k, v = self._wire.expanded(latent, _projection.get().weight)
+        return self._inner.forward(call._replace(k=k, v=v))
+
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        projection, wire = _projection.get(), self._wire
+        latent = wire.unpacked(call.k, call.v)
+        k, v = wire.expanded(latent, projection.weight)
+        dq, dk, dv = self._inner.backward(call._replace(k=k, v=v), dout, statistics)
+        dlatent, made = wire.gradient(dk, dv, projection.weight)
+        projection.add(made, latent[..., : wire.latent_dim].flatten(0, 1))
+        return dq, *wire.packed(dlatent)
+
+    def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
+        """K and V, and in a backward also their gradients."""
+        wire, tokens = self._wire, call.k.shape[0] * call.k.shape[1]
+        numbers = tokens * wire.heads * (wire.head_dim + wire.value_dim)
+        times = 1 if statistics is None else 3
+        return times * numbers * call.k.element_size() + self._inner.workspace(call, statistics)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The choice of a kernel for latents, by that for K and V."""
+
+    kernel_for: Callable[[Problem], SoftmaxKernel]
+    wire: Wire
+
+    def __call__(self, problem: Problem) -> SoftmaxKernel:
+        return LatentKernel(self.kernel_for(replace(problem, kv_heads=problem.heads)), self.wire)
+
+
+class _LatentAttention(torch.autograd.Function):
+    """Attention as `attend_latents` has it, of what `compiled_call` gave."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        sink: Tensor | None,
+        compiled: Compiled,
+        wire: Wire,
+        site: Hashable | None,
+    ) -> Tensor:
+        ctx.weight, ctx.wire = weight, wire
+        with _projecting(_Projection(weight)):
+            return Attention.forward(ctx, q, *wire.packed(latent), sink, compiled, site)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        weight, wire = ctx.weight, ctx.wire
+        dtype = accumulation_dtype(weight.dtype)
+        projection = _Projection(weight, torch.zeros_like(weight, dtype=dtype))
+        of_q, *others = ctx.needs_input_grad[:3]
+        wanted = of_q, any(others), any(others)
+        token = PHASE.set("backward")
+        try:
+            with _projecting(projection), as_written(dout.device):
+                dq, dk, dv, dsink = differentiate(ctx, *aligned(dout), wanted=wanted)
+        finally:
+            PHASE.reset(token)
+        dlatent = None if dk is None or dv is None else wire.unpacked(dk, dv)
+        dweight = None
+        if others[1] and projection.gradient is not None:
+            dweight = projection.gradient.to(weight.dtype)
+        return dq, dlatent, dweight, dsink, None, None, None
+
+
+def attend_latents(
+    q: Tensor,
+    latent: Tensor,
+    weight: Tensor,
+    *,
+    algorithm: Algorithm,
+    value_dim: int,
+    seq_len: int,
+    kernel_for: Callable[[Problem], SoftmaxKernel],
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    documents: tuple[int, ...] = (),
+    slices: Slices | None = None,
+    sink: Tensor | None = None,
+    site: Hashable | None = None,
+) -> Tensor:
+    """Multi-latent attention of the local queries over the keys of all ranks; differentiable.
+
+    Args:
+        q: [B,S,H,D], the last R of D rotated.
+        latent: [B,S,L+R], the latent and the rotated part of the key.
+        weight: [H*(D-R+E),L], which makes of a latent, head by head, the rest of the key, and the
+            value. The sum of all ranks' gradients is its gradient.
+        algorithm: One that exchanges no heads, and whose option `chunks`, if it has one, is 1.
+        value_dim: E.
+        seq_len, kernel_for, causal, scale, window, documents, slices, sink, site: As of `attend`.
+
+    Returns:
+        out [B,S,H,E] in q's dtype.
+
+    Raises:
+        ConfigError: The algorithm exchanges heads, or takes them one group after another.
+        ContextParallelError: Dtypes or numbers of tokens do not fit.
+    """
+    q, latent, weight = cast_inputs(q, latent, weight)
+    heads, dim = q.shape[2:]
+    rotary = dim - (weight.shape[0] // heads - value_dim)
+    wire = Wire(heads, weight.shape[1], rotary, dim, value_dim)
+    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+    k, v = wire.packed(latent)
+    check_latents(algorithm, Shape.of(q, k, v, seq_len), mask)
+    given = causal, window, documents, slices, scale
+    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *given, _Kernels(kernel_for, wire))
+    result: Tensor = _LatentAttention.apply(q, latent, weight, sink, compiled, wire, site)
+    return result
+
+
+def check_latents(algorithm: Algorithm, shape: Shape, mask: Mask) -> None:
+    """Raises: ConfigError if an algorithm cannot send latents, as `attend_latents` says."""
+    if isinstance(algorithm.placement(shape, mask, "forward"), HeadPlacement):
+        raise ConfigError(
+            f"{algorithm.name} exchanges heads, of which latents have none: use ring, zigzag, "
+            "distflash, allgather or attention2d, or send K and V"
+        )
+    chunks = getattr(algorithm.options, "chunks", 1)
+    if chunks != 1:
+        raise ConfigError(
+            f"latents of all heads travel together, got {algorithm.name} with chunks={chunks}: "
+            "use chunks=1, or send K and V"
+        )

@@ -1,0 +1,112 @@
+"""`--cp-send-latents`: layers of multi-latent attention whose ranks send latents for K and V.
+
+Megatron's layer makes K and V of its own tokens by `linear_kv_up_proj`, and hands them to the core
+attention. Here that linear map keeps its input and makes nothing of it: the core attention takes
+the latents, and the weight, with which it makes K and V of all tokens that come. The rotated part
+of the keys, which all heads share, is in the keys that the layer still puts together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+)
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor, nn
+
+from megatron_cp_plugin.core.autograd.latents import Wire, check_latents
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.settings import Settings
+
+
+def shape_of_latents(settings: Settings, tokens: int) -> Shape:
+    """Returns what an algorithm takes a layer of a tensor-parallel rank for.
+
+    Args:
+        settings: Of a model with multi-latent attention.
+        tokens: Of the whole sequence.
+    """
+    whole = settings.shape(tokens)
+    sizes = settings.kv_lora_rank, settings.qk_pos_emb_head_dim, whole.head_dim, whole.value_dim
+    wire = Wire(whole.heads, *sizes)
+    return Shape(
+        *(whole.batch, tokens, whole.heads, wire.kv_heads, whole.head_dim),
+        *(whole.element_bytes, whole.wide_bytes, whole.value_dim),
+    )
+
+
+def send_latents(model: nn.Module) -> None:
+    """Makes the layers of a model send latents, where there are other ranks.
+
+    Raises:
+        ContextParallelError: An algorithm cannot, or a projection is of another kind.
+    """
+    for owner in model.modules():
+        if not isinstance(owner, MLASelfAttention) or owner.pg_collection.cp.size() == 1:
+            continue
+        core: Any = owner.core_attention
+        assert isinstance(core, ContextParallelAttention)
+        settings, algorithm = Settings(owner.config), core.algorithm
+        tokens = algorithm.layout.multiple(owner.pg_collection.cp.size())
+        check_latents(algorithm, shape_of_latents(settings, tokens), Mask())
+        linear: Any = owner.linear_kv_up_proj
+        kinds = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+        if type(linear) not in kinds:
+            raise ContextParallelError(
+                "--cp-send-latents needs Megatron's own linear_kv_up_proj, got "
+                f"{type(linear).__name__}: leave it out"
+            )
+        linear.forward = partial(_keep_latents, owner, linear)
+
+
+def _keep_latents(owner: Any, linear: Any, latent: Tensor) -> tuple[Tensor, None]:
+    """Takes the place of the linear map's forward.
+
+    Args:
+        owner: The layer.
+        linear: Its map from latents to keys without rotated part and values.
+        latent: [s,b,L], with sequence parallelism this rank's part of s.
+
+    Returns:
+        What stands for its results: zeros [s,b,n] that take no memory.
+    """
+    if type(linear) is TELayerNormColumnParallelLinear:
+        latent = normed(linear, latent)
+    if owner.config.sequence_parallel:
+        latent = gather_from_sequence_parallel_region(latent, group=owner.tp_group)
+    else:
+        latent = copy_to_tensor_model_parallel_region(latent, group=owner.tp_group)
+    owner.core_attention.latents = latent, linear.weight
+    return latent.new_zeros(()).expand(*latent.shape[:-1], linear.weight.size(0)), None
+
+
+def normed(linear: Any, x: Tensor) -> Tensor:
+    """The norm that Transformer Engine computes with a linear map.
+
+    Args:
+        linear: Has its settings and its weight.
+        x: [s,b,L].
+
+    Returns:
+        [s,b,L] in the dtype of x; computed in float32.
+    """
+    wide, weight = x.float(), linear.layer_norm_weight.float()
+    weight = 1 + weight if linear.zero_centered_gamma else weight
+    size = x.shape[-1:]
+    if linear.normalization == "RMSNorm":
+        return nn.functional.rms_norm(wide, size, weight, linear.eps).to(x.dtype)
+    bias = linear.layer_norm_bias.float()
+    return torch.layer_norm(wide, size, weight, bias, linear.eps).to(x.dtype)

@@ -1,0 +1,70 @@
+"""The papers' settings by name: the same as with their options written out, and right."""
+
+from dataclasses import asdict
+
+import pytest
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+
+PUBLISHED = {
+    "burst": (
+        "ring",
+        {"backward": "query", "gradients": "model", "keep": "local", "chunks": "1"},
+    ),
+    "attention2d-no": ("attention2d", {"variant": "no", "chunks": "1"}),
+    "attention2d-o": ("attention2d", {"variant": "overlap"}),
+    "distflash-paper": ("distflash", {"last_step": "owner"}),
+    "distflash-unbalanced": ("distflash", {"balanced": "false"}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_same_as_with_options_written_out(name: str) -> None:
+    algo, options = PUBLISHED[name]
+    topology, shape = VirtualWorld(4).topology(1), Shape(1, 4096, 32, 8, 128)
+    one, other = (
+        registry.create(*called) for called in ((name, topology, {}), (algo, topology, options))
+    )
+    assert asdict(one.options) == asdict(other.options)
+    assert asdict(one.options) != asdict(registry.create(algo, topology, {}).options)
+    assert registry.layout_of(name, {}) == registry.layout_of(algo, options)
+    for phase in PHASES:
+        mine, theirs = (made.plan(shape, Mask(), phase) for made in (one, other))
+        assert (mine.computes, mine.moves) == (theirs.computes, theirs.moves)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_equals_unsplit_attention(name: str, size: int, causal: bool) -> None:
+    sizes = {"batch": 2, "seq_len": 7 * size + size // 2 + 1, "heads": 4, "kv_heads": 2}
+    expected = expected_attention(**sizes, head_dim=8, causal=causal)
+    results, log = run(Case(name), expected, size, causal=causal)
+    assert_matches(Case(name), results, expected, 1e-10)
+    shape = Shape(*sizes.values(), 8, 8, 8)
+    assert_plan_is_kept(Case(name), size, shape, Mask(causal), log)
+
+
+def test_burst_sends_as_the_paper_counts() -> None:
+    """2 units of B Z N d forward, 3 and two numbers a row backward, P - 1 of P times."""
+    size, shape = 8, Shape(1, 4096, 32, 32, 128)
+    found = registry.create("burst", VirtualWorld(size).topology(3), {})
+    sent = found.traffic(shape, Mask(causal=False), 3)
+    hops, unit = size - 1, shape.seq_len * shape.query_width * 2 // size
+    assert sent.forward_bytes == hops * 2 * unit
+    assert sent.backward_bytes == hops * (3 * unit + shape.seq_len // size * 32 * 2 * 4)
+
+
+def test_only_who_asks_gets_them() -> None:
+    assert not PUBLISHED.keys() & set(cp.available())
+    assert registry._unlisted == PUBLISHED.keys()
+    with pytest.raises(ConfigError, match="did you mean 'distflash-paper'"):
+        registry.algorithm_class("distflash_paper")

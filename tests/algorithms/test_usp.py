@@ -1,0 +1,84 @@
+"""Heads inside teams, a grid of teams: what travels, and what is refused."""
+
+import pytest
+
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.plans.plan import PHASES, Side, during
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import create
+from scripts.traffic_table import BETWEEN_NODES, between_nodes
+from tests.oracle import expected_attention
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+
+HEADS, KV_HEADS, DIM = 12, 6, 8
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("size", "ulysses", "rows"), [(3, 1, 3), (6, 2, 1), (9, 3, 3), (12, 2, 2)])
+def test_equals_unsplit_attention(size: int, ulysses: int, rows: int, layout: str) -> None:
+    options = ("ulysses", ulysses), ("route", "grid"), ("rows", rows), ("layout", layout)
+    case = Case("usp", options)
+    expected = expected_attention(
+        seq_len=4 * size, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, causal=True
+    )
+    results, log = run(case, expected, size, peer_access=False)
+    assert_matches(case, results, expected, 1e-10)
+    shape = Shape(1, 4 * size, HEADS, KV_HEADS, DIM, 8, 8)
+    assert_plan_is_kept(case, size, shape, Mask(), log, peer_access=False)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+def test_bytes_between_teams_are_those_of_the_grid(rows: int) -> None:
+    """Of H/U and G/U heads of a team's tokens, where the mask hides nothing."""
+    teams, members, tokens = 6, 2, 10
+    options = {"ulysses": members, "route": "grid", "rows": rows}
+    made = create("usp", VirtualWorld(12, ranks_per_node=members).topology(0), options)
+    shape = Shape(1, 12 * tokens, HEADS, KV_HEADS, DIM)
+    nodes = made.topology.nodes
+    of_token = members * tokens // members  # of the team's tokens, the rank's share of the heads
+    q, kv, row = HEADS * DIM * 2, 2 * KV_HEADS * DIM * 2, HEADS * 4
+    away, keys = teams // rows - 1, rows - 1
+    for phase, of_query, of_keys in (
+        ("forward", 2 * q + row, kv),
+        ("backward", 3 * q + 2 * row, 2 * kv),
+    ):
+        plan = made.plan(shape, Mask(causal=False), phase)
+        for rank in range(12):
+            sent = plan.sent(rank, shape, nodes).bytes
+            assert sent == of_token * (away * of_query + keys * of_keys)
+
+
+@pytest.mark.parametrize(("kv_heads", "share"), [(32, 0.67), (8, 0.84)])
+def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) -> None:
+    """Of 4 nodes of 8 ranks the busiest network card; of two rows and columns, or of one column."""
+    *others, grid = (between_nodes(line, 4, 32, kv_heads) for line in BETWEEN_NODES)
+    assert grid < share * min(others)
+
+
+def test_rows_of_the_grid_are_inside_nodes() -> None:
+    """Four teams of two ranks, two of them on each node: only keys leave a node."""
+    options = {"ulysses": 2, "route": "grid", "rows": 2}
+    made = create("usp", VirtualWorld(8, ranks_per_node=4).topology(0), options)
+    for phase in PHASES:
+        plan = made.plan(Shape(1, 64, 4, 4, DIM), Mask(), phase)
+        nodes = made.topology.nodes
+        between = [m for m in during(plan) if nodes[m.source] != nodes[m.target]]
+        assert {move.side for move in between} == {Side.KEYS}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 2}, "takes rows with route grid, got rows 2 with route ring: leave rows out"),
+        (
+            {"rows": 3, "route": "grid"},
+            "rows to divide its 4 teams, got 3: use one of 1, 2, 4, or 0",
+        ),
+    ],
+)
+def test_refused(options: dict[str, object], message: str) -> None:
+    made = create("usp", VirtualWorld(8).topology(0), {"ulysses": 2, **options})
+    with pytest.raises(ConfigError, match=message):
+        made.check(made.options, size=8, heads=4, kv_heads=4, causal=True)

@@ -1,0 +1,173 @@
+"""Helpers by work: every pair once, no rank with much more than the mean, the same on all ranks."""
+
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp_plugin.algorithms.distflash import DistFlash
+from megatron_cp_plugin.algorithms.work_placement import Part, assigned
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.registry import create
+from scripts.packed_documents import pack
+from tests.oracle import expected_attention
+from tests.plan_check import check
+from tests.random_tests import examples
+from tests.span_masks import dense, mask_of, random_lengths, random_spans, random_window
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+
+WORK = Case("distflash", (("helpers", "work"),))
+COSTS = 40, 12
+PACKS = ("lognormal:16K:1", "lognormal:2K:1", "configs/lengths/long_tail.csv", "images", "trees")
+
+
+def made(size: int, ranks_per_node: int = 8, **options: object) -> Algorithm:
+    given = {**dict(WORK.options), **options}
+    found = create(WORK.algo, VirtualWorld(size, ranks_per_node=ranks_per_node).topology(0), given)
+    assert isinstance(found, Algorithm)
+    return found
+
+
+def edges_of(size: int, seq_len: int) -> tuple[int, ...]:
+    spans = [Contiguous().spans(rank, size, seq_len) for rank in range(size)]
+    return (0, *(one[-1].stop for one in spans))
+
+
+def loads(parts: list[Part], size: int) -> list[float]:
+    found = [0.0] * size
+    for part in parts:
+        found[part.rank] += part.work
+    return found
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("words", PACKS)
+def test_no_rank_has_a_twentieth_more_than_the_mean(words: str, size: int) -> None:
+    """16K tokens a rank, ranks of several nodes."""
+    seq_len = size * 2**14
+    edges = tuple(range(0, seq_len + 1, 2**14))
+    for seed in range(5):
+        mask = pack(words, seq_len, seed)
+        of_ranks = loads(assigned(edges, mask, [rank // 8 for rank in range(size)], COSTS), size)
+        assert sum(of_ranks) == mask.bands.area(seq_len)
+        assert max(of_ranks) <= 1.05 * sum(of_ranks) / size
+
+
+@pytest.mark.parametrize("size", [3, 8, 64])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Mask(documents=(n // 3,)),
+        lambda n: Mask(causal=False, documents=(n // 3,)),
+        lambda n: Mask(window=n // 3),
+        lambda n: Mask.of(
+            Slices.of([(0, n // 2, 0, n, "full"), (n // 2, n, n // 2, n, "causal")], n)
+        ),
+        lambda n: Mask.of(Slices.of([(0, n // 8, 0, n, "full")], n)),
+    ],
+    ids=["two documents", "full documents", "window", "rectangle", "few queries"],
+)
+def test_blocks_that_many_others_meet(make: Callable[[int], Mask], size: int) -> None:
+    seq_len = size * 4096
+    mask = make(seq_len)
+    of_ranks = loads(assigned(edges_of(size, seq_len), mask, [0] * size, COSTS), size)
+    assert sum(of_ranks) == mask.bands.area(seq_len)
+    assert max(of_ranks) <= 1.05 * sum(of_ranks) / size
+
+
+def test_whoever_has_the_keys_helps_first_and_then_the_node() -> None:
+    """Of ranks with equally much room."""
+    # Rank 1 has all the work. Queries see keys of rank 0, which has nothing else to do.
+    mask = Mask.of(Slices.of([(1024, 2048, 0, 1024, "full")], 2048))
+    parts = assigned((0, 1024, 2048), mask, [0, 0], COSTS)
+    assert {(part.key, part.rank) for part in parts} == {(0, 0), (0, 1)}
+    assert [part.stop - part.start for part in parts if part.rank == 0] == [
+        pytest.approx(512, abs=32)
+    ]
+    # Work of one block for two ranks of four: the other one is on the same node.
+    mask = Mask.of(Slices.of([(0, 1024, 0, 1024, "full"), (3072, 4096, 3072, 4096, "full")], 4096))
+    parts = assigned(edges_of(4, 4096), mask, [0, 0, 1, 1], COSTS)
+    assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 1), (3, 2), (3, 3)}
+    parts = assigned(edges_of(4, 4096), mask, [0, 1, 0, 1], COSTS)
+    assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 2), (3, 1), (3, 3)}
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4, 5, 8, 9]))
+@examples(60)
+def test_plans_are_right_for_any_mask(seed: int, size: int) -> None:
+    """Every pair once, and all blocks and results where they are needed."""
+    source = Random(seed)
+    seq_len = source.randint(size, 12 * size)
+    lengths = random_lengths(source, seq_len)
+    mask = Mask(documents=tuple(sorted({*lengths} - {0, seq_len})))
+    if source.random() < 0.6:
+        mask = mask_of(
+            random_spans(source, seq_len), seq_len, lengths, random_window(source, seq_len)
+        )
+    algorithm = made(size, source.choice([1, 2, size]))
+    shape = Shape(1, seq_len, 4, source.choice([1, 2, 4]), 8)
+    for phase in PHASES:
+        check(algorithm.plan(shape, mask, phase))
+
+
+@pytest.mark.parametrize(("size", "kv_heads"), [(3, 4), (5, 1), (8, 2)])
+@pytest.mark.parametrize("kind", ["documents", "spans"])
+def test_equals_unsplit_attention_where_much_is_given_away(
+    kind: str, size: int, kv_heads: int
+) -> None:
+    """Output and all gradients; bytes, messages and pairs as the plan of each rank says."""
+    seq_len = 40 * size + 3
+    if kind == "documents":
+        cu_seqlens = [0, seq_len // 2, *range(seq_len // 2 + 9, seq_len, 9), seq_len]
+        problem = {"cu_seqlens": torch.tensor(cu_seqlens), "causal": True}
+        seen, mask = None, Mask(documents=tuple(cu_seqlens[1:-1]))
+    else:
+        spans = [(seq_len // 3, seq_len // 2, 0, seq_len, "full"), (0, 30, 0, 30, "causal")]
+        problem = {"spans": spans}
+        seen, mask = dense(spans, seq_len) > 0, mask_of(spans, seq_len)
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=8,
+        causal=kind == "documents",
+        cu_seqlens=cu_seqlens if kind == "documents" else None,
+        seen=seen,
+    )
+    results, log = run(WORK, expected, size, **problem)
+    assert_matches(WORK, results, expected, 1e-10)
+    shape = Shape(1, seq_len, 4, kv_heads, 8, 8, 8)
+    assert_plan_is_kept(WORK, size, shape, mask, log)
+    plan = made(size).plan(shape, mask)
+    assert any(compute.rank != compute.queries.owners[0] for compute in plan.computes)
+    work = np.bincount(
+        [c.rank for c in plan.computes], [float(plan.pairs(c)) for c in plan.computes], size
+    )
+    assert work.max() <= 1.15 * work.mean()  # pieces are of one row here
+
+
+def test_other_masks_have_the_plan_of_the_paper() -> None:
+    shape = Shape(1, 64, 4, 2, 8)
+    for mask in (Mask(), Mask(causal=False)):
+        mine, papers = (
+            made(8, helpers=helpers).placement(shape, mask, "forward")
+            for helpers in ("work", "distance")
+        )
+        assert mine == papers
+
+
+def test_layout_thd_is_refused() -> None:
+    options = DistFlash.Options(helpers="work", layout="thd")
+    with pytest.raises(ConfigError, match="helpers work needs layout contiguous, got thd"):
+        DistFlash.check(options, size=2, heads=2, kv_heads=2, causal=True)
