@@ -33,7 +33,7 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
     visible_rows,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, together
+from megatron_cp_plugin.core.head_groups import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -209,8 +209,7 @@ class _Routes:
         hops: hops of inputs (false) and of results (true) of a side, by the owner of the block.
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
-        times: (posted, needed) of all sends of inputs (false) and of results (true), by side; only
-            if the plan is of one rank.
+        times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
         widths: number of rows to which the blocks of a team are padded, by side and owner.
     """
 
@@ -249,7 +248,7 @@ class _Routes:
         self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
-        self.times: dict[tuple[Side, bool], set[tuple[int, int]]] = defaultdict(set)
+        self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
         self._noted: dict[tuple[object, ...], int] = {}
         self.steps = 1
@@ -337,8 +336,8 @@ class _Routes:
                 self._gather_team(side, team)
             away = (any(self._away(side, owner)) for owner in range(self.size))
             if teams and self.rank is not None and (not self.masked or any(away)):
-                self.times[side, False].add((-1, 0))
-                self.times[side, True].add((0, 1))
+                self.times[False, side].add((-1, 0))
+                self.times[True, side].add((0, 1))
 
     def _gather_team(self, side: Side, team: Sequence[int]) -> None:
         given = {owner: between(0, self.lengths[owner]) for owner in team}
@@ -410,7 +409,7 @@ class _Routes:
             route = _Route(*of_line, needed, parts, reached, gap, rows, at)
             chains = self._chains(route)
             if self.rank is not None:
-                self._note(self.times[side, results], route, chains)
+                self._note(self.times[results, side], route, chains)
             if here and (hops := [*self._hops(route, chains)]):
                 self.hops[results, side][owner] = hops
 
@@ -597,12 +596,9 @@ def _rows_of_chain(route: _Route, stops: Sequence[int], wanted: set[int]) -> dic
     found: dict[int, Rows] = {}
     total: Rows = ()
     for stop in sorted(wanted, reverse=back):
-        if back:
-            at = bisect_left(needed, stop, begin, end)
-            more, end = route.rows[at:end], at
-        else:
-            at = bisect_right(needed, stop, begin, end)
-            more, begin = route.rows[begin:at], at
+        at = (bisect_left if back else bisect_right)(needed, stop, begin, end)
+        more = route.rows[at:end] if back else route.rows[begin:at]
+        begin, end = (begin, at) if back else (at, end)
         found[stop] = total = union((total, *more), route.gap)
     return found
 
@@ -628,16 +624,16 @@ class _Writer:
         ]
         if self.phase == "backward":
             kept += [Kept(rank, ("k", "v"), (owner,)) for owner, rank in elsewhere]
-        moves, times = list(self._redistributed(elsewhere, steps)), set[Time]()
-        for number, group in enumerate(self.groups):
-            offset = number * routes.steps
-            for result, side in routes.hops:
-                for messages in self._messages(side, result, number):
-                    moves += self._moves(side, result, messages, group, offset)
-                    times.update(
-                        Time(result, side, posted + offset, needed + offset)
-                        for posted, needed in routes.times[side, result]
-                    )
+        moves = list(self._redistributed(elsewhere, steps))
+        times = set[Time]()
+        for number in range(len(self.groups)):
+            moves += self._moves(number)
+            times.update(
+                Time(*way, posted + number * routes.steps, needed + number * routes.steps)
+                for way, found in routes.times.items()
+                if self._messages(*way, number)
+                for posted, needed in found
+            )
         return Plan(
             self.phase,
             routes.mask,
@@ -652,14 +648,15 @@ class _Writer:
             times=frozenset(times),
         )
 
-    def _messages(self, side: Side, result: bool, number: int) -> Sequence[tuple[TensorNames, ...]]:
+    def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:
         """What travels for a group of heads: the messages of each move of a block."""
         group, backward = self.groups[number], self.phase == "backward"
-        if side and not (group.last and backward if result else group.first):
-            return ()
         if side:
-            names = ("dk", "dv") if result else ("k", "v")
-            return ((names,),) if self.placement.assembled else (tuple((x,) for x in names),)
+            wanted, names = group.first, ("k", "v")
+            if result:
+                wanted, names = group.last and backward, ("dk", "dv")
+            messages = (names,) if self.placement.assembled else (names[:1], names[1:])
+            return (messages,) if wanted else ()
         if result:
             return ((("dq",),),) if backward else ((("out",), ("lse",)),)
         if not backward:
@@ -668,24 +665,21 @@ class _Writer:
             return ((("q",), ("dout",), ("delta",), ("lse",)),)
         return (*(((("lse", "delta"),),) if not number else ()), (("q", "dout"),))
 
-    def _moves(
-        self,
-        side: Side,
-        result: bool,
-        messages: tuple[TensorNames, ...],
-        group: HeadGroup,
-        offset: int,
-    ) -> Iterator[Move]:
-        """Moves of all blocks of a side. Args: offset: number of steps before the group's first."""
-        routes, assembled, name = self.routes, self.placement.assembled, messages[0][0]
-        heads, wide = self.all_heads if assembled and name in PER_HEAD else group, name in self.wide
-        most = max(routes.lengths)
-        for owner, hops in routes.hops[result, side].items():
-            padded = routes.widths.get((side, owner), most) if assembled else None
-            for posted, needed, source, target, rows in hops:
-                tokens = row_count(rows) if padded is None else padded
-                ends = posted + offset, needed + offset, source, target
-                yield Move(*ends, messages, Block((owner,), rows), tokens, heads, 0, wide)
+    def _moves(self, number: int) -> Iterator[Move]:
+        """Moves of all blocks for a group of heads."""
+        routes, assembled, group = self.routes, self.placement.assembled, self.groups[number]
+        most, before = max(routes.lengths), number * routes.steps
+        for (result, side), of_owners in routes.hops.items():
+            for messages in self._messages(result, side, number):
+                name = messages[0][0]
+                heads = self.all_heads if assembled and name in PER_HEAD else group
+                for owner, hops in of_owners.items():
+                    padded = routes.widths.get((side, owner), most) if assembled else None
+                    for posted, needed, source, target, rows in hops:
+                        ends = before + posted, before + needed, source, target
+                        tokens = row_count(rows) if padded is None else padded
+                        what = messages, Block((owner,), rows), tokens, heads
+                        yield Move(*ends, *what, wide=name in self.wide)
 
     def _computes(self) -> Iterator[Compute]:
         made = [*(self._joined() if self.placement.assembled else self._by_pairs())]
