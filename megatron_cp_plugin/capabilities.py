@@ -101,7 +101,7 @@ def markdown() -> str:
         "multiple of what the layout needs.",
         "",
         "Megatron's gated delta net layers (`--experimental-attention-variant gated_delta_net`)",
-        "keep Megatron's own split, which needs the zigzag layout; the softmax layers beside them",
+        "pass their states by `lasp2`, in any layout that it has; the softmax layers beside them",
         "use the algorithm.",
         "",
         "## Kernels",

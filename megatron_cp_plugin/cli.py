@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with one_line_errors("megatron-cp: error"):
             return compare.main(words[1:])
+    if words[:1] == ["check"]:
+        from megatron_cp_plugin.harness import check_recipe
+
+        with one_line_errors("megatron-cp: error"):
+            return check_recipe.main(words[1:])
     if words[:1] == ["invariance"]:
         from megatron_cp_plugin.harness import invariance
 
@@ -84,6 +89,9 @@ def parsers() -> tuple[OneLineParser, Any]:
     )
     commands.add_parser(
         "compare", help="train with Megatron's own attention and with the plugin, side by side"
+    )
+    commands.add_parser(
+        "check", help="say offline whether a recipe of Megatron, Bridge, verl or slime is served"
     )
     commands.add_parser(
         "invariance", help="whether context parallelism changes a model's log-probabilities"

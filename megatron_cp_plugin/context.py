@@ -228,7 +228,9 @@ class Settings:
         k: Tensor,
         v: Tensor,
         *,
-        decay: float | Sequence[float] | Tensor,
+        decay: float | Sequence[float] | Tensor | None = None,
+        gate: Tensor | None = None,
+        beta: Tensor | None = None,
         causal: bool = True,
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
@@ -238,16 +240,20 @@ class Settings:
         topology = topology_for(self._group)
         with SameCall(topology, "linear_attention") as made:
             known, q, k, v = self._take(
-                made, topology, q, k, v, initial_state_or_none=initial_state
+                *(made, topology, q, k, v),
+                initial_state_or_none=initial_state,
+                gate_or_none=gate,
+                beta_or_none=beta,
             )
             causal = flag("causal", causal)
             output_final_state = flag("output_final_state", output_final_state)
-            check_linear_shapes(q, k, v)
+            check_linear_shapes(q, k, v, gate, beta)
             if self._spans is not None:
                 raise ContextParallelError(
                     "linear attention has no spans, got some: leave them out"
                 )
-            rates = Decay.of(decay, q.shape[2])
+            states = max(k.shape[2], v.shape[2])
+            rates = None if decay is None else Decay.of(decay, states)
             made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
             made.settings = {
                 **made.settings,
@@ -256,8 +262,13 @@ class Settings:
                 "documents": self._cu_seqlens is not None,
                 "initial_state": initial_state is not None,
                 "output_final_state": output_final_state,
+                "gate": None if gate is None else gate.shape[3:],
+                "beta": beta is not None,
             }
-            made.changing = {"decay": rates.rates, "cu_seqlens": self._cu_seqlens}
+            made.changing = {
+                "decay": None if rates is None else rates.rates,
+                "cu_seqlens": self._cu_seqlens,
+            }
         algorithm = linear_algorithm(self._algo, topology, self._options)
         unknown = None if known else q
         seq_len, layout, documents, _ = self._agreed(topology, q.shape[1], unknown)
@@ -268,6 +279,8 @@ class Settings:
             algorithm=algorithm,
             seq_len=seq_len,
             decay=rates,
+            gate=gate,
+            beta=beta,
             causal=causal,
             kernel_for=partial(resolve_linear, kernel),
             initial_state=initial_state,

@@ -127,7 +127,9 @@ def linear_attention(
     k: Tensor,
     v: Tensor,
     *,
-    decay: float | Sequence[float] | Tensor,
+    decay: float | Sequence[float] | Tensor | None = None,
+    gate: Tensor | None = None,
+    beta: Tensor | None = None,
     algo: str = "lasp",
     group: Group = None,
     causal: bool = True,
@@ -138,20 +140,35 @@ def linear_attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Linear attention with decay over a sequence that is split among the ranks of a group.
+    """Linear attention with decay, gates or the delta rule over a sequence that is split among the
+    ranks of a group.
 
-    With a head's rate l: kv_s = l kv_{s-1} + k_s v_s^T and o_s = kv_s^T q_s; nothing is scaled or
-    normalised. A collective operation: all ranks of the group call it with the same settings.
-    What ranks call it with is compared, and autocast and torch.compile served, as in `attention`.
+    With a head's rate l, or its gate g_s in place of log l, kv_s = l kv_{s-1} + k_s v_s^T and
+    o_s = kv_s^T q_s; with beta b_s, the delta rule,
+
+        kv_s = exp(g_s) kv_{s-1} + b_s k_s (v_s - (exp(g_s) kv_{s-1})^T k_s)^T
+
+    as in flash-linear-attention's simple_gla and gla, gated_delta_rule and kda. Nothing is scaled
+    or normalised: its functions scale q by D**-0.5. A collective operation: all ranks of the group
+    call it with the same settings. What ranks call it with is compared, and autocast and
+    torch.compile served, as in `attention`.
+
+    H is the largest number of heads of q, k and v, and G, that of states, the larger one of k's and
+    v's; each number divides H. A head serves H divided by its number heads that follow each other,
+    as in Mamba-2 (q and k of groups) and in grouped queries.
 
     Args:
-        q, k: [B,S,H,D]; v: [B,S,H,E]: this rank's shards as `shard` gives them.
-        decay: rates in (0, 1], one for all heads or one per head; not differentiable. A tensor on
-            a GPU is copied to the host at every call.
+        q, k: [B,S,*,D]; v: [B,S,*,E]: this rank's shards as `shard` gives them.
+        decay: rates in (0, 1], one for all states or one for each of the G; not differentiable. A
+            tensor on a GPU is copied to the host at every call. None: 1.
+        gate: natural logarithms, at most 0 and finite, [B,S,G], or [B,S,G,D] for each channel of k,
+            in place of decay; this rank's, as q is. Differentiable; computed in float32 (float64
+            beside float64).
+        beta: [B,S,G]: the delta rule, whose k should have norm 1; without decay. Otherwise as gate.
         algo: a name of `available("linear")`.
         group: process group of the context-parallel ranks; None: all processes.
-        causal: False: o_s = sum over all i of l**|s - i| (q_s^T k_i) v_i.
-        initial_state: kv_0 [B,H,D,E], the same on all ranks; None: 0.
+        causal: False: o_s = sum over all i of l**|s - i| (q_s^T k_i) v_i; not with gate and beta.
+        initial_state: kv_0 [B,G,D,E], the same on all ranks; None: 0.
         output_final_state: return kv_N too.
         kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens, see `attention`.
@@ -159,7 +176,7 @@ def linear_attention(
             state of 0, but the first with kv_0; kv_N is the state at the end of the last.
         options: of the algorithm.
 
-    Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,H,D,E] float32
+    Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,G,D,E] float32
     (float64 for float64), the same on all ranks. Differentiable; gradients are those of the sum of
     the ranks' losses; the whole one of initial_state is the sum of the ranks' gradients.
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
@@ -170,6 +187,8 @@ def linear_attention(
         k,
         v,
         decay=decay,
+        gate=gate,
+        beta=beta,
         causal=causal,
         initial_state=initial_state,
         output_final_state=output_final_state,

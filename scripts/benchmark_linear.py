@@ -2,11 +2,16 @@
 
     torchrun --nproc-per-node 4 scripts/benchmark_linear.py --tokens 128K,512K,2M
     torchrun --nproc-per-node 1 scripts/benchmark_linear.py --tokens 64K --documents 128,2K,16K
+    torchrun --nproc-per-node 1 scripts/benchmark_linear.py --family kda --heads 32 \
+        --tokens 16K,64K --algos alone,lasp2:ranks=8,lasp2:ranks=64
 
 The limit is fla's own `chunk_simple_gla` on the tokens of one rank, which has nothing to
 communicate. A time is printed only if output and gradients agree with fla's on the whole sequence.
 `--documents` packs documents of random lengths into it, the same for all contenders; the limit and
 `alone` have the first rank's.
+With `--family` there are gates, of heads or of channels, and the delta rule; the limit is fla's
+function of that name. `ranks=P` after an algorithm is a rank in the middle of P by itself: its
+messages go nowhere, and its own come back as those of all others, so that there is no error.
 `--net sockets` sends everything through TCP sockets of one host: a stand-in for a slow network.
 """
 
@@ -18,6 +23,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib import import_module
 from itertools import product
 from math import exp, log
 from pathlib import Path
@@ -26,24 +32,37 @@ from typing import Any
 import timing
 import torch
 import torch.distributed as dist
+from benchmark_rank import RankAlone
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import random_documents
+from megatron_cp_plugin.kernels.fla_gated import refuses_gates_of_heads
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
 from megatron_cp_plugin.tokens import tokens_of
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 Bounds = tuple[int, ...] | None  # cumulative lengths of documents; None: there are none
 CHECKED_TOKENS = 32768
 MAX_ERROR = 1e-2  # |x - fla's| / |fla's| of a bfloat16 output or gradient
+MAX_ERROR_OF_GATES = 3e-2
+# Which gates a family has, whether it is the delta rule, and fla's module and function.
+FAMILIES = {
+    "rates": (None, False, "simple_gla.chunk_simple_gla"),
+    "simple_gla": ("heads", False, "simple_gla.chunk_simple_gla"),
+    "gla": ("channels", False, "gla.chunk_gla"),
+    "gated_delta_net": ("heads", True, "gated_delta_rule.chunk_gated_delta_rule"),
+    "kda": ("channels", True, "kda.chunk_kda"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,36 @@ class Row:
     error: float
 
 
+class _Echo(Communicator):
+    """Its own messages come back as those of all others."""
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        for buffer, _ in receives:
+            buffer.fill_(0.01)
+        return Pending(lambda: None)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        found = x.expand(self.size, *x.shape).contiguous()
+        return Pending(lambda: found)
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        raise NotImplementedError
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        found = x.clone()
+        return Pending(lambda: found)
+
+
+class _Echoing(RankAlone):
+    """A rank without others."""
+
+    def channel(self, name: str) -> Communicator:
+        return self._channels.setdefault(name, _Echo(name, self.rank, self.size, self.rank))
+
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
+        return VirtualWorld(1).topology(0) if len(ranks) == 1 else _Echoing(0, [0] * len(ranks))
+
+
 class Bench:
     """One process group and the shape of one problem."""
 
@@ -72,25 +121,37 @@ class Bench:
         self.args = args
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.rates = rates(args.decay, args.heads)
+        self.gates, self.delta, _ = FAMILIES[args.family]
 
     def draw(self, tokens: int) -> list[Tensor]:
-        """q, k, v, dout [1,tokens,H,D], the same on every rank."""
+        """q, k, v [1,tokens,H,D], gates and beta if any, and dout, the same on every rank."""
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (1, tokens, self.args.heads, self.args.head_dim)
         scales = (self.args.head_dim**-0.5, self.args.head_dim**-0.5, 1.0, 1.0)
-        return [
+        q, k, v, dout = (
             torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * scale
             for scale in scales
-        ]
+        )
+        others = []
+        if self.gates is not None:
+            of_gates = shape if self.gates == "channels" else shape[:3]
+            drawn = torch.randn(of_gates, generator=generator, device="cuda")
+            others.append(torch.nn.functional.logsigmoid(drawn) / 16)
+        if self.delta:
+            k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+            others.append(torch.randn(shape[:3], generator=generator, device="cuda").sigmoid())
+        return [q, k, v, *others, dout]
 
     def documents_of(self, tokens: int, mean: int | None) -> Bounds:
         """Cumulative lengths of documents in so many tokens; the same ones in fewer of them."""
         return None if mean is None else (0, *random_documents(tokens, mean), tokens)
 
     def fla(self, bounds: Bounds) -> Attention:
-        """fla's public function, as anyone would call it."""
-        from fla.ops.simple_gla import chunk_simple_gla
-
+        """fla's public function, as anyone would call it: of channels where fla refuses its own."""
+        widened = self.gates == "heads" and refuses_gates_of_heads()
+        family = ("kda" if self.delta else "gla") if widened else self.args.family
+        module, name = FAMILIES[family][2].split(".")
+        function = getattr(import_module(f"fla.ops.{module}"), name)
         decays = torch.tensor([log(rate) for rate in self.rates], device="cuda")
         on_host = None if bounds is None else torch.tensor(bounds)
         settings = {
@@ -98,8 +159,11 @@ class Bench:
             "cu_seqlens_cpu": on_host,
         }
 
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = chunk_simple_gla(q, k, v, g_gamma=decays, scale=1.0, **settings)[0]
+        def attention(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            gates = dict(zip(("g", "beta"), others, strict=False)) or {"g_gamma": decays}
+            if widened:
+                gates["g"] = gates["g"].unsqueeze(3).expand(*k.shape).contiguous()
+            out: Tensor = function(q, k, v, **gates, scale=1.0, **settings)[0]
             return out
 
         return attention
@@ -108,16 +172,20 @@ class Bench:
         """One of our algorithms from `name:option=value`; `alone` is lasp on one rank."""
         name, *pairs = spec.split(":")
         options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
-        group = None
+        group: Topology | None = None
         if name == "alone":
             name, group = "lasp", VirtualWorld(1).topology(0)
+        if ranks := int(options.pop("ranks", 0)):
+            group = _Echoing(ranks // 2, [0] * ranks)
 
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            gates: dict[str, Any] = dict(zip(("gate", "beta"), others, strict=False))
             out = cp.linear_attention(
                 q,
                 k,
                 v,
-                decay=self.rates,
+                **(gates or {"decay": self.rates}),
+                seq_len=q.shape[1] * ranks if ranks else None,
                 algo=name,
                 group=group,
                 kernel="fla",
@@ -171,17 +239,18 @@ class Bench:
     def measure(self, tokens: int, documents: str, spec: str, limit: Row | None) -> Row:
         """One row; its shares are those of the limit. Args: documents: as of `Row`."""
         mean = tokens_of(documents) if documents else None
+        ranks = int(spec.partition("ranks=")[2].partition(":")[0] or 0)
         spread = spec not in ("fla", "alone")
-        error = self.error(spec, mean, self.size if spread else 1)
-        if not error <= MAX_ERROR:
+        error = 0.0 if ranks else self.error(spec, mean, self.size if spread else 1)
+        if not error <= (MAX_ERROR if self.gates is None else MAX_ERROR_OF_GATES):
             raise SystemExit(f"{spec}: wrong result, error {error:.1e}")
-        whole = tokens if spread else tokens // self.size
+        whole = tokens * max(ranks, 1) if spread else tokens // self.size
         attention, _ = self.contender(spec, self.documents_of(whole, mean))
         local = self.draw(tokens // self.size)
 
         def forward() -> None:
             with torch.no_grad():
-                attention(*local[:3])
+                attention(*local[:-1])
 
         def step() -> None:
             results(attention, local)
@@ -209,10 +278,10 @@ class Bench:
 
 
 def results(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv."""
-    inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+    """out, dq, dk, dv, and gradients of gates and beta. Args: tensors: these, and dout."""
+    inputs = [x.detach().requires_grad_() for x in tensors[:-1]]
     out = attention(*inputs)
-    return (out.detach(), *torch.autograd.grad(out, inputs, tensors[3]))
+    return (out.detach(), *torch.autograd.grad(out, inputs, tensors[-1]))
 
 
 def rates(name: str, heads: int) -> list[float]:
@@ -232,6 +301,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--family", choices=FAMILIES, default="rates")
     parser.add_argument("--decay", choices=["plain", "slopes"], default="plain")
     parser.add_argument("--algos", default="alone,lasp,lasp2,lasp2:layout=zigzag,linear_ulysses")
     parser.add_argument("--iters", type=int, default=10)
@@ -264,7 +334,8 @@ def main() -> None:
     if bench.rank == 0:
         network = ", TCP sockets of one host" if args.net == "sockets" else ""
         title = (
-            f"linear attention, {args.heads} heads of {args.head_dim}, decay {args.decay}, "
+            f"linear attention, {args.heads} heads of {args.head_dim}, "
+            f"{f'decay {args.decay}' if args.family == 'rates' else args.family}, "
             f"{bench.size} x {torch.cuda.get_device_name()}{network}"
         )
         report(rows, title, args.output)

@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -29,10 +30,9 @@ class Doubling(StatePassing):
 
     def carry(
         self,
-        states: Tensor,
+        states: RunStates,
         first: Tensor | None,
         route: Route,
-        decay: Decay,
         local_work: LocalWork,
         *,
         to_the_end: bool,
@@ -40,7 +40,9 @@ class Doubling(StatePassing):
         chain = self._chain(route)
         place = chain.index(self.topology.rank)
         ((start, stop),) = route.runs[self.topology.rank]
-        (end,) = states  # the sum at the end of this run, `before` at its beginning
+        (end,), decay = states.added, states.through
+        assert isinstance(decay, Decay)
+        # `end` is the sum at the end of this run, `before` at its beginning.
 
         def added(state: Tensor, came: Tensor, since: int, until: int) -> Tensor:
             weights = decay.weights(((until - since, 0),), state.dtype, state.device)

@@ -135,3 +135,40 @@ def linear_expected(
     return LinearExpected(
         rates, q, k, v, initial, dout, dfinal, out.detach(), final.detach(), *gradients
     )
+
+
+def gated_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    beta: Tensor | None,
+    initial: Tensor,
+    documents: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Token by token, with transitions as they are defined.
+
+    Args: q: [B,N,*,D], k: [B,N,*,D], v: [B,N,*,E]; gate: [B,N,G] or [B,N,G,D], beta: [B,N,G];
+        initial: [B,G,D,E]; documents: tokens before which the state becomes 0.
+
+    Returns: out [B,N,H,E] and the last state [B,G,D,E].
+    """
+    states = initial.shape[1]
+    heads = max(q.shape[2], states)
+    k, v = (x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
+    q = q.repeat_interleave(heads // q.shape[2], 2)
+    state, out = initial, []
+    for s in range(q.shape[1]):
+        if s in documents:
+            state = torch.zeros_like(state)
+        if gate is not None:
+            of_token = gate[:, s].unsqueeze(-1) if gate.dim() == 3 else gate[:, s]
+            state = of_token.exp().unsqueeze(-1) * state
+        value = v[:, s]
+        if beta is not None:
+            known = torch.einsum("bhd,bhde->bhe", k[:, s], state)
+            value = beta[:, s].unsqueeze(-1) * (value - known)
+        state = state + k[:, s, :, :, None] * value[:, :, None, :]
+        shared = state.repeat_interleave(heads // states, 1)
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, s], shared))
+    return torch.stack(out, 1), state

@@ -65,7 +65,8 @@ def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, l
         rates = torch.linspace(0.5, 1, heads, dtype=torch.float64)
         drawn = linear_expected(tuple(rates.tolist()), SEQ_LEN, causal=causal)
         whole = drawn.q, drawn.k, drawn.v
-        want, _ = recurrence(*whole, rates, torch.zeros_like(drawn.initial), causal=causal)
+        starts, zeros = bounds.get(layout, ())[1:-1], torch.zeros_like(drawn.initial)
+        want, _ = recurrence(*whole, rates, zeros, causal=causal, documents=starts)
 
     def body(topology):
         group = {"group": topology, **settings}

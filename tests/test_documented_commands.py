@@ -109,6 +109,7 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
+    "megatron-cp check RECIPE": "tests/test_check_recipe.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
     "megatron-cp invariance": "tests/test_help.py",
     "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",

@@ -207,6 +207,7 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
     assert commands - {RECORDING} == {
         (f"{PACKAGE}.cli", f"{PACKAGE}.harness.{name}")
         for name in (
+            "check_recipe",
             "train",
             "compare",
             "invariance",

@@ -366,12 +366,12 @@ def test_wrong_calls_are_refused() -> None:
         cp.linear_attention(x, x, x, decay=1.0, algo="ring")
     with pytest.raises(ConfigError, match="'lasp', which is linear attention"):
         cp.attention(x, x, x, algo="lasp")
-    with pytest.raises(ConfigError, match="use one of contiguous, zigzag"):
+    with pytest.raises(ConfigError, match="use one of contiguous, zigzag, thd, documents"):
         cp.linear_attention(x, x, x, decay=1.0, algo="lasp2", layout="cyclic")
     with pytest.raises(ContextParallelError, match=r"\[B,H,D,E\] = \(1, 2, 4, 4\)"):
         cp.linear_attention(x, x, x, decay=1.0, initial_state=torch.zeros(1, 2, 4, 5))
-    with pytest.raises(ContextParallelError, match="repeat the KV heads"):
-        cp.linear_attention(x, x[:, :, :1], x[:, :, :1], decay=1.0)
+    with pytest.raises(ContextParallelError, match=r"q, k \[B,S,H,D\] and v \[B,S,H,E\]"):
+        cp.linear_attention(x, x[:, :2], x[:, :2], decay=1.0)
     with pytest.raises(ContextParallelError, match="one dtype"):
         cp.linear_attention(x, x, x.double(), decay=1.0)
 

@@ -13,9 +13,10 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication.streams import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -24,8 +25,12 @@ from megatron_cp_plugin.registry import register
 class Lasp(StatePassing):
     """One state travels along the chain of ranks, its gradient back.
 
+    All ranks but the last send B*H*D*E numbers in the forward, all but the first in the backward,
+    with any transitions: float32 ones (float64 for float64).
+
     Source: LASP, Algorithms 2 and 3. Differs: states are float32; within a rank's chunk the
-    kernel works in chunks of its own; tokens may also see later ones.
+    kernel works in chunks of its own; tokens may also see later ones; transitions other than
+    constant rates.
     """
 
     layout = Contiguous()
@@ -38,10 +43,9 @@ class Lasp(StatePassing):
 
     def carry(
         self,
-        states: Tensor,
+        states: RunStates,
         first: Tensor | None,
         route: Route,
-        decay: Decay,
         local_work: LocalWork,
         *,
         to_the_end: bool,
@@ -54,7 +58,7 @@ class Lasp(StatePassing):
         chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
         place = chain.index(self.topology.rank)
         ((start, stop),) = route.runs[self.topology.rank]
-        (own,) = states
+        (own,) = states.added
         beside = SideStream(own.device)
         before = self._sent  # which is waited for beside: its memory goes back to this stream
         arrived = first
@@ -70,8 +74,7 @@ class Lasp(StatePassing):
         with beside:
             end = own
             if arrived is not None and route.lasts(start, stop - 1):
-                weights = decay.weights(((stop - start, 0),), own.dtype, own.device)
-                (end,) = combine(torch.stack((arrived, own)), weights)
+                end = states.passed(0, stop - start, arrived)
             self._pass_on(end, chain[place + 1 :])
             if capturing(own):
                 self._finish_sending()  # a graph has no work that goes on after it
@@ -88,6 +91,9 @@ class Lasp(StatePassing):
         chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
         for place, (source, target) in enumerate(pairwise(chain)):
             yield source, target, tuple(chain[: place + 1])
+
+    def _carried_bytes(self, shape: LinearShape) -> int:
+        return shape.state_bytes
 
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
         """Sends to the first of the later ranks; what was sent before has long arrived."""

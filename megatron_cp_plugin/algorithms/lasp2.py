@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -23,17 +22,25 @@ from megatron_cp_plugin.registry import register
 class Lasp2(StatePassing):
     """All states in one all-gather, which the work within the runs hides.
 
-    Serves the layouts of the softmax algorithms too: on zigzag a rank holds two runs, so that
-    layers of both kinds can share one model and one slicing of the batch.
+    Serves the layouts of the softmax algorithms too: on zigzag a rank holds two runs, with `thd`
+    up to two of each document, so that layers of both kinds can share one model and one slicing of
+    the batch. With n runs of the rank that has most, and states of `wide` bytes a number (4; 8 in
+    float64), a rank sends in the forward, and again in the backward,
 
-    Source: LASP, section 2.2, equation 11. Differs: one collective instead of P - 1 hops.
+        (P-1) * n * B*H * (D*E + t) * wide bytes
+
+    for any number of tokens; t is of a run's transition: 0 with constant rates, 1 with gates of
+    heads, D with those of channels, D*D for the delta rule.
+
+    Source: LASP, section 2.2, equation 11. Differs: one collective instead of P - 1 hops;
+    transitions other than constant rates.
     """
 
     @dataclass(frozen=True)
     class Options(Algorithm.Options):
         """Options of lasp2. Attributes: layout: which tokens each rank holds."""
 
-        layout: Literal["contiguous", "zigzag"] = "contiguous"
+        layout: Literal["contiguous", "zigzag", "thd", "documents"] = "contiguous"
 
     options: Options
     collective = True
@@ -44,28 +51,22 @@ class Lasp2(StatePassing):
 
     def carry(
         self,
-        states: Tensor,
+        states: RunStates,
         first: Tensor | None,
         route: Route,
-        decay: Decay,
         local_work: LocalWork,
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See StatePassing.carry."""
-        gathering = self._states.all_gather(states)
+        counts, rank = route.counts, self.topology.rank
+        gathering = self._states.all_gather(states.packed(max(counts)))
         local_work()
-        gathered = gathering.wait().flatten(0, 1)
-        starts = [start for start, _ in route.runs[self.topology.rank]]
-        if to_the_end:
-            starts.append(route.length)
-        distances = route.distances(starts)
-        if first is not None:
-            gathered = torch.cat((gathered, first.unsqueeze(0)))
-        else:
-            distances = tuple(row[:-1] for row in distances)
-        weights = decay.weights(distances, gathered.dtype, gathered.device)
-        arrived = combine(gathered, weights)
+        gathered = states.unpacked(gathering.wait(), counts)
+        before = sum(counts[:rank])
+        arrived = gathered.reaching(
+            route, first, range(before, before + counts[rank]), to_the_end=to_the_end
+        )
         if to_the_end:
             return arrived[:-1], arrived[-1]
         return arrived, None

@@ -24,6 +24,7 @@ from megatron_cp_plugin.core.linear.algorithm import (
     Saved,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -33,9 +34,10 @@ class LinearUlysses(LinearAlgorithm):
     """All-to-alls give each rank H/P heads of all tokens, and their results go back the same way.
 
     With S = N/P tokens a rank and elements of e bytes, a rank sends 2 * B*S*H*(P-1)/P * (D+E) * e
-    bytes, forward and backward alike: more the longer the sequence is, while lasp2 sends
-    (P-1) * B*H*D*E float32 numbers for any length. Kept for the backward: the exchanged q, k, v and
-    their states. Not pipelined: linear attention is too fast to hide an exchange of its inputs.
+    bytes, and B*S*H*(P-1)/P * 4 for each number of a head's gates in float32, forward and backward
+    alike: more the longer the sequence is, while the bytes of lasp2 do not depend on it. Kept for
+    the backward: the exchanged q, k, v, gates and their states. Not pipelined: linear attention is
+    too fast to hide an exchange of its inputs. Heads that are shared are repeated before.
 
     Where P does not divide H, heads of zeros are added to what is exchanged and computed, and taken
     off again: H is then the next multiple of P, here and in `traffic`, 36 for 33 heads on 4 ranks.
@@ -47,7 +49,7 @@ class LinearUlysses(LinearAlgorithm):
     class Options(Algorithm.Options):
         """Options of linear_ulysses. Attributes: layout: which tokens each rank holds."""
 
-        layout: Literal["contiguous", "zigzag"] = "contiguous"
+        layout: Literal["contiguous", "zigzag", "thd", "documents"] = "contiguous"
 
     options: Options
     collective = True
@@ -59,15 +61,32 @@ class LinearUlysses(LinearAlgorithm):
         self._whole = Lasp2(topology.subgroup([topology.rank], "alone"), Lasp2.Options())
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+        call: LinearCall,
+        gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
-        exchange, heads, local = self._exchange(call.seq_len), self._filled(q.shape[2]), q.shape[1]
+        exchange, heads, local = self._exchange(call), self._filled(q.shape[2]), q.shape[1]
         coming = [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
+        coming_gates = [
+            None if x is None else exchange.come(heads.fill_queries(_with_numbers(x)))
+            for x in gates
+        ]
         q, k, v = (wait()[0] for wait in coming)
+        gates = Gates(
+            *(
+                None if wait is None or x is None else wait()[0].view(*q.shape[:3], *x.shape[3:])
+                for wait, x in zip(coming_gates, gates, strict=True)
+            )
+        )
         if initial is not None:
             initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
-        part, final, saved = self._whole.forward(q, k, v, initial, self._of(call, heads))
+        of_share = self._of(call, heads)
+        part, final, saved = self._whole.forward(q, k, v, initial, of_share, gates)
         out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
@@ -78,25 +97,35 @@ class LinearUlysses(LinearAlgorithm):
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """See LinearAlgorithm.backward: dinitial is 0 but for this rank's heads."""
-        exchange, heads = self._exchange(call.seq_len), self._filled(dout.shape[2])
+        exchange, heads = self._exchange(call), self._filled(dout.shape[2])
         dout = heads.fill_queries(dout)
         arriving = exchange.come(dout)
         if dfinal is not None:
             dfinal = heads.fill_states(dfinal)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
-        *parts, own = self._whole.backward(arriving()[0], dfinal, saved, self._of(call, heads))
-        gradients = [dout.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
+        *parts, own, dgates = self._whole.backward(
+            arriving()[0], dfinal, saved, self._of(call, heads)
+        )
+        parts += [_with_numbers(x) for x in dgates if x is not None]
+        gradients = [part.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
         leaving = [exchange.leave(*each) for each in zip(parts, gradients, strict=True)]
         while leaving:
             leaving.pop(0)()
-        dq, dk, dv = map(heads.own_queries, gradients)
-        assert own is not None
+        dq, dk, dv, *found = map(heads.own_queries, gradients)
+        returned = Gates(
+            *(
+                None if x is None else found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0)
+                for x in dgates
+            )
+        )
+        if own is None:
+            return dq, dk, dv, None, returned
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
-        return dq, dk, dv, heads.own_states(dinitial)
+        return dq, dk, dv, heads.own_states(dinitial), returned
 
     def traffic(
         self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
@@ -105,10 +134,11 @@ class LinearUlysses(LinearAlgorithm):
         size = self.topology.size
         shape = replace(shape, heads=self._filled(shape.heads).heads)
         tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
-        width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim)
-        bytes_ = tokens * width * shape.element_bytes
+        width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim) * shape.element_bytes
+        width += shape.heads // size * shape.token_numbers * shape.wide_bytes
+        bytes_ = tokens * width
         bytes_ += final_state * (size - 1) * shape.state_bytes // size
-        messages = (4 + final_state) * (size - 1)
+        messages = (4 + shape.token_tensors + final_state) * (size - 1)
         return Traffic(bytes_, messages, bytes_, messages)
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
@@ -130,9 +160,10 @@ class LinearUlysses(LinearAlgorithm):
             found.append(out)
         return tuple(found)
 
-    def _exchange(self, seq_len: int) -> ExchangingTeam:
-        size = self.topology.size
-        spans = [self.layout.spans(rank, size, seq_len) for rank in range(size)]
+    def _exchange(self, call: LinearCall) -> ExchangingTeam:
+        size, seq_len = self.topology.size, call.seq_len
+        layout = self.layout.within(call.documents) if call.documents else self.layout
+        spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
         return ExchangingTeam(self._inward, self._outward, assemble(spans, self._width(seq_len)))
 
     def _width(self, seq_len: int) -> int:
@@ -150,4 +181,9 @@ class LinearUlysses(LinearAlgorithm):
     def _of(self, call: LinearCall, heads: PaddedHeads) -> LinearCall:
         """The same attention of this rank's heads, those of zeros without decay."""
         rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
-        return replace(call, decay=Decay(rates[self._mine(heads)]))
+        return replace(call, decay=Decay(rates[self._mine(heads)]), shared=1)
+
+
+def _with_numbers(gate: Tensor) -> Tensor:
+    """[B,S,H] or [B,S,H,D] -> [B,S,H,1 or D]."""
+    return gate if gate.dim() == 4 else gate.unsqueeze(3)

@@ -65,13 +65,13 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
     """
     settings = Settings(args)
     check("sizes", settings)
-    layers = _kinds_of_layers(flags, settings)
+    layers = kinds_of_layers(flags, settings)
     kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine, how = machine_here(flags.machine, gpu)
     place = Place(
         machine,
-        _nodes(settings, machine.gpus_per_node),
+        nodes_of(settings, machine.gpus_per_node),
         kernel_on(machine, flags.kernel),
         _memory_bytes(settings, machine, kinds[0]),
     )
@@ -103,7 +103,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         choice = choose(
             kinds,
             place,
-            layouts=_layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
+            layouts=layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
             runs_again=flags.recompute_attention and settings.recomputes is not None,
             refusal=refusal,
         )
@@ -164,7 +164,7 @@ def resolve_model(
     """
     given = dict(asked.options)
     layout, machine = asked.layout, given.get("machine")
-    kinds = _kinds_of_model(model, batches, layout, asked.size)
+    kinds = kinds_of_model(model, batches, layout, asked.size)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (repr((kinds, asked)), socket.gethostname(), gpu))
@@ -185,7 +185,7 @@ def resolve_model(
                 place,
                 layouts=(layout.name,),
                 runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
-                refusal=_of_several,
+                refusal=of_several,
             )
             assumed = _assumed(batches.mean_document)
             log.info("%s (machine found %s%s)", sentence(choice), how, assumed)
@@ -202,14 +202,22 @@ def resolve_model(
     return replace(asked, algo=algo, options=options, by_auto=True)
 
 
-def _of_several(combination: Combination) -> str | None:
+def of_several(combination: Combination) -> str | None:
     """Why layers of one model cannot have it."""
     if len({(row.algo, row.options) for row in combination.rows}) == 1:
         return None
     return "all layers need the same algorithm where a program splits batches itself"
 
 
-def _kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
+def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
+    """The kinds of attention layers of a model whose batches a program cuts.
+
+    Args:
+        model: Its TransformerConfig, or the like.
+        batches: With a number of tokens.
+        layout: By which they are cut.
+        size: Context-parallel ranks.
+    """
     assert batches.tokens is not None
     multiple = layout.multiple(size)
     tokens = -(-batches.tokens // multiple) * multiple
@@ -262,7 +270,7 @@ def _assumed(mean_document: str | int | None) -> str:
     return f"; documents {document_lengths(mean_document, '').label}"
 
 
-def _kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
+def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
     seq_length = settings.tokens
     sizes = {
@@ -306,28 +314,38 @@ def _kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
 
 def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:
     """What is left of a GPU for attention, roughly; None: by this count nothing is."""
-    shape, seq_length = kind.shape, settings.tokens
+    shape = kind.shape
     if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
+    others = sum(memory_of(settings, shape).values())
+    left = machine.memory_gib * (1 - _SPARE) - others
+    return left * GIB if left > 0 else None
+
+
+def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float]:
+    """GiB of the GPU that needs most, but for attention, as `planner.memory`.
+
+    Args:
+        settings: With the sizes of the model and of the job.
+        shape: Of its attention over the tokens of a sample.
+    """
     model, experts = _model(settings, shape), settings.num_experts or 0
     ranks = settings.tensor * settings.ranks
     data = max(1, settings.world_size // ranks // settings.stages)
-    samples = settings.global_batch_size or settings.micro_batch_size * data
+    samples = settings.global_batch_size or settings.samples * data
     split = Split(
         settings.tensor,
         settings.ranks,
         settings.stages,
         data,
-        settings.expert_model_parallel_size if experts else 1,
+        (settings.expert_model_parallel_size or 1) if experts else 1,
         (settings.expert_tensor_parallel_size or settings.tensor) if experts else 1,
-        max(1, samples // data // settings.micro_batch_size),
+        max(1, samples // data // settings.samples),
         "full" if settings.recompute_granularity == "full" else "none",
         distributed_optimizer=bool(settings.use_distributed_optimizer),
         sharded=_shards_parameters(settings),
     )
-    others = sum(memory(model, split, settings.micro_batch_size * seq_length).values())
-    left = machine.memory_gib * (1 - _SPARE) - others
-    return left * GIB if left > 0 else None
+    return memory(model, split, settings.samples * shape.seq_len)
 
 
 def _model(settings: Settings, shape: Shape | LinearShape) -> Model:
@@ -394,14 +412,14 @@ def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
     return Kind("linear attention", shape, Mask())
 
 
-def _nodes(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
+def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
     """The node of each rank of the first context-parallel group; tensor parallelism is inside."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", min(gpus_per_node, settings.world_size)))
     tensor = settings.tensor
     return tuple(rank * tensor // processes for rank in range(settings.ranks))
 
 
-def _layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
+def layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
     size, seq_length = settings.ranks, settings.tokens
     if settings.is_gated and size > 1:

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.integration.recompute import describe as describe_recompute
-from megatron_cp_plugin.integration.rules import check
+from megatron_cp_plugin.integration.rules import check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
@@ -42,12 +42,12 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     check("sizes", settings)
     if settings.tokens is not None:
         config.check_sequence(settings.tokens)
-    _check_algorithms(settings)
+    check_algorithms(settings)
     check("arguments", settings)
     return _check_kernel(settings)
 
 
-def _check_algorithms(settings: Settings) -> None:
+def check_algorithms(settings: Settings) -> None:
     """Asks the algorithms whether they can split the heads over the ranks."""
     if settings.num_attention_heads is None:
         return
@@ -104,6 +104,7 @@ def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
     if settings.is_gated:
         yield "gated delta net layers: Megatron's own all-to-all, run again by recompute"
     yield describe_recompute(settings)
+    yield from replaced("arguments", settings)
 
 
 def describe_heads(settings: Settings) -> str | None:

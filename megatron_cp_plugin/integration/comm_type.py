@@ -9,8 +9,9 @@ from typing import Any
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.layers import leading_algorithm
 
-# Megatron's help says allgather, Transformer Engine all_gather.
-_ALGORITHMS = {
+# Transformer Engine's names, and the algorithm that each one means on the command line. Megatron's
+# help says allgather, Transformer Engine all_gather.
+TYPES = {
     "p2p": "zigzag",
     "all_gather": "allgather",
     "allgather": "allgather",
@@ -37,12 +38,12 @@ class CommType:
     def algorithms(self) -> tuple[str, ...]:
         """The algorithm of each type. Raises: ConfigError if one has no meaning."""
         for name in self.types:
-            if name not in _ALGORITHMS:
+            if name not in TYPES:
                 raise ConfigError(
-                    f"{_FLAG} got {name!r}{nearest(name, _ALGORITHMS)}: use p2p, all_gather, a2a "
+                    f"{_FLAG} got {name!r}{nearest(name, TYPES)}: use p2p, all_gather, a2a "
                     "or a2a+p2p, or another algorithm by --context-parallel-algo"
                 )
-        return tuple(_ALGORITHMS[name] for name in self.types)
+        return tuple(TYPES[name] for name in self.types)
 
     @property
     def algo(self) -> str:

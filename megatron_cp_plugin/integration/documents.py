@@ -65,6 +65,14 @@ class DocumentMask(PackedSeqParams):
         """Whether it says where documents begin, not only which keys are seen."""
         return self.spans is None or self.seq_len > 0
 
+    def given(self) -> PackedSeqParams | None:
+        """Returns what a model was given, for layers that cut by documents themselves."""
+        if self.cu_seqlens_q is None:
+            return None
+        given = copy(self)  # with all that callers may have added to it
+        given.qkv_format = "thd"
+        return given
+
     def followed(self, seq_len: int) -> Documents:
         """Returns what a layout follows, see `Layout.within`; otherwise as `slices`."""
         slices = self.slices(seq_len)
@@ -145,22 +153,21 @@ def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
     return tensor[0]
 
 
-def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> DocumentMask | None:
+def document_mask(packed: PackedSeqParams | None) -> DocumentMask | None:
     """Copies the boundaries to the host, which waits for the GPU once a micro-batch.
 
     Args:
         packed: What a model was given.
-        recurrent: Whether it has layers whose state goes on across documents.
 
     Raises:
-        ContextParallelError: Queries and keys differ, documents are padded, the group is not that
-            of the run, or layers are recurrent.
+        ContextParallelError: Queries and keys differ, documents are padded, or the group is not
+            that of the run.
     """
     if isinstance(packed, DocumentMask):
-        return packed.beside(document_mask(packed.packed, recurrent=recurrent))
+        return packed.beside(document_mask(packed.packed))
     if packed is None:
         return None
-    lengths = _lengths(packed, recurrent)
+    lengths = _lengths(packed)
     names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name in names:
         other: Tensor | None = getattr(packed, name, None)
@@ -183,7 +190,7 @@ def document_mask(packed: PackedSeqParams | None, *, recurrent: bool) -> Documen
 
 
 def mask_of_cut(
-    packed: PackedSeqParams | None, layout: Layout, group: dist.ProcessGroup, *, recurrent: bool
+    packed: PackedSeqParams | None, layout: Layout, group: dist.ProcessGroup
 ) -> DocumentMask | None:
     """Like `document_mask` for a batch that the caller has cut, where documents may be padded.
 
@@ -191,16 +198,15 @@ def mask_of_cut(
         packed: What a model was given; all that the caller added to it is in the result too.
         layout: By which the batch was cut.
         group: The context-parallel group.
-        recurrent: Whether the model has layers whose state goes on across documents.
 
     Raises:
         ContextParallelError: It was cut otherwise, or its numbers contradict each other.
     """
     if isinstance(packed, DocumentMask):
-        return packed.beside(mask_of_cut(packed.packed, layout, group, recurrent=recurrent))
+        return packed.beside(mask_of_cut(packed.packed, layout, group))
     if packed is None:
         return None
-    lengths = _lengths(packed, recurrent)
+    lengths = _lengths(packed)
     _check_cutting(packed, layout, group)
     padded = packed.cu_seqlens_q_padded
     pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
@@ -452,12 +458,7 @@ class PositionsOfPacks:
         return any(torch.equal(given, expected[counts]) for expected in (inside, places))
 
 
-def _lengths(packed: PackedSeqParams, recurrent: bool) -> Tensor:
-    if recurrent:
-        raise ContextParallelError(
-            "gated delta net layers carry their state across documents, got packed sequences: "
-            "leave packed_seq_params out"
-        )
+def _lengths(packed: PackedSeqParams) -> Tensor:
     lengths: Tensor | None = packed.cu_seqlens_q
     if packed.qkv_format != "thd" or lengths is None:
         raise ContextParallelError(

@@ -38,9 +38,10 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
+    settings = Settings(config)
     sizes = shape_of_latents if runtime.config.send_latents else Settings.shape
-    shape = sizes(Settings(config), runtime.config.layout.multiple(own.size()))
-    runtime.set_up(own, shape, _new_group(args))
+    shape = sizes(settings, runtime.config.layout.multiple(own.size()))
+    runtime.set_up(own, shape, _new_group(args), recurrent=settings.is_gated)
 
 
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:

@@ -65,7 +65,7 @@ class Inputs(ABC):
         self._runtime = runtime
         self._group = group
         self._later = later
-        # Layers whose state goes on across documents.
+        # Layers whose state goes on along the sequence, whatever spans say.
         self._recurrent = gated_delta_net.has_layers(model)
         self._stages = _Stages(model)
         self._calls = CallChecks()
@@ -186,7 +186,7 @@ class SplitInputs(Inputs):
 
     def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
         self._cut = _cut(given, self._batches, self._group) if self._group.size() > 1 else None
-        mask = document_mask(given.get("packed_seq_params"), recurrent=self._recurrent)
+        mask = document_mask(given.get("packed_seq_params"))
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
 
@@ -214,7 +214,7 @@ class CutInputs(Inputs):
             use_attention(model, self._runtime)
             self._called = True
         packed, layout = given.get("packed_seq_params"), self._runtime.config.layout
-        return mask_of_cut(packed, layout, self._group, recurrent=self._recurrent)
+        return mask_of_cut(packed, layout, self._group)
 
     def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
         tokens, size = _tokens_of(model, given), self._group.size()
@@ -330,13 +330,15 @@ def _check_spans(
     """Refuses spans where a layer would not see by them."""
     if mask is None or mask.spans is None:
         return
+    settings = Settings(model.config)
     reasons = {
         "gated delta net layers carry their state on along the sequence": recurrent,
+        "DSA layers choose the keys that a query sees": settings.is_sparse,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
     }
     for reason in (reason for reason, applies in reasons.items() if applies):
         raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
-    if Settings(model.config).mtp_num_layers:
+    if settings.mtp_num_layers:
         stops = (stop for one in mask.spans for stop in one[1:2])
         ends = (index(stop) for stop in stops if isinstance(stop, SupportsIndex))
         mask.sample_starts(mask.seq_len or max(ends, default=0))

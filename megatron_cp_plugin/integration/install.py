@@ -25,7 +25,7 @@ from megatron_cp_plugin.integration.chunked_logits import serve_programs
 from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
-from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller
+from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -153,7 +153,8 @@ def serve(
     asked = _config(algo, layout, kernel, True, options, batches)
     check("serve", Settings(config, asked))
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
-    check("model", Settings(config, runtime.config))
+    check("model", settings := Settings(config, runtime.config))
+    log_replaced(settings)
     set_up_groups(runtime, None, config, pg_collection)
     return with_plugin(spec, config, vp_stage, runtime)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from megatron_cp_plugin.integration.checks import check_arguments, describe_grap
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 from megatron_cp_plugin.integration.recompute import checkpoint
-from megatron_cp_plugin.integration.rules import check, comm_type
+from megatron_cp_plugin.integration.rules import check, comm_type, replaced
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.wrappers import unwrapped
 from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
+
+log = logging.getLogger(__name__)
 
 
 class Installer(ABC):
@@ -46,6 +49,7 @@ class Installer(ABC):
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
         self._replaced: list[compat.Replacement] = []
+        self._said: set[str] = set()
 
     def install(self, *, allow_untested: bool) -> None:
         """Replaces Megatron's functions; call before others import their names.
@@ -93,6 +97,7 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
+        self._said |= log_replaced(Settings(given["config"], runtime.config), self._said)
         self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
 
     def _serve(self, model: Any) -> None:
@@ -161,7 +166,8 @@ class LauncherInstaller(Installer):
         check("validated", settings)
         _say(validated, describe_graphs(settings))
         if config.size > 1:
-            validated.cp_comm_type = [comm_type(config.algo)]
+            ours = "allgather" if settings.is_sparse else comm_type(config.algo)
+            validated.cp_comm_type = [ours]
         self._args = validated
         return validated
 
@@ -234,6 +240,24 @@ class LauncherInstaller(Installer):
         return self._batches.shard(batch, group)
 
 
+def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
+    """Logs on the first rank what of a model's settings the plugin takes the place of.
+
+    Args:
+        settings: Of the model, with the run's configuration.
+        said: Lines that were logged before.
+
+    Returns:
+        All lines.
+    """
+    lines = replaced("model", settings)
+    if torch.distributed.get_rank() == 0:
+        for line in lines:
+            if line not in said:
+                log.info(line)
+    return set(lines)
+
+
 def skip_built_helpers() -> None:
     """Keeps Megatron from compiling its dataset helpers where they are there already.
 
@@ -270,6 +294,8 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
     args.cp_chunked_loss = config.chunked_loss
     # The mask follows from the layout; Megatron would build one of N x N tokens.
     args.create_attention_mask_in_dataloader = False
+    if Settings(args).cuts_fused_rotary:
+        args.apply_rope_fusion = False
     if args.seq_length is not None and args.seq_length % (2 * config.size):
         # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
         # --encoder-seq-length, its other name for the same quantity. The layout was checked.

@@ -344,7 +344,7 @@ class TransNormerAttention(LinearSelfAttention):
         if self.positions is not None:
             group = self.pg_collection.cp
             tokens = q.shape[0] * group.size()
-            places = self._runtime.positions(group, tokens, q.device)
+            places = self._runtime.positions(group, tokens, q.device, documents)
             q, k = self.positions(q, places), self.positions(k, places)
         out = self._attend(q, k, v, documents)
         return gated_norm(out, gate, self.config.layernorm_epsilon, self.pg_collection.tp)

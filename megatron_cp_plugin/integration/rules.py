@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.errors import ConfigError, near_multiples
+from megatron_cp_plugin.integration.comm_type import TYPES
 from megatron_cp_plugin.integration.compat import running_version
-from megatron_cp_plugin.integration.settings import GATED, Settings
+from megatron_cp_plugin.integration.settings import GATED, SPARSE, Settings
 from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.paths import check_folder
 
@@ -57,6 +59,7 @@ class Rule:
         setting: Of a feature: the setting that asks for it, named like its flag.
         reason: Of a feature: why it is refused.
         instead: Of a feature: what to do.
+        here: Whether it asks what is installed on this machine.
     """
 
     when: Callable[[Settings], object]
@@ -66,6 +69,7 @@ class Rule:
     setting: str = ""
     reason: str = ""
     instead: str = ""
+    here: bool = False
 
     @property
     def flag(self) -> str:
@@ -84,6 +88,12 @@ class Rule:
         return self.text.format(s=settings, **words)
 
 
+def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
+    """Everything that the table does not let through a door, with what `check` says of it."""
+    rules = (rule for rule in RULES if door in rule.doors)
+    return ((rule, said) for rule in rules if (said := rule.refusal(settings)))
+
+
 def check(door: Door, settings: Settings) -> None:
     """Refuses what the table does not let through a door.
 
@@ -94,9 +104,8 @@ def check(door: Door, settings: Settings) -> None:
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """
-    for rule in RULES:
-        if door in rule.doors and (said := rule.refusal(settings)):
-            raise ConfigError(said)
+    for _, said in refusals(door, settings):
+        raise ConfigError(said)
 
 
 def _flag(setting: str) -> str:
@@ -131,6 +140,10 @@ def _feature(
     return Rule(when, text, name=name, setting=setting, reason=reason, instead=instead)
 
 
+def _backend(name: str) -> Callable[[Settings], bool]:
+    return lambda s: getattr(s.attention_backend, "name", s.attention_backend) == name
+
+
 def _below_one(setting: str) -> Callable[[Settings], bool]:
     return lambda s: bool(getattr(s, setting) < 1)
 
@@ -154,6 +167,12 @@ def _processes(s: Settings) -> Mapping[str, object] | None:
     usable = [str(n) for n in range(1, s.world_size + 1) if s.world_size % (n * others) == 0]
     fitting = f", or use context_parallel_size {' or '.join(usable)}" if usable else ""
     return {"factors": factors, "product": product, "fitting": fitting}
+
+
+def _processes_of_experts(s: Settings) -> Mapping[str, object] | None:
+    experts = s.expert_model_parallel_size or 1
+    product = experts * (s.expert_tensor_parallel_size or s.tensor) * s.stages
+    return {"product": product} if experts > 1 and s.world_size % product else None
 
 
 def _order_of_ranks(s: Settings) -> Mapping[str, object] | None:
@@ -241,10 +260,20 @@ def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
     return asked
 
 
-def _other_layout_than_gated(s: Settings) -> Mapping[str, object] | None:
-    layout = s.cp.layout.name
-    if not s.is_gated or s.cp.size == 1 or layout == Zigzag.name:
+def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
+    layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
+    if not s.is_gated or s.cp.size == 1 or layout in passed:
         return None
+    choices = [
+        f"--cp-options {option}={choice}"
+        for found, option, choice in layout_choices(s.cp.algo)
+        if found in passed
+    ]
+    return {"layout": layout, "choices": " or ".join(choices or ["another algorithm"])}
+
+
+def _zigzag_choices(s: Settings) -> str:
+    """How to have Megatron's own layout."""
     every = registry.available("softmax")
     default = [name for name in every if registry.layout_of(name, {}).name == Zigzag.name]
     choices = [
@@ -253,14 +282,14 @@ def _other_layout_than_gated(s: Settings) -> Mapping[str, object] | None:
         if found == Zigzag.name
     ]
     choices.append(f"--context-parallel-algo {' or '.join(default)}")
-    return {"layout": layout, "choices": ", or ".join(choices)}
+    return ", or ".join(choices)
 
 
 def _heads_of_gated(name: str) -> Callable[[Settings], object]:
     def asked(s: Settings) -> Mapping[str, object] | None:
         if not s.is_gated:
             return None
-        ranks, heads = s.tensor * s.cp.size, getattr(s, name)
+        ranks, heads = s.tensor, getattr(s, name)
         return {"ranks": ranks, "usable": near_multiples(heads, ranks)} if heads % ranks else None
 
     return asked
@@ -398,13 +427,45 @@ def _without_steps(s: Settings) -> Mapping[str, object] | None:
     return {"given": " ".join(words) or "neither"}
 
 
-def _other_communication(s: Settings) -> bool:
-    """A model's configuration asks for an algorithm by Transformer Engine's name of it."""
+def _comm_types(s: Settings) -> set[str]:
+    """What a model's configuration says of how it is split, by layer."""
     given = s.cp_comm_type
-    served = {"p2p", comm_type(s.cp.algo)}  # p2p: the default
+    return {given} if isinstance(given, str) else set(given or ())
+
+
+def _other_communication(s: Settings) -> bool:
+    """Neither a name of Transformer Engine's nor the plugin's own for the algorithm in use."""
+    served = {*TYPES, comm_type(s.cp.algo)}
     if s.cp.by_auto:
         served.add(comm_type(registry.AUTO))
-    return not served.issuperset([given] if isinstance(given, str) else given or ())
+    return not served.issuperset(_comm_types(s))
+
+
+def _replaced_communication(s: Settings) -> Mapping[str, object] | None:
+    """Names of Transformer Engine's, but for its default, and what the layers of DSA ask for."""
+    given = _comm_types(s) & (TYPES.keys() - {"p2p"})
+    if s.is_sparse or all(TYPES[name] == s.cp.algo for name in given):
+        return None
+    return {"given": " ".join(sorted(given))}
+
+
+def _cuts_sparse_otherwise(s: Settings) -> bool:
+    return s.is_sparse and s.ranks > 1 and s.cp.layout.name != PaddedDocuments.name
+
+
+def _other_layout_than_sparse(s: Settings) -> Mapping[str, object] | None:
+    layout = s.cp.layout.name
+    if not s.is_sparse or s.cp.size == 1 or layout in (Zigzag.name, PaddedDocuments.name):
+        return None
+    return {"layout": layout, "choices": _zigzag_choices(s)}
+
+
+def _cannot_split_sparse(s: Settings) -> Mapping[str, object] | None:
+    if not s.is_sparse or s.cp.size == 1:
+        return None
+    if find_spec("megatron.core.transformer.experimental_attention_variant.dsa_layout"):
+        return None
+    return {"version": running_version()[1]}
 
 
 def comm_type(algo: str) -> str:
@@ -417,12 +478,12 @@ def comm_type(algo: str) -> str:
 
 
 _ZIGZAG = "Megatron splits it by its own zigzag layout"
-_STATE = "their state is carried across documents"
 _PACKED = "its documents are split and padded for Megatron's own layout"
 _OTHER_GROUPS = "it changes the group of ranks from sample to sample"
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never tested with the plugin"
+_BY_DOCUMENT = "these layers need each document cut by itself, as by the layout thd of install"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
 _FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
 _FSDP_NAMES = "it recognizes split parameters by the names of Megatron's own classes"
@@ -470,26 +531,21 @@ FEATURES: tuple[Rule, ...] = (
     _feature("logging the largest attention logit in CUDA graphs", "log_max_attention_logit",
              _LARGEST, _CAPTURES_MLP,
              lambda s: s.log_max_attention_logit and s.captures_attention),
-    # Attention of another kind. Megatron fuses nothing with position embeddings of another type
-    # than rope; a model has no such setting.
-    _feature("multi-latent attention with fused RoPE", "multi_latent_attention", _ZIGZAG,
-             "add --no-rope-fusion",
-             lambda s: s.is_latent and s.apply_rope_fusion and s.ranks > 1 and (
-                 s.position_embedding_type in (None, "rope") or s.use_rotary_position_embeddings)),
+    # Attention of another kind.
     _feature("position embeddings of the model besides those of multi-latent attention",
              "position_embedding_type", "Megatron's layers support only their own",
              "use --position-embedding-type rope --rope-type yarn",
              lambda s: s.is_latent and s.position_embedding_type == "yarn"),
     _feature("a cache of latents", "cache_mla_latents", "it is for inference"),
-    _feature("experimental attention variants other than gated delta net (DSA)",
-             "experimental_attention_variant", _ZIGZAG,
-             when=_other_than("experimental_attention_variant", *GATED)),
-    _feature("packed documents with gated delta net layers", "dataloader_inter_document_masking",
-             _STATE, when=lambda s: s.dataloader_inter_document_masking and s.is_gated),
-    _feature("packed conversations with gated delta net layers", "sft", _STATE,
-             when=lambda s: s.sft and s.is_gated),
+    _feature("experimental attention variants other than gated delta net and DSA",
+             "experimental_attention_variant", _UNTESTED,
+             when=_other_than("experimental_attention_variant", *GATED, SPARSE)),
+    _feature("packed documents with DSA layers", "dataloader_inter_document_masking", _BY_DOCUMENT,
+             when=lambda s: s.dataloader_inter_document_masking and _cuts_sparse_otherwise(s)),
+    _feature("packed conversations with DSA layers", "sft", _BY_DOCUMENT,
+             when=lambda s: s.sft and _cuts_sparse_otherwise(s)),
     _feature("multi-token prediction with gated delta net layers", "mtp_num_layers",
-             "Megatron has no model with both", when=lambda s: s.mtp_num_layers and s.is_gated),
+             _UNTESTED, when=lambda s: s.mtp_num_layers and s.is_gated),
     # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
     _feature("layers other than attention, MLP and MoE in a hybrid model", "hybrid_layer_pattern",
              _UNTESTED, "use *, +, - and E",
@@ -503,7 +559,7 @@ FEATURES: tuple[Rule, ...] = (
     _feature("choice of Megatron's attention kernel", "attention_backend",
              "it would be ignored or replace the plugin",
              "leave --attention-backend out, and choose a kernel with --cp-kernel",
-             _other_than("attention_backend", "auto", "flash")),
+             _other_than("attention_backend", "auto", "flash", "fused")),
     _feature("choice of Transformer Engine's attention kernel", "flash_attention_version",
              "it would be ignored"),
     _feature("position embeddings of this type", "position_embedding_type", _ZIGZAG,
@@ -616,6 +672,9 @@ RULES: tuple[Rule, ...] = (
            ("sizes",)) for name in _SIZES),
     Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
          "multiple of {product} processes{fitting}", ("sizes",)),
+    Rule(_processes_of_experts, "expert parallel * expert tensor parallel * pipeline parallel = "
+         "{product} needs that many processes, or a multiple, got {s.world_size}: start {product}, "
+         "or use a smaller --expert-model-parallel-size", ("sizes",)),
     Rule(_order_of_ranks, "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * "
          "expert parallel = tensor parallel * context parallel = {dense}, got {experts}: leave it "
          "out", ("sizes",)),
@@ -656,17 +715,21 @@ RULES: tuple[Rule, ...] = (
          "--multi-latent-attention"),
     *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
       for when, what, reason, fix in _LATENTS),
-    # Megatron's gated delta net layers, which keep its own context parallelism: it exchanges tokens
-    # for heads, and puts the chunks of its zigzag layout in order.
+    # Megatron's gated delta net layers, whose states pass from rank to rank.
     Rule(lambda s: s.is_gated and s.has_linear,
          f"{_GATED} softmax attention beside them, got {_LINEAR}: leave it or "
          "--experimental-attention-variant out", ("arguments", "gated layer")),
-    Rule(_other_layout_than_gated,
-         "Megatron splits gated delta net layers by its own zigzag layout, got the {layout} layout "
-         "of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
-    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size * "
-           f"context_parallel_size = {{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
+    Rule(_layout_without_states, f"{_GATED} a layout of consecutive tokens, got the {{layout}} "
+         "layout of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
+    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size = "
+           f"{{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
            ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    # DSA layers, which keep Megatron's own all-gather in its zigzag order.
+    Rule(_other_layout_than_sparse,
+         "Megatron splits DSA layers by its own zigzag layout, got the {layout} layout of "
+         "{s.cp.algo}: use {choices}, or layout=thd of install"),
+    Rule(_cannot_split_sparse, "Megatron {version} cannot split DSA layers, got "
+         "context_parallel_size {s.cp.size}: use Megatron 0.19 or later"),
     Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
          "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
     Rule(lambda s: s.is_gated and s.linear_attention_freq is None,
@@ -696,7 +759,7 @@ RULES: tuple[Rule, ...] = (
          "tokens of one rank, got --calculate-per-token-loss with context_parallel_size {s.ranks}: "
          "use Megatron 0.17 or later"),
     Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
-         "pip install flash-linear-attention", ("arguments",)),
+         "pip install flash-linear-attention", ("arguments",), here=True),
     # What depends on the order of tokens, and on how many a rank has.
     Rule(_packs_by_another_layout, "Megatron {version} splits packed documents by its own "
          "layout, got {s.packing}: use Megatron 0.19 or later"),
@@ -710,7 +773,7 @@ RULES: tuple[Rule, ...] = (
          "tensor_model_parallel_size {s.tensor}: use --use-torch-fsdp2"),
     Rule(lambda s: s.use_megatron_fsdp and find_spec("einops") is None,
          "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
-         "--use-torch-fsdp2"),
+         "--use-torch-fsdp2", here=True),
     Rule(_tokens_of_a_rank, "--sequence-parallel needs the {local} tokens of a context-parallel "
          "rank divisible by tensor_model_parallel_size {s.tensor}, got seq_length {s.tokens}: "
          "use {usable}", ("arguments",)),
@@ -749,9 +812,26 @@ RULES: tuple[Rule, ...] = (
     Rule(_without_steps, "training needs --train-iters or --train-samples of 1 or more, got "
          "{given}: add --train-iters 1, or --skip-train to evaluate only", ("training",)),
     # Models that programs build.
-    Rule(_other_communication, "the script sets cp_comm_type {s.cp_comm_type} by itself, which "
-         "would be ignored: give --cp-comm-type on the command line", ("model",)),
+    Rule(_other_communication, "cp_comm_type {s.cp_comm_type} is none of Transformer Engine's, nor "
+         "megatron_cp_plugin.{s.cp.algo}: leave it out", ("model",)),
     Rule(_on("mtp_num_layers"), "serve does not replace Megatron's function that shifts tokens for "
          "multi-token prediction, got mtp_num_layers {s.mtp_num_layers}: use install", ("serve",)),
 )
+
+# What is served although the plugin takes its place: what to say of it, once.
+REPLACED: tuple[Rule, ...] = (
+    Rule(_replaced_communication, "cp_comm_type {given} is replaced: attention is computed by "
+         "{s.cp.algo}, which was named", ("model",)),
+    Rule(_backend("fused"), "attention_backend fused is replaced: the kernels of the plugin are "
+         "chosen by its own setting, kernel {s.cp.kernel}"),
+    Rule(lambda s: s.is_sparse and s.cp.size > 1, "DSA layers keep Megatron's own all-gather"),
+    Rule(_on("cuts_fused_rotary"), "apply_rope_fusion is switched off: in multi-latent attention "
+         "the fused kernel cuts positions by Megatron's own layout"),
+)
 # fmt: on
+
+
+def replaced(door: Door, settings: Settings) -> list[str]:
+    """What settings ask for and the plugin takes the place of, one line each."""
+    lines = (rule.refusal(settings) for rule in REPLACED if door in rule.doors)
+    return [line for line in lines if line]

@@ -19,9 +19,10 @@ from megatron_cp_plugin.core.communication.process_groups import (
     ProcessGroupTopology,
     topology_of,
 )
-from megatron_cp_plugin.core.layout import Documents, Layout, positions
+from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
+from megatron_cp_plugin.core.linear.state_passing import StatePassing
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.integration.documents import DocumentMask
@@ -44,13 +45,19 @@ class Runtime:
         self._layout = config.layout
         self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
+        self._recurrent: dict[dist.ProcessGroup, StatePassing] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._making: dict[dist.ProcessGroup, CollectiveGroupFactory] = {}
         self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
     def set_up(
-        self, group: dist.ProcessGroup, shape: Shape, new_group: Callable[[list[int]], object]
+        self,
+        group: dist.ProcessGroup,
+        shape: Shape,
+        new_group: Callable[[list[int]], object],
+        *,
+        recurrent: bool = False,
     ) -> None:
         """Makes all process groups that the run's algorithms need for a model.
 
@@ -62,6 +69,7 @@ class Runtime:
             group: The context-parallel group.
             shape: Of the model's attention, see `Algorithm.make_channels`.
             new_group: As `torch.distributed.new_group`, for a list of world ranks.
+            recurrent: Whether the model has layers of `recurrent_algorithm`.
         """
         if (group, shape) in self._served or group.size() == 1:
             return
@@ -75,6 +83,8 @@ class Runtime:
                     served.algorithm(group).make_channels(shape)
                 else:
                     served.linear_algorithm(group)
+            if recurrent:
+                self.recurrent_algorithm(group)
         self._served.add((group, shape))
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
@@ -98,6 +108,15 @@ class Runtime:
                 config.algo, topology, dict(config.options)
             )
         return self._linear[group]
+
+    def recurrent_algorithm(self, group: dist.ProcessGroup) -> StatePassing:
+        """Returns what passes the states of Megatron's own recurrent layers, as `algorithm`."""
+        if group not in self._recurrent:
+            layout = self._layout if group.size() > 1 else Contiguous()
+            made = registry.create_linear("lasp2", self._topology(group), {"layout": layout.name})
+            assert isinstance(made, StatePassing)
+            self._recurrent[group] = made
+        return self._recurrent[group]
 
     def serving(self, algo: str) -> Runtime:
         """Returns the runtime of the layers that have one of the run's algorithms."""

@@ -16,6 +16,7 @@ from megatron_cp_plugin.integration.contract import SETTINGS
 
 # The second is its name after Megatron 0.19.
 GATED = ("gated_delta_net", "gdn")
+SPARSE = "dsa"
 _KNOWN = frozenset(setting.name for setting in SETTINGS)
 
 
@@ -146,9 +147,23 @@ class Settings:
         return bool(self.multi_latent_attention) or "+" in (self.hybrid_layer_pattern or "")
 
     @property
+    def cuts_fused_rotary(self) -> bool:
+        """Whether Megatron's fused rotary embeddings would cut multi-latent attention."""
+        if not (self.is_latent and self.apply_rope_fusion) or self.ranks == 1:
+            return False
+        # It fuses nothing with position embeddings of another type; a model has no such setting.
+        of_model = self.position_embedding_type in (None, "rope")
+        return bool(of_model or self.use_rotary_position_embeddings)
+
+    @property
     def is_gated(self) -> bool:
         """Whether Megatron's gated delta net layers are asked for."""
         return self.experimental_attention_variant in GATED
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether Megatron's layers of sparse attention (DSA) are asked for."""
+        return bool(self.experimental_attention_variant == SPARSE)
 
     @property
     def kv_heads(self) -> int:

@@ -31,6 +31,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.latent_attention import send_latents
 from megatron_cp_plugin.integration.linear_models import (
@@ -83,6 +84,9 @@ def build_model(
     use_layout(model, runtime)
     if runtime.config.send_latents:
         send_latents(model)
+    for module in model.modules():
+        if _is_sparse(type(module), type(getattr(module, "core_attention", None))):
+            module.register_forward_pre_hook(_give_documents, with_kwargs=True)
     return model
 
 
@@ -93,7 +97,8 @@ def with_plugin(
 
     Args:
         spec: Of all layers, the block's or a HybridModel's stack's.
-        config: Of the model; linear layers change how its checkpoints are laid out.
+        config: Of the model; linear layers change how its checkpoints are laid out, and latents
+            that rotary embeddings are not fused.
         vp_stage: Virtual pipeline stage.
         runtime: The run's layout and algorithms.
 
@@ -104,6 +109,8 @@ def with_plugin(
         # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
         # those of softmax attention are alike, whatever their algorithms.
         config.hetereogenous_dist_checkpoint = True
+    if Settings(config).cuts_fused_rotary:
+        config.apply_rope_fusion = False
     if len(runtime.config.algorithms) > 1:
         return with_pattern(spec, config, vp_stage, runtime)
     return with_attention(spec, runtime)
@@ -171,13 +178,13 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's. Layers of gated delta net, and those of a heterogeneous model that have no attention
-    or a linear map in its place, stay as they are.
+    Engine's. Layers of sparse attention (DSA), and those of a heterogeneous model that have no
+    attention or a linear map in its place, stay as they are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
             for an algorithm of softmax attention, its multi-latent one; or it is gated delta net
-            and the layout another one than Megatron's.
+            and the layout one through which no states pass.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
@@ -193,6 +200,17 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return spec  # no token meets another one
     if isinstance(module, type) and gated_delta_net.is_layer(module):
         gated_delta_net.check_layout(runtime.config)
+        ours = ModuleSpec(
+            module=gated_delta_net.served(module),
+            params={**getattr(attention, "params", {}), "runtime": runtime},
+            submodules=getattr(attention, "submodules", None),
+        )
+        return replace(spec, submodules=replace(layer, self_attention=ours))
+    core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    core = getattr(core, "module", core)
+    # How those of others are cut only their programs know.
+    own = getattr(core, "__module__", "").startswith("megatron.core.")
+    if _is_sparse(module, core) and (own or runtime.is_cut_by_callers):
         return spec
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
@@ -202,12 +220,10 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         )
     if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
-    core = attention.submodules.core_attention
-    module = getattr(core, "module", core)
-    if module is not DotProductAttention and module is not TEDotProductAttention:
+    if core is not DotProductAttention and core is not TEDotProductAttention:
         raise ContextParallelError(
             f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
-            f"{_name(module)}: leave the flag that chooses it out"
+            f"{_name(core)}: leave the flag that chooses it out"
         )
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
     submodules = replace(attention.submodules, core_attention=ours)
@@ -275,6 +291,21 @@ def _linear(attention: Any, runtime: Runtime) -> Any:
         params={**attention.params, "runtime": runtime},
         submodules=projections,
     )
+
+
+def _is_sparse(*kinds: Any) -> bool:
+    """Whether a class is of sparse attention (DSA): Megatron's, or a program's own."""
+    return any(isinstance(kind, type) and kind.__name__.startswith("DSA") for kind in kinds)
+
+
+def _give_documents(
+    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hands packed_seq_params as they were given to attention that splits documents itself."""
+    packed = kwargs.get("packed_seq_params")
+    if isinstance(packed, DocumentMask):
+        kwargs = kwargs | {"packed_seq_params": packed.given()}
+    return args, kwargs
 
 
 def _name(module: Any) -> str:

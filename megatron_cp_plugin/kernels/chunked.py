@@ -1,13 +1,24 @@
-"""Linear attention in plain torch: any device and dtype, memory linear in tokens.
+"""Linear attention in plain torch: any device, dtype and transition, memory linear in tokens.
 
-Within chunks of 64 tokens scores are written out, between chunks states are passed on, in all
-documents at once. All arithmetic is float32 (float64 for float64).
+Within chunks scores are written out, between chunks states are passed on, in all documents at once.
+All arithmetic is float32 (float64 for float64); sums of logarithms are float64. An exponent is
+never above 0.
 
-B batch, S tokens, H heads, D, E head dims, n chunks of c tokens. In a chunk i = 1..c.
+B batch, S tokens, H heads, D, E head dims, n chunks of c tokens. In a chunk with the state S_0
+before it, tokens i = 1..c, and b_i the sum of the gates of its tokens up to i:
+
+    S_i = exp(b_i) S_0 + sum over j <= i of exp(b_i - b_j) k_j u_j^T
+
+where u = v without the delta rule. With it, u_i = beta_i (v_i - what S_{i-1} has for k_i), so that
+(I + L) u = beta (v - (k exp(b)) S_0) with L_ij = beta_i (k_i exp(b_i - b_j) k_j) for j < i: a
+triangular system, whose solution is u = U - W S_0 (the WY form).
+
+Source: LASP, equations 7 and 9; Parallelizing Linear Transformers with the Delta Rule (Yang et al.,
+2024), section 3; Kimi Linear (2025), equation 6. Differs: exact for any gates.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -17,18 +28,21 @@ from megatron_cp_plugin.core.communication.devices import kept_on_device, upload
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
+    Cache,
     ForwardPass,
     LinearKernel,
     LinearProblem,
 )
-from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64
+_CHUNK_OF_CHANNELS = 16  # where scores are sums over channels that each have weights of their own
 
 
 class Chunked(LinearKernel):
-    """Right products between chunks, left products within (LASP, equations 7 and 9)."""
+    """Right products between chunks, left products within; gradients by autograd."""
 
     name = "chunked"
     deterministic = True
@@ -36,8 +50,10 @@ class Chunked(LinearKernel):
     def unsupported(self, problem: LinearProblem) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
-        return _Forward(q, k, v, decay, runs)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
+        return _Forward(q, k, v, transition, runs)
 
     def backward(
         self,
@@ -45,37 +61,27 @@ class Chunked(LinearKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, decay, runs, cache)
+        return _Backward(dout, q, k, v, transition, runs, *cache)
 
 
 class _Forward(ForwardPass):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> None:
-        self._dtype = q.dtype
-        wide = accumulation_dtype(q.dtype)
-        self._q, self._k, self._v = (x.to(wide) for x in (q, k, v))
-        self._decay, self._runs = decay, runs
-        self.states = _outer(
-            _weighted(self._k, decay, runs.lasts, to_end=True), self._v, runs.lasts
-        )
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> None:
+        self._chunks = _Chunks(q, k, v, transition, runs)
+        self.states, self.through = self._chunks.run_states()
+        if isinstance(transition, Decay):
+            self.through = None
 
     def intra(self) -> None:
-        chunks = _Chunks(self._q, self._decay, self._runs)
-        q, k, v = (chunks.split(x) for x in (self._q, self._k, self._v))
-        before = chunks.scan(_transposed(k * chunks.to_end) @ v)
-        out = chunks.masked(q @ _transposed(k)) @ v + (q * chunks.from_start) @ before
-        self._out = chunks.join(out)
+        assert self._chunks.within is not None  # it is made, while states travel
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out = self._out
-        if incoming is not None:
-            firsts = self._runs.firsts
-            weighted = _weighted(self._q, self._decay, firsts, to_end=False)
-            _add_products(out, weighted, incoming, firsts)
-        return out.to(self._dtype), incoming
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
+        return self._chunks.outputs(incoming), (incoming,)
 
 
 class _Backward(BackwardPass):
@@ -85,162 +91,223 @@ class _Backward(BackwardPass):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
         incoming: Tensor | None,
     ) -> None:
-        self._dtypes = q.dtype, k.dtype, v.dtype
-        wide = accumulation_dtype(q.dtype)
-        self._dout, self._q, self._k, self._v = (x.to(wide) for x in (dout, q, k, v))
-        self._decay, self._runs = decay, runs
-        self._incoming = incoming
-        weighted = _weighted(self._q, decay, runs.firsts, to_end=False)
-        self.dstates = _outer(weighted, self._dout, runs.firsts)
+        gates = () if isinstance(transition, Decay) else transition
+        self._given = [x for x in (q, k, v, *gates) if x is not None]
+        if incoming is None:
+            wide = accumulation_dtype(q.dtype)
+            shape = len(runs), q.shape[0], *q.shape[2:], v.shape[3]
+            incoming = q.new_zeros(shape, dtype=wide)
+        with torch.enable_grad():
+            self._leaves = [x.detach().requires_grad_() for x in self._given]
+            self._incoming = incoming.detach().requires_grad_()
+            q, k, v, *others = self._leaves
+            if not isinstance(transition, Decay):
+                transition = Gates(*(None if x is None else others.pop(0) for x in transition))
+            chunks = _Chunks(q, k, v, transition, runs)
+            self._out = chunks.outputs(self._incoming)
+            self._ends = chunks.ends
+        self._transition, self._dout = transition, dout
+        (self.dstates,) = torch.autograd.grad(
+            self._out, self._incoming, dout, retain_graph=True, materialize_grads=True
+        )
 
     def intra(self) -> None:
-        chunks = _Chunks(self._q, self._decay, self._runs)
-        q, k, v, dout = (chunks.split(x) for x in (self._q, self._k, self._v, self._dout))
-        before = chunks.scan(_transposed(k * chunks.to_end) @ v)
-        dafter = chunks.scan(_transposed(q * chunks.from_start) @ dout, backwards=True)
-        scores = chunks.masked(q @ _transposed(k))
-        dscores = chunks.masked(dout @ _transposed(v))
-        dq = dscores @ k + chunks.from_start * (dout @ _transposed(before))
-        dk = _transposed(dscores) @ q + chunks.to_end * (v @ _transposed(dafter))
-        dv = _transposed(scores) @ dout + chunks.to_end * (k @ dafter)
-        self._dq, self._dk, self._dv = (chunks.join(x) for x in (dq, dk, dv))
-        if self._incoming is not None:
-            firsts = self._runs.firsts
-            weighted = _weighted(self._dout, self._decay, firsts, to_end=False)
-            _add_products(self._dq, weighted, _transposed(self._incoming), firsts)
+        pass
 
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self._dq, self._dk, self._dv
+        results, gradients = [self._out], [self._dout]
         if doutgoing is not None:
-            lasts = self._runs.lasts
-            k, v = (_weighted(x, self._decay, lasts, to_end=True) for x in (self._k, self._v))
-            _add_products(dk, v, _transposed(doutgoing), lasts)
-            _add_products(dv, k, doutgoing, lasts)
-        q_dtype, k_dtype, v_dtype = self._dtypes
-        return dq.to(q_dtype), dk.to(k_dtype), dv.to(v_dtype)
+            results.append(self._ends)
+            gradients.append(doutgoing)
+        dq, dk, dv, *others = torch.autograd.grad(
+            results, self._leaves, gradients, materialize_grads=True
+        )
+        if isinstance(self._transition, Gates):
+            of_gates = (None if x is None else others.pop(0) for x in self._transition)
+            self.dgates = Gates(*of_gates)
+        return dq, dk, dv
 
 
 @dataclass(frozen=True)
 class _Places:
     """Where the tokens of chunks are. A chunk begins and ends with a document; zeros in front fill
-    the first one of each, before which no state is.
+    the first one of each, before which no state is. A document without tokens has a chunk of zeros.
 
     The first chunks of all documents come first, then the second ones of those that have any, in
     the same order, and so on: the longest documents are the first.
 
-    Attributes: count: n. length: c. links: which first chunks are before which second ones, which
-        second ones before which third ones, ... tokens: of each place in a chunk [n*c], S for a
-        zero; chunked: the place of each token [S]; both int32.
+    Attributes:
+        length: c.
+        rounds: how many first chunks there are, how many second ones, ...
+        tokens: of each place in a chunk [n*c], S for a zero.
+        chunked: the place of each token [S].
+        firsts: of each run the number of its first document, in this order.
+        lasts: of each run the last chunk of its last document.
+        inside: 1 where places have tokens, 0 elsewhere [n,c].
     """
 
-    count: int
     length: int
-    links: list[tuple[slice, slice]]
+    rounds: tuple[int, ...]
     tokens: Tensor
     chunked: Tensor
+    firsts: Tensor
+    lasts: Tensor
+    inside: Tensor
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _places(runs: Runs, device: torch.device) -> _Places:
+def _places(runs: Runs, chunk: int, device: torch.device) -> _Places:
     intervals = [interval for documents in runs.documents for interval in documents]
     starts, stops = torch.tensor(intervals, device="cpu").unbind(1)
     total = int(stops[-1])
-    length = min(_CHUNK, max(int((stops - starts).max()), 1))
-    chunks, order = ((stops - starts + length - 1) // length).sort(descending=True, stable=True)
+    length = min(chunk, max(int((stops - starts).max()), 1))
+    counts = ((stops - starts + length - 1) // length).clamp_min(1)
+    chunks, order = counts.sort(descending=True, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device="cpu")
     starts, stops = starts[order], stops[order]
-    # How many chunks are first ones, second ones, ...
-    rounds = [int((chunks > number).sum()) for number in range(int(chunks[0]))]
-    edges = [0, *accumulate(rounds)]
-    links = [
-        (slice(start, start + count), slice(then, then + count))
-        for start, then, count in zip(edges, edges[1:], rounds[1:], strict=False)
-    ]
-    document = torch.cat([torch.arange(count, device="cpu") for count in (*rounds, 0)])
-    number = torch.repeat_interleave(torch.tensor(rounds, dtype=torch.long, device="cpu"))
+    rounds = tuple(int((chunks > number).sum()) for number in range(int(chunks[0])))
+    before = torch.tensor([0, *accumulate(rounds)], device="cpu")
+    document = torch.cat([torch.arange(count, device="cpu") for count in rounds])
+    number = torch.repeat_interleave(torch.tensor(rounds, device="cpu"))
     later = chunks[document] - number
     tokens = (stops[document] - later * length)[:, None] + torch.arange(length, device="cpu")
-    inside = tokens >= starts[document, None]
+    inside = (tokens >= starts[document, None]) & (tokens < stops[document, None])
     chunked = torch.empty(total, dtype=torch.long, device="cpu")
     chunked[tokens[inside]] = inside.flatten().nonzero()[:, 0]
     tokens = tokens.where(inside, total).flatten()
-    placed = uploaded(tokens, device), uploaded(chunked, device)
-    return _Places(len(document), length, links, *placed)
+    edges = torch.tensor([0, *accumulate(map(len, runs.documents))], device="cpu")
+    firsts, lasts = place[edges[:-1]], place[edges[1:] - 1]
+    lasts = before[chunks[lasts] - 1] + lasts
+    found = [uploaded(x, device) for x in (tokens, chunked, firsts, lasts, inside.int())]
+    return _Places(length, rounds, *found)
 
 
 class _Chunks:
-    """Documents as n chunks of c tokens.
+    """All documents of a rank in chunks. Everything is differentiable."""
 
-    Attributes: from_start: rate**i, to_end: rate**(c - i); [H,1,c,1].
-    """
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> None:
+        gate = None if isinstance(transition, Decay) else transition.gate
+        self._of_channels = gate is not None and gate.dim() == 4
+        chunk = _CHUNK_OF_CHANNELS if self._of_channels else _CHUNK
+        self._places = _places(runs, chunk, q.device)
+        self._dtype, self._wide = q.dtype, accumulation_dtype(q.dtype)
+        self._q, self._k, self._v = (self._split(x.to(self._wide)) for x in (q, k, v))
+        if isinstance(transition, Decay):
+            beta, rates = None, transition.logarithms(q.device)
+            logs = rates[None, :, None, None, None] * self._places.inside[..., None]
+        else:
+            beta = transition.beta
+            if gate is None:
+                logs = q.new_zeros(1, 1, 1, 1, 1, dtype=torch.float64)
+                logs = logs.expand(1, q.shape[2], *self._places.inside.shape, 1)
+            else:
+                logs = self._split(gate if self._of_channels else gate.unsqueeze(3)).double()
+        sums = logs.cumsum(3)
+        whole = sums[..., -1:, :]
+        self._from_start = sums.exp().to(self._wide)
+        self._gaps = (sums.unsqueeze(4) - sums.unsqueeze(3)).masked_fill(
+            _above(self._places.length, q.device)[..., None], -torch.inf
+        )
+        self._totals = whole.transpose(-1, -2)  # [B,H,n,1 or D,1]
+        self._keys = self._k * (whole - sums).exp().to(self._wide)  # as they are in the state
+        self._values, self._read = self._v, None  # U, W
+        if beta is not None:
+            beta = self._split(beta.unsqueeze(3).to(self._wide))
+            system = beta * self._scores(self._k, self._k)
+            both = torch.cat((beta * self._v, beta * self._k * self._from_start), -1)
+            solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+            self._values, self._read = solved.split((v.shape[3], k.shape[3]), -1)
+        self._added = self._keys.mT @ self._values
 
-    def __init__(self, like: Tensor, decay: Decay, runs: Runs) -> None:
-        """Args: like: [B,S,H,D]."""
-        self._places = _places(runs, like.device)
-        length = self._places.length
-        i = torch.arange(1, length + 1, device=like.device)
-        gap = (i[:, None] - i[None, :]).clamp_min(0)
-        self._mask = decay.powers(gap).permute(2, 0, 1).unsqueeze(1).tril().to(like.dtype)
-        self.from_start = decay.powers(i).T[:, None, :, None].to(like.dtype)
-        self.to_end = decay.powers(length - i).T[:, None, :, None].to(like.dtype)
-        self._whole = self.from_start[:, :, -1:]
+    def run_states(self) -> tuple[Tensor, Tensor]:
+        """What runs do to the state: what they add, and their transitions, see `RunStates`."""
+        shape = self._added.shape
+        count = self._places.rounds[0]
+        if self._read is None:
+            state, _ = self._scan(self._added.new_zeros(*shape[:2], count, *shape[3:]), self._added)
+            logs = self._sums_of_logs().squeeze(-1).to(self._wide)
+            through = logs.expand(shape[0], *logs.shape[1:])
+            return self._of_runs(state), self._of_runs(through)
+        identity = torch.eye(shape[3], dtype=self._wide, device=self._added.device)
+        before = self._added.new_zeros(*shape[:2], count, shape[3], shape[4] + shape[3])
+        before[:, :, self._places.firsts, :, shape[4] :] = identity
+        added = torch.cat((self._added, self._added.new_zeros(*shape[:4], shape[3])), -1)
+        behind, _ = self._scan(before, added)
+        state, through = self._of_runs(behind).split((shape[4], shape[3]), -1)
+        return state.contiguous(), through.contiguous()
 
-    def split(self, x: Tensor) -> Tensor:
+    @cached_property
+    def within(self) -> Tensor:
+        """Scores of queries and keys in a chunk [B,H,n,c,c]."""
+        return self._scores(self._q, self._k)
+
+    def outputs(self, incoming: Tensor | None) -> Tensor:
+        """out [B,S,H,E] in q's dtype; then `ends` are the states behind the runs [n,B,H,D,E]."""
+        shape = self._added.shape
+        before = self._added.new_zeros(*shape[:2], self._places.rounds[0], *shape[3:])
+        if incoming is not None:
+            before = before.index_copy(2, self._places.firsts.long(), incoming.movedim(0, 2))
+        behind, seen = self._scan(before, self._added)
+        self.ends = self._of_runs(behind)
+        values = self._values if self._read is None else self._values - self._read @ seen
+        out = (self._q * self._from_start) @ seen + self.within @ values
+        out = out.permute(0, 2, 3, 1, 4).flatten(1, 2).index_select(1, self._places.chunked)
+        return out.to(self._dtype)
+
+    def _split(self, x: Tensor) -> Tensor:
         """[B,S,H,D] -> [B,H,n,c,D]."""
         zeros = x.new_zeros(x.shape[0], 1, *x.shape[2:])
         x = torch.cat([x, zeros], 1).index_select(1, self._places.tokens)
-        x = x.unflatten(1, (self._places.count, self._places.length))
+        x = x.unflatten(1, (-1, self._places.length))
         return x.permute(0, 3, 1, 2, 4).contiguous()
 
-    def join(self, x: Tensor) -> Tensor:
-        """[B,H,n,c,D] -> [B,S,H,D]."""
-        return x.permute(0, 2, 3, 1, 4).flatten(1, 2).index_select(1, self._places.chunked)
+    def _scores(self, x: Tensor, y: Tensor) -> Tensor:
+        """x_i y_j, weighted by what the gates leave from j to i >= j, else 0: [B,H,n,c,c]."""
+        weights = self._gaps.exp().to(self._wide)
+        if self._of_channels:
+            return torch.einsum("bhnid,bhnjd,bhnijd->bhnij", x, y, weights)
+        return x @ y.mT * weights.squeeze(-1)
 
-    def masked(self, scores: Tensor) -> Tensor:
-        """Scores [B,H,n,c,c] times rate**(i - j) for j <= i, else 0."""
-        return scores * self._mask
+    def _scan(self, before: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """The states [B,H,n,D,*] behind all chunks, and before them.
 
-    def scan(self, states: Tensor, *, backwards: bool = False) -> Tensor:
-        """What each chunk sees of those before it (after it) in its document: [B,H,n,D,E] twice."""
-        seen = torch.zeros_like(states)
-        for places in self._places.links[:: -1 if backwards else 1]:
-            source, target = places[:: -1 if backwards else 1]
-            torch.addcmul(
-                states[:, :, source], seen[:, :, source], self._whole, out=seen[:, :, target]
-            )
-        return seen
+        Args: before: the states before the documents, those with most chunks first.
+        """
+        kept = self._totals.exp().to(self._wide)
+        seen, state, start = [], before, 0
+        behind = []
+        for count in self._places.rounds:
+            state, places = state[:, :, :count], slice(start, start + count)
+            seen.append(state)
+            passed = kept[:, :, places] * state
+            if self._read is not None:
+                passed = passed - self._keys[:, :, places].mT @ (self._read[:, :, places] @ state)
+            state = passed + added[:, :, places]
+            behind.append(state)
+            start += count
+        return torch.cat(behind, 2), torch.cat(seen, 2)
 
+    def _sums_of_logs(self) -> Tensor:
+        """Of the gates of a document up to and with each chunk [B,H,n,1 or D,1]."""
+        behind, start = [self._totals[:, :, :0]], 0
+        for count in self._places.rounds:
+            totals = self._totals[:, :, start : start + count]
+            behind.append(totals if not start else totals + behind[-1][:, :, :count])
+            start += count
+        return torch.cat(behind, 2)
 
-def _weighted(
-    x: Tensor, decay: Decay, intervals: Sequence[Interval], *, to_end: bool
-) -> list[Tensor]:
-    """Tokens t = 1..C of intervals of x [B,S,H,D], times rate**t or rate**(C - t): [B,C,H,D]."""
-    longest = max(stop - start for start, stop in intervals)
-    exponents = torch.arange(longest, device=x.device)
-    powers = decay.powers(exponents.flip(0) if to_end else exponents + 1).unsqueeze(-1).to(x.dtype)
-    return [
-        x[:, start:stop] * (powers[longest - stop + start :] if to_end else powers[: stop - start])
-        for start, stop in intervals
-    ]
-
-
-def _outer(x: Sequence[Tensor], y: Tensor, intervals: Sequence[Interval]) -> Tensor:
-    """Sums of x_t y_t^T over intervals of y [B,S,H,E]: n times [B,C,H,D] -> [n,B,H,D,E]."""
-    parts = (y[:, start:stop] for start, stop in intervals)
-    pairs = zip(x, parts, strict=True)
-    return torch.stack([torch.einsum("bthd,bthe->bhde", *pair) for pair in pairs])
-
-
-def _add_products(
-    out: Tensor, x: Sequence[Tensor], states: Tensor, intervals: Sequence[Interval]
-) -> None:
-    """Adds state^T x_t of every token to intervals of out [B,S,H,E]. Args: states: [n,B,H,D,E]."""
-    for (start, stop), tokens, state in zip(intervals, x, states, strict=True):
-        out[:, start:stop] += torch.einsum("bthd,bhde->bthe", tokens, state)
+    def _of_runs(self, behind: Tensor) -> Tensor:
+        """Behind the last documents of runs: [B,H,n,*] -> [runs,B,H,*], contiguous."""
+        return behind.index_select(2, self._places.lasts).movedim(2, 0).contiguous()
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2)
+@kept_on_device(maxsize=8)
+def _above(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)

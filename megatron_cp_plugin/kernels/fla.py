@@ -37,11 +37,13 @@ from megatron_cp_plugin.core.communication.devices import kept_on_device, upload
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
+    Cache,
     ForwardPass,
     LinearKernel,
     LinearProblem,
 )
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens
@@ -62,7 +64,7 @@ _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
 
 
 class FlaLinear(LinearKernel):
-    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla.
+    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla, with constant rates.
 
     Not deterministic: each process measures which block sizes to use, and they decide in which
     order sums are formed.
@@ -83,8 +85,11 @@ class FlaLinear(LinearKernel):
                 return f"takes even head dims up to 256, got {dim}"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
-        return _Forward(q, k, v, decay, runs)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
+        assert isinstance(transition, Decay)
+        return _Forward(q, k, v, transition, runs)
 
     def backward(
         self,
@@ -92,11 +97,12 @@ class FlaLinear(LinearKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
-        return _Backward(dout, q, k, v, decay, runs, cache)
+        assert isinstance(transition, Decay)
+        return _Backward(dout, q, k, v, transition, runs, *cache)
 
 
 class _Forward(ForwardPass):
@@ -118,14 +124,14 @@ class _Forward(ForwardPass):
         out = self._segments.outputs(self._q, self._k, self._v, self._before)
         self._out = self._segments.unfold(out)
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         from megatron_cp_plugin.kernels.decayed import add_decayed_
 
         if incoming is None:
-            return self._out, self._before
+            return self._out, (self._before,)
         firsts = self._runs.firsts
         add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates, firsts)
-        return self._out, self._segments.before_each(self._ends, incoming)
+        return self._out, (self._segments.before_each(self._ends, incoming),)
 
 
 class _Backward(BackwardPass):

@@ -20,7 +20,7 @@ from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.linear.kernel import Cache, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -254,7 +254,7 @@ class _Calibration:
             for _ in range(4)
         )
 
-        def forward() -> Tensor | None:
+        def forward() -> Cache:
             running = kernel.forward(q, k, v, decay, runs)
             running.intra()
             return running.finish(None)[1]

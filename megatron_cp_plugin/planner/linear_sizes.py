@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import BackwardPass, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.linear.kernel import BackwardPass, Cache, ForwardPass, LinearKernel
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
@@ -40,10 +41,10 @@ class ForwardSizes(ForwardPass):
         self._before = _states(self._q, self._v, self._segments)
         self._out = torch.empty_like(self._v)
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         if incoming is not None:
             self._before = _states(self._q, self._v, self._segments)
-        return self._out, self._before
+        return self._out, (self._before,)
 
 
 class BackwardSizes(BackwardPass):
@@ -83,7 +84,9 @@ class LinearSizes(LinearKernel):
     def unsupported(self, problem: object) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
         made: ForwardPass = self.forward_pass(q, k, v, runs)
         return made
 
@@ -93,9 +96,9 @@ class LinearSizes(LinearKernel):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
         made: BackwardPass = self.backward_pass(q, k, v, runs)
         return made

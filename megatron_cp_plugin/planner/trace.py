@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import Cache
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -267,7 +268,7 @@ class _LinearForward(ForwardSizes):
         _note(Linear("forward", self._flop * 2 / 3))
         super().intra()
 
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         if incoming is not None:
             _note(Memory("earlier tokens", self._earlier))
         return super().finish(incoming)

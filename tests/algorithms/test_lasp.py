@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 
 RANKS = 3
@@ -87,9 +88,8 @@ def test_what_is_sent_stays_until_the_main_stream_has_come_to_its_end(
     def call() -> None:
         state = torch.zeros(1, 1, 1, 4, 4)
         states.append(weakref.ref(state))
-        algorithm.carry(
-            state, None, route, Decay((0.9,)), lambda: note("local work"), to_the_end=False
-        )
+        passing = RunStates(state, Decay((0.9,)))
+        algorithm.carry(passing, None, route, lambda: note("local work"), to_the_end=False)
 
     call()
     log.clear()

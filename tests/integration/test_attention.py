@@ -372,8 +372,13 @@ def test_layers_of_a_hybrid_model_that_no_flag_names(
 def test_other_attention_is_refused(runtime: Runtime) -> None:
     sparse = get_gpt_layer_local_spec(multi_latent_attention=True)
     sparse.submodules.self_attention.submodules.core_attention = DSAttention
-    with pytest.raises(ContextParallelError, match="got DSAttention"):
+    assert with_attention(sparse, runtime) is sparse
+    # Of another program, which only it cuts by.
+    sparse.submodules.self_attention.module = type("DSAOfAProgram", (torch.nn.Module,), {})
+    sparse.submodules.self_attention.submodules.core_attention = torch.nn.Identity
+    with pytest.raises(ContextParallelError, match="got DSAOfAProgram"):
         with_attention(sparse, runtime)
+    assert with_attention(sparse, Runtime(runtime.config, callers=True)) is sparse
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = torch.nn.Identity
     with pytest.raises(ContextParallelError, match="got Identity"):

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 ASKING: dict[str, Any] = {
     "moe_router_load_balancing_type": "sinkhorn",
     "attention_dropout": 0.1,
-    "experimental_attention_variant": "dsa",
+    "experimental_attention_variant": "dsv4_hybrid",
     "hybrid_layer_pattern": "M*",
     "attention_backend": AttnBackend.local,
     "flash_attention_version": 3,
@@ -51,6 +51,7 @@ ASKING: dict[str, Any] = {
 DOCUMENTS = {"dataloader_inter_document_masking": True}
 EXPERTS = {"num_experts": 4}
 GATED = {"experimental_attention_variant": "gated_delta_net"}
+SPARSE = {"experimental_attention_variant": "dsa", "context_parallel_size": 4}
 LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
 BESIDE: dict[str, dict[str, Any]] = {
     "attention sinks split by tensor parallelism in Megatron-FSDP": {
@@ -84,10 +85,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "a whole iteration in a CUDA graph from the first one on": {
         "cuda_graph_impl": "full_iteration"
     },
+    "packed documents with DSA layers": SPARSE,
+    "packed conversations with DSA layers": SPARSE,
     "packed documents with gated delta net layers": GATED,
     "packed conversations with gated delta net layers": GATED,
     "multi-token prediction with gated delta net layers": GATED,
-    "multi-latent attention with fused RoPE": {"apply_rope_fusion": True},
     "position embeddings of the model besides those of multi-latent attention": {
         **LATENT,
         "position_embedding_type": "yarn",
@@ -333,8 +335,9 @@ def test_fused_positions_that_are_not_cut(
     latent: argparse.Namespace, changes: dict[str, Any]
 ) -> None:
     latent.apply_rope_fusion = True
-    assert refusal(latent).endswith("add --no-rope-fusion")
+    assert Settings(latent).cuts_fused_rotary
     vars(latent).update(changes)
+    assert not Settings(latent).cuts_fused_rotary
     check_arguments(latent, ContextParallelConfig("zigzag", latent.context_parallel_size), CPU)
 
 

@@ -349,7 +349,7 @@ def test_every_argument_that_is_read_is_in_the_table() -> None:
     read = {
         (path.name, node.attr)
         for path, tree in sources()
-        if path.name not in ("args.py", "yaml_config.py")
+        if path.name not in ("args.py", "yaml_config.py", "check_recipe.py", "recipes.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in places
     }

@@ -5,27 +5,39 @@ gate, as those of Qwen3-Next.
 """
 
 import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net as megatron
+from megatron.core.ssm.gated_delta_net import common, gdn
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.arguments import add_megatron_arguments
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Comparison, Recording, Tolerances, compare
-from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.gated_delta_net import served
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import TINY, run_warm
-from tests.integration.ranks import ALONE
+from tests.integration.ranks import ALONE, Place
+from tests.oracle import relative_error
 
 JOB = Path(__file__).with_name("gated_delta_net_job.py")
 WORDS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -52,8 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     ("flags", "ranks"),
     [
         (f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
-        ("--context-parallel-algo ulysses --cp-options layout=zigzag", 2),
-        # By Megatron's own chunks in torch; the stand-in goes token by token.
+        ("--context-parallel-algo ulysses", 2),
         pytest.param(
             "--context-parallel-algo attention2d --deterministic-mode", 4, marks=pytest.mark.slow
         ),
@@ -100,21 +111,6 @@ def test_beside_model_parallelism(tmp_path: Path, model: str, split: str) -> Non
     assert_equal(compare(reference, run, Tolerances()))
 
 
-def test_another_layout_would_be_wrong(whole: Recording, tmp_path: Path) -> None:
-    """So that the check can fail."""
-    script = tmp_path / "without_the_check.py"
-    script.write_text(
-        "import runpy\n"
-        "from megatron_cp_plugin.integration import rules\n"
-        "rules.RULES = [rule for rule in rules.RULES if 'zigzag layout' not in rule.text]\n"
-        f"runpy.run_path({str(JOB)!r}, run_name='__main__')\n"
-    )
-    flags = "--context-parallel-algo ring --context-parallel-size 2"
-    comparison = compare(whole, train(tmp_path, flags, 2, script), Tolerances())
-    assert comparison.loss.error > 1e-3
-    assert comparison.gradients["decoder.layers.0.self_attention.A_log, iteration 1"] > 1e-1
-
-
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """A model that can be had: 4 context-parallel ranks, and fla."""
@@ -135,40 +131,23 @@ def refusal(args: argparse.Namespace, algo: str = "zigzag", **options: object) -
     return str(error.value)
 
 
-FITTING = "--context-parallel-algo allgather or attention2d or usp or zigzag"
-
-
-@pytest.mark.parametrize(
-    ("algo", "options", "layout", "instead"),
-    [
-        ("ring", {}, "contiguous", FITTING),
-        ("distflash", {}, "contiguous", FITTING),
-        ("ulysses", {}, "contiguous", f"--cp-options layout=zigzag, or {FITTING}"),
-        (
-            "usp",
-            {"layout": "contiguous"},
-            "contiguous",
-            f"--cp-options layout=zigzag, or {FITTING}",
-        ),
-        ("attention2d", {"variant": "no"}, "cyclic", f"--cp-options variant=zigzag, or {FITTING}"),
-    ],
-)
-def test_other_layouts_are_refused(
-    args: argparse.Namespace, algo: str, options: dict[str, str], layout: str, instead: str
-) -> None:
-    assert refusal(args, algo, **options) == (
-        "Megatron splits gated delta net layers by its own zigzag layout, got the "
-        f"{layout} layout of {algo}: use {instead}"
+def test_other_layouts_are_refused(args: argparse.Namespace) -> None:
+    assert refusal(args, "attention2d", variant="no") == (
+        "gated delta net layers need a layout of consecutive tokens, got the cyclic layout of "
+        "attention2d: use --cp-options variant=zigzag or --cp-options layout=contiguous or "
+        "--cp-options layout=thd"
     )
     # One rank has the whole sequence.
     args.context_parallel_size = 1
-    config = ContextParallelConfig(algo, 1, options=tuple(options.items()))
+    config = ContextParallelConfig("attention2d", 1, options=(("variant", "no"),))
     check_arguments(args, config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("algo", ["zigzag", "allgather", "attention2d", "usp"])
+@pytest.mark.parametrize("algo", ["zigzag", "ring", "attention2d", "usp"])
 @pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
-def test_the_zigzag_layout_passes(args: argparse.Namespace, algo: str, variant: str) -> None:
+def test_layouts_of_consecutive_tokens_pass(
+    args: argparse.Namespace, algo: str, variant: str
+) -> None:
     args.experimental_attention_variant = variant
     check_arguments(args, ContextParallelConfig(algo, 4), torch.device("cpu"))
 
@@ -178,16 +157,14 @@ def test_the_zigzag_layout_passes(args: argparse.Namespace, algo: str, variant: 
     [
         ({"linear_attention_freq": None}, "needs --linear-attention-freq, got none: add"),
         ({"linear_attention_freq": [1, 0, 0]}, "each of the 2 layers, got 3: use a number, or"),
-        ({"linear_num_key_heads": 2}, "context_parallel_size = 4, got 2: use 4, or fewer ranks"),
-        ({"linear_num_value_heads": 6}, "= 4, got 6: use 4 or 8, or fewer ranks"),
         (
             {"linear_num_value_heads": 12, "linear_num_key_heads": 8},
             "divisible by linear_num_key_heads 8, got 12: use 8 or 16",
         ),
         (
-            {"tensor_model_parallel_size": 2, "world_size": 8},
-            "linear_num_key_heads divisible by tensor_model_parallel_size * context_parallel_size "
-            "= 8, got 4: use 8, or fewer ranks",
+            {"tensor_model_parallel_size": 8, "world_size": 32},
+            "linear_num_key_heads divisible by tensor_model_parallel_size = 8, got 4: use 8, or "
+            "fewer ranks",
         ),
         (
             {"tensor_model_parallel_size": 2, "world_size": 8, "linear_num_key_heads": 8},
@@ -195,10 +172,8 @@ def test_the_zigzag_layout_passes(args: argparse.Namespace, algo: str, variant: 
         ),
         ({"transformer_impl": "local"}, "got --transformer-impl local: use transformer_engine"),
         ({"seq_length": 68}, "zigzag needs seq_length divisible by 2 * context_parallel_size = 8"),
-        ({"sft": True}, "packed conversations with gated delta net layers, got --sft True"),
         ({"mtp_num_layers": 1}, "multi-token prediction with gated delta net layers, got"),
-        ({"experimental_attention_variant": "dsa"}, "other than gated delta net (DSA), got"),
-        ({"experimental_attention_variant": "gdn2"}, "other than gated delta net (DSA), got"),
+        ({"experimental_attention_variant": "gdn2"}, "other than gated delta net and DSA, got"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -227,35 +202,114 @@ def test_layers_of_linear_attention_are_refused(args: argparse.Namespace) -> Non
         check_arguments(args, config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("algo", ["zigzag", "ring"])
-def test_layers_that_a_script_makes_by_itself(algo: str) -> None:
+def test_layers_that_a_script_makes_by_itself() -> None:
     """Without the flag."""
     delta = ModuleSpec(megatron.GatedDeltaNet)
     layer = ModuleSpec(object, submodules=TransformerLayerSubmodules(self_attention=delta))
-    runtime = Runtime(ContextParallelConfig(algo, 2))
-    if algo == "zigzag":
-        assert with_attention(layer, runtime) is layer
-        return
-    with pytest.raises(ContextParallelError, match="got the contiguous layout of ring"):
-        with_attention(layer, runtime)
+    runtime = Runtime(ContextParallelConfig("ring", 2))
+    ours = with_attention(layer, runtime).submodules.self_attention
+    assert issubclass(ours.module, megatron.GatedDeltaNet)
+    assert ours.params == {"runtime": runtime}
+    cyclic = ContextParallelConfig("attention2d", 2, options=(("variant", "no"),))
+    with pytest.raises(ContextParallelError, match="got the cyclic layout of attention2d"):
+        with_attention(layer, Runtime(cyclic))
 
 
-def test_documents_that_a_script_packs_by_itself() -> None:
-    class Delta(megatron.GatedDeltaNet):
-        def __init__(self) -> None:
-            nn.Module.__init__(self)
+class Projection(nn.Linear):
+    """Stands for Megatron's parallel linear layers, on one tensor-parallel rank."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.config = Delta(), None
+    def __init__(self, inputs: int, outputs: int, **others: object) -> None:
+        super().__init__(inputs, outputs, bias=False)
 
-        def forward(self, tokens: int, packed_seq_params: object = None) -> object:
-            return packed_seq_params
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
 
-    model = Model()
-    serve_inputs(model, Batches(Runtime(ContextParallelConfig("zigzag", 1))), ALONE)
-    assert model(1) is None
-    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ContextParallelError, match="carry their state across documents"):
-        model(1, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Megatron's layer with stand-ins for fla's kernels."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "stand_ins"))
+    for module, kernel in (
+        ("modules.convolution", "causal_conv1d"),
+        ("modules.l2norm", "l2norm"),
+        ("ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ):
+        stand_in = getattr(importlib.import_module(f"fla.{module}"), kernel)
+        for place in (common, gdn):
+            if hasattr(place, kernel):
+                monkeypatch.setattr(place, kernel, stand_in)
+    monkeypatch.setattr(common, "HAVE_FLA", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        del sys.modules[name]
+
+
+def delta_net(kind: type, place: Any, **params: object) -> Any:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+        activation_func=nn.SiLU(),
+        perform_initialization=False,
+    )
+    config.activation_func.__name__ = "silu"  # type: ignore[attr-defined]
+    parts = megatron.GatedDeltaNetSubmodules(Projection, WrappedTorchNorm, Projection)
+    groups: Any = SimpleNamespace(cp=place, tp=ALONE)
+    layer = kind(config, parts, pg_collection=groups, **params)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "size"),
+    [
+        ("ring", {}, 1),
+        ("ring", {}, 3),
+        ("zigzag", {}, 2),
+        ("zigzag", {"layout": "thd"}, 2),
+        ("zigzag", {"layout": "documents"}, 4),
+    ],
+)
+def test_each_document_is_a_sequence(
+    on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    algo: str,
+    options: dict[str, str],
+    size: int,
+) -> None:
+    """Outputs and all gradients are those of Megatron's own layer on one document at a time."""
+    tokens, starts = 48, (8, 24)
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(tokens, 2, 8, generator=generator) for _ in range(2))
+    whole = delta_net(megatron.GatedDeltaNet, ALONE)
+    given = x.clone().requires_grad_()
+    edges = pairwise((0, *starts, tokens))
+    want = torch.cat([whole(given[start:stop], None)[0] for start, stop in edges])
+    wanted = torch.autograd.grad(want, [given, *whole.parameters()], dout)
+    config = ContextParallelConfig(algo, size, options=tuple(options.items()))
+    cut = config.layout.within(starts)
+
+    def body(topology: Topology) -> list[Tensor]:
+        runtime = Runtime(config)
+        runtime._topology = lambda group: topology  # type: ignore[method-assign]
+        place = Place(topology.rank, size)
+        layer = delta_net(served(megatron.GatedDeltaNet), place, runtime=runtime)
+        mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
+        out, _ = layer(mine, packed_seq_params=DocumentMask(seq_len=tokens, starts=starts))
+        part = shard(dout, 0, cut, topology.rank, size)
+        assert list(layer.state_dict()) == list(whole.state_dict())
+        return [out.detach(), *torch.autograd.grad(out, [mine, *layer.parameters()], part)]
+
+    out, dx, *gradients = zip(*run_virtual(size, body), strict=True)
+    found = [unshard(list(out), 0, cut), unshard(list(dx), 0, cut), *map(sum, gradients)]
+    for got, want_ in zip(found, (want.detach(), *wanted), strict=True):
+        assert relative_error(got, want_) < 1e-5

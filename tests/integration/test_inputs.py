@@ -464,7 +464,7 @@ def test_positions_in_documents(given: bool) -> None:
         PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=5),
     )
     runtime = Runtime(ContextParallelConfig("ring", 1))
-    runtime.mask = document_mask(mask, recurrent=False)
+    runtime.mask = document_mask(mask)
     table = torch.arange(8.0)[:, None, None, None]
     embedding: Any = SimpleNamespace(get_emb=lambda *_: table, inv_freq=None)
     angles = LayoutRotaryEmbedding(embedding, runtime, ALONE)(5)
@@ -481,7 +481,6 @@ def test_padding_that_spans_name_is_refused() -> None:
             attention_spans(spans, packed_seq_params=packed),
             NAMED["thd"],
             ALONE,
-            recurrent=False,
         )
         assert mask.padding == ((3, 4), (10, 12))
         check_padding(mask, 12, causal=False)

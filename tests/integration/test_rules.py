@@ -17,13 +17,14 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import rules
-from megatron_cp_plugin.integration.rules import FEATURES, RULES, Rule, check
+from megatron_cp_plugin.integration.rules import FEATURES, RULES, Rule, check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.test_checks import ASKING, BESIDE
 
 ZIGZAG = ContextParallelConfig("zigzag", 4)
 RING = replace(ZIGZAG, algo="ring")
 ALONE = replace(ZIGZAG, size=1)
+CYCLIC = replace(ZIGZAG, algo="attention2d", options=(("variant", "no"),))
 LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
 MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
@@ -53,30 +54,30 @@ class Case:
         return Settings(SimpleNamespace(**source), config, torch.device(device or self.device))
 
 
-# Of features, by name: what is asked for beside `ASKING` and `BESIDE`, and what is near.
-BOTH: dict[str, dict[str, Any]] = {
-    "multi-latent attention with fused RoPE": {"context_parallel_size": 2},
-}
-NEAR: dict[str, tuple[dict[str, Any], ...]] = {
+# Of features, by name: what is near.
+BY_DOCUMENTS = replace(ZIGZAG, options=(("layout", "thd"),))
+NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     "documents of several samples in a pipeline": (
         {"micro_batch_size": 1},
         {"pipeline_model_parallel_size": 1},
     ),
-    "multi-latent attention with fused RoPE": (
-        {"position_embedding_type": "none"},
-        {"context_parallel_size": 1},
-    ),
     "position embeddings of the model besides those of multi-latent attention": (
         {"position_embedding_type": "rope"},
     ),
-    "experimental attention variants other than gated delta net (DSA)": (
+    "experimental attention variants other than gated delta net and DSA": (
         {"experimental_attention_variant": "gdn"},
+        {"experimental_attention_variant": "dsa"},
     ),
+    "packed documents with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
+    "packed conversations with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
     "multi-token prediction with gated delta net layers": ({"mtp_num_layers": 0},),
     "layers other than attention, MLP and MoE in a hybrid model": (
         {"hybrid_layer_pattern": "*-+E|*/*"},
     ),
-    "choice of Megatron's attention kernel": ({"attention_backend": "flash"},),
+    "choice of Megatron's attention kernel": (
+        {"attention_backend": "flash"},
+        {"attention_backend": "fused"},
+    ),
     "position embeddings of this type": (
         {"position_embedding_type": "yarn"},
         {"position_embedding_type": "mrope"},
@@ -147,16 +148,14 @@ IDLE = {"world_size", "apply_rope_fusion", "cuda_graph_modules"}
 
 def of_feature(rule: Rule) -> Case:
     asks = {rule.setting: ASKING.get(rule.setting, True)} | BESIDE.get(rule.name, {})
-    asks |= BOTH.get(rule.name, {})
     beside = {name: value for name, value in asks.items() if name in IDLE}
-    if rule.name == "multi-latent attention with fused RoPE":
-        beside.clear()
     asks = {name: value for name, value in asks.items() if name not in beside}
     return Case(asks, beside, near=NEAR.get(rule.name, ()))
 
 
 GRAPHS = {"cuda_graph_impl": "local"}
 GATED = {"experimental_attention_variant": "gated_delta_net"}
+SPARSE = {"experimental_attention_variant": "dsa"}
 GATED_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FSDP = {"use_megatron_fsdp": True}
 RANKS = {
@@ -289,16 +288,18 @@ CASES: dict[str, Case] = {
         )
     },
     "softmax attention beside them": Case(GATED, config=MIXED, near=(ZIGZAG,)),
-    "Megatron splits gated delta net layers": Case(
-        GATED, config=RING, near=(ZIGZAG, replace(RING, size=1))
+    "need a layout of consecutive tokens": Case(
+        GATED, config=CYCLIC, near=(ZIGZAG, RING, replace(CYCLIC, size=1))
     ),
     "linear_num_key_heads divisible by tensor": Case(
-        GATED, GATED_HEADS | {"linear_num_key_heads": 2}, near=({"linear_num_key_heads": 8}, ALONE)
+        GATED,
+        GATED_HEADS | {"linear_num_key_heads": 2, "tensor_model_parallel_size": 4},
+        near=({"linear_num_key_heads": 4}, {"tensor_model_parallel_size": 2}),
     ),
     "linear_num_value_heads divisible by tensor": Case(
         GATED,
-        GATED_HEADS | {"linear_num_value_heads": 6},
-        near=({"linear_num_value_heads": 8}, ALONE),
+        GATED_HEADS | {"linear_num_value_heads": 6, "tensor_model_parallel_size": 4},
+        near=({"linear_num_value_heads": 8}, {"tensor_model_parallel_size": 2}),
     ),
     "linear_num_value_heads divisible by linear": Case(
         GATED, GATED_HEADS | {"linear_num_value_heads": 6}, near=({"linear_num_key_heads": 3},)
@@ -379,15 +380,24 @@ CASES: dict[str, Case] = {
         {"train_iters": 0},
         near=({"train_iters": 1}, {"train_samples": 1}, {"skip_train": True}),
     ),
-    "sets cp_comm_type": Case(
-        {"cp_comm_type": "a2a"},
+    "none of Transformer Engine's": Case(
+        {"cp_comm_type": "magi"},
         near=(
             {"cp_comm_type": "p2p"},
-            {"cp_comm_type": ["p2p", "p2p"]},
+            {"cp_comm_type": ["p2p", "a2a", "all_gather", "a2a+p2p"]},
             {"cp_comm_type": "megatron_cp_plugin.zigzag"},
         ),
     ),
     "serve does not replace": Case({"mtp_num_layers": 1}, near=({"mtp_num_layers": 0},)),
+}
+CASES |= {
+    "needs that many processes": Case(
+        {"expert_model_parallel_size": 8},
+        {"world_size": 4, "expert_tensor_parallel_size": 1},
+        near=({"world_size": 8}, {"expert_model_parallel_size": 4}),
+    ),
+    "splits DSA layers by its own": Case(SPARSE, config=RING, near=(ZIGZAG, BY_DOCUMENTS, ALONE)),
+    "cannot split DSA layers": Case(SPARSE, near=(ALONE,)),
 }
 # Those that read files are tried below, with files.
 OF_FILES = ("--data-path got", "--split", "")
@@ -490,12 +500,50 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: name)
     monkeypatch.setattr(rules, "running_version", lambda: ((0, 19), "0.19.2"))
     monkeypatch.setattr(megatron, "HAVE_FLA", True)
-    keys = ["needs Megatron 0.19", "einops", "not installed", "flash-linear", "splits packed"]
-    keys += ["cannot split gated", "weights the losses"]
+    keys = (
+        "cannot split DSA",
+        "needs Megatron 0.19",
+        "einops",
+        "not installed",
+        "flash-linear",
+        "splits packed",
+        "cannot split gated",
+        "weights the losses",
+    )
     for key in keys:
         (case,) = (CASES[name] for name in CASES if key in name)
         (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
         assert rule.refusal(case.settings()) is None, key
+
+
+REPLACED_BY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "cp_comm_type a2a is replaced: attention is computed by zigzag": (
+        {"cp_comm_type": "a2a"},
+        {"cp_comm_type": "p2p"},
+    ),
+    "attention_backend fused is replaced": (
+        {"attention_backend": "fused"},
+        {"attention_backend": "flash"},
+    ),
+    "DSA layers keep Megatron's own all-gather": (
+        SPARSE | {"cp_comm_type": "allgather"},
+        {"experimental_attention_variant": "gdn"},
+    ),
+    "apply_rope_fusion is switched off": (
+        {"multi_latent_attention": True, "apply_rope_fusion": True, "context_parallel_size": 4},
+        {"multi_latent_attention": True, "apply_rope_fusion": True, "context_parallel_size": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REPLACED_BY)
+def test_what_is_replaced_is_said_and_served(said: str) -> None:
+    asked, near = REPLACED_BY[said]
+    check("model", settings := Case(asked).settings())
+    (line,) = replaced("model", settings)
+    assert line.startswith(said)
+    assert "\n" not in line
+    assert not replaced("model", Case(near).settings())
 
 
 def test_a_feature_is_refused_at_both_doors() -> None:

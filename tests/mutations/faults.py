@@ -889,8 +889,8 @@ FAULTS = (
     ),
     Fault(
         "integration/rules.py",
-        "return not served.issuperset([given] if isinstance(given, str) else given or ())",
-        'return given is not None and given != "p2p"',
+        "return not served.issuperset(_comm_types(s))",
+        'return not _comm_types(s) <= {"p2p"}',
         "what the launcher itself writes into a model's configuration is refused",
         "integration/test_rules.py::test_a_rule_refuses_what_it_says_and_serves_what_is_near",
     ),

@@ -12,9 +12,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
-from megatron_cp_plugin.core.layout import LAYOUTS, Layout
+from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel
+from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
 from megatron_cp_plugin.core.topology import Topology
 
 
@@ -24,9 +26,11 @@ class LinearCall:
 
     Attributes:
         seq_len: global N. causal: tokens see themselves and earlier ones; otherwise all, with
-            rate**|distance|. decay: rates per head. kernel: computes the runs.
+            rate**|distance|. decay: rates per head, of 1 beside gates. kernel: computes the runs.
         output_final_state: the state after the last token is wanted. documents: as of
-        `document_starts`; each begins with a state of 0, but the first.
+        `document_starts`; each begins with a state of 0, but the first. shared: how many heads in
+            a row differ in their queries alone, and so have one state. initial: a state before the
+        first token is given.
     """
 
     seq_len: int
@@ -35,13 +39,19 @@ class LinearCall:
     kernel: LinearKernel
     output_final_state: bool = False
     documents: tuple[int, ...] = ()
+    shared: int = 1
+    initial: bool = False
 
 
 @dataclass(frozen=True)
 class LinearShape:
     """What the volume of communication depends on.
 
-    Attributes: seq_len: global N. element_bytes: of q, k, v. wide_bytes: of states.
+    Attributes: seq_len: global N. heads: of states. element_bytes: of q, k, v. wide_bytes: of
+        states. transition: of how many numbers that of a run is for a head, see `Gates.numbers`.
+        token_numbers: of how many numbers a token's gates are for a head, each of wide_bytes, in
+            token_tensors tensors.
+        documents: as of `document_starts`.
     """
 
     batch: int
@@ -51,11 +61,20 @@ class LinearShape:
     value_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
+    transition: int = 0
+    token_numbers: int = 0
+    token_tensors: int = 0
+    documents: tuple[int, ...] = ()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state of all heads."""
         return self.batch * self.heads * self.head_dim * self.value_dim * self.wide_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of what a run does to the state: what it adds, and its transition."""
+        return self.state_bytes + self.batch * self.heads * self.transition * self.wide_bytes
 
 
 @dataclass(frozen=True)
@@ -121,7 +140,7 @@ class LinearAlgorithm(ABC):
     def layout_for(cls, options: Algorithm.Options) -> Layout:
         """The layout that an instance with these options has: of an option `layout`, if any."""
         choice = getattr(options, "layout", None)
-        return cls.layout if choice is None else LAYOUTS[choice]
+        return cls.layout if choice is None else NAMED[choice]
 
     @classmethod  # noqa: B027  (most algorithms serve everything)
     def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
@@ -129,11 +148,20 @@ class LinearAlgorithm(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+        call: LinearCall,
+        gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """Linear attention of the local queries.
 
-        Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous. initial: the state before the first token.
+        Args:
+            q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous.
+            initial: the state before the first token [B,H,D,E]; None: 0.
+            gates: of all local tokens, contiguous.
 
         Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
         """
@@ -141,13 +169,13 @@ class LinearAlgorithm(ABC):
     @abstractmethod
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """Gradients of the local shards, and of the initial state.
 
         Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
 
         Returns: dq, dk, dv in the dtypes of q, k, v; dinitial [B,H,D,E], whose sum over ranks is
-        the whole one; None: 0.
+        the whole one; None: 0; and the gradients of the gates.
         """
 
     @abstractmethod

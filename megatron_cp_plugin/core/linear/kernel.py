@@ -1,9 +1,10 @@
 """The interface of linear attention kernels.
 
 B batch, S local tokens in n runs of consecutive ones, H heads, D head dim of q and k, E head dim of
-v. With a head's decay rate l and the state S_0 before a document, its tokens t = 1, 2, ... give
+v. With the transitions T_t and the sums U_t of core/linear/states.py, and the state S_0 before a
+document, its tokens t = 1, 2, ... give
 
-    S_t = l S_{t-1} + k_t v_t^T        o_t = S_t^T q_t        (LASP, equation 5)
+    S_t = T_t S_{t-1} + U_t        o_t = S_t^T q_t        (LASP, equation 5, where T_t is a rate)
 
 S_0 is 0, but for the first document of a run: there it is the state that comes from before the run.
 
@@ -13,6 +14,7 @@ the neighbours need, what needs nothing of them, and the rest.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,13 +22,19 @@ from torch import Tensor
 from megatron_cp_plugin.core.kernel import Kernel
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
+
+Cache = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class LinearProblem:
     """What a kernel has to serve; `deterministic` as in `core.kernel.Problem`.
 
-    Attributes: documents: whether runs have several.
+    Attributes:
+        documents: whether runs have several.
+        gate: transitions are constant rates, or gates of heads or of channels.
+        delta: the delta rule is wanted.
     """
 
     device: torch.device
@@ -36,29 +44,36 @@ class LinearProblem:
     value_dim: int
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     documents: bool = False
+    gate: Literal["rates", "heads", "channels"] = "rates"
+    delta: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}"
         if self.value_dim != self.head_dim:
             dims += f" and {self.value_dim}"
-        return f"{self.heads} heads of {dims} in {str(self.dtype).removeprefix('torch.')}"
+        rule = "" if self.gate == "rates" else f" with gates of {self.gate}"
+        rule += " and the delta rule" * self.delta
+        return f"{self.heads} heads of {dims} in {str(self.dtype).removeprefix('torch.')}{rule}"
 
 
 class ForwardPass(ABC):
     """A forward under way. States are float32 (float64 for float64).
 
-    Attributes: states: behind the last document of each run [n,B,H,D,E], contiguous, if nothing
-        comes from before the runs.
+    Attributes:
+        states: behind the last document of each run [n,B,H,D,E], contiguous, if nothing comes from
+            before the runs.
+        through: transitions of the runs, see `RunStates`; None: those of constant decay.
     """
 
     states: Tensor
+    through: Tensor | None = None
 
     @abstractmethod
     def intra(self) -> None:
         """Computes what needs nothing from before the runs. Call it once."""
 
     @abstractmethod
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
         """Completes the runs.
 
         Args: incoming: the states before the runs [n,B,H,D,E]; None: 0.
@@ -70,11 +85,14 @@ class ForwardPass(ABC):
 class BackwardPass(ABC):
     """A backward under way.
 
-    Attributes: dstates: gradients of the states before the runs [n,B,H,D,E], contiguous, if those
-        of the states behind them are 0.
+    Attributes:
+        dstates: gradients of the states before the runs [n,B,H,D,E], contiguous, if those of the
+            states behind them are 0.
+        dgates: gradients of the gates, once `finish` has returned, in their dtypes.
     """
 
     dstates: Tensor
+    dgates: Gates = NO_GATES
 
     @abstractmethod
     def intra(self) -> None:
@@ -97,8 +115,10 @@ class LinearKernel(Kernel[LinearProblem]):
     """
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> ForwardPass:
-        """Begins a forward. Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
+        """Begins a forward. Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous, as the gates are."""
 
     @abstractmethod
     def backward(
@@ -107,8 +127,8 @@ class LinearKernel(Kernel[LinearProblem]):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decay: Decay,
+        transition: Decay | Gates,
         runs: Runs,
-        cache: Tensor | None,
+        cache: Cache,
     ) -> BackwardPass:
         """Begins a backward. Args: dout: [B,S,H,E]; cache: of `ForwardPass.finish`."""

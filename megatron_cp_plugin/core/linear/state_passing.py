@@ -9,7 +9,7 @@ where tokens see later ones: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from megatron_cp_plugin.core.linear.algorithm import (
     Saved,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import Cache
 from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import NO_GATES, Gates, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 LocalWork = Callable[[], None]
@@ -37,10 +39,9 @@ class StatePassing(LinearAlgorithm):
     @abstractmethod
     def carry(
         self,
-        states: Tensor,
+        states: RunStates,
         first: Tensor | None,
         route: Route,
-        decay: Decay,
         local_work: LocalWork,
         *,
         to_the_end: bool,
@@ -48,7 +49,7 @@ class StatePassing(LinearAlgorithm):
         """Carries the states of all ranks' runs along a route.
 
         Args:
-            states: [n,B,H,D,E] of the local runs, each as if nothing came before it.
+            states: of the local runs, each as if nothing came before it.
             first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
             local_work: what needs no other rank's state; called once.
             to_the_end: the state at the end of the route is wanted.
@@ -82,18 +83,26 @@ class StatePassing(LinearAlgorithm):
     ) -> Traffic:
         """See LinearAlgorithm.traffic: it does not depend on the number of tokens."""
         size, total = self.topology.size, not causal and not decays
-        there = Route.of(self.layout, size, self.layout.multiple(size))
+        layout, seq_len = self.layout, self.layout.multiple(size)
+        if layout.follows_documents and shape.documents:
+            layout, seq_len = layout.within(shape.documents), shape.seq_len
+        there = Route.of(layout, size, seq_len, shape.documents if layout.follows_documents else ())
         ways = [there] if causal or total else [there, there.flipped]
-        back, runs = there.back, len(there.runs[rank])
+        back, runs = there.back, max(there.counts)
 
         def sent(ways: Iterable[Route], once: Iterable[Message]) -> tuple[int, int]:
             carried = sum(source == rank for way in ways for source, *_ in self.hops(way))
             others = sum(source == rank for source, _ in once)
-            return (carried * runs + others) * shape.state_bytes, carried + others
+            bytes_ = carried * runs * self._carried_bytes(shape) + others * shape.state_bytes
+            return bytes_, carried + others
 
         last = self.sharing(there) if total or final_state else ()
         first = self.sharing(back) if total else self.collecting(back) if final_state else ()
         return Traffic(*sent(ways, last), *sent([way.back for way in ways], first))
+
+    def _carried_bytes(self, shape: LinearShape) -> int:
+        """Of what is sent of a run."""
+        return shape.run_bytes
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         """See LinearAlgorithm.moves."""
@@ -122,48 +131,63 @@ class StatePassing(LinearAlgorithm):
         return tuple(one for one in work if one.products)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None, call: LinearCall
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        initial: Tensor | None,
+        call: LinearCall,
+        gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
-        route = self._route(call)
-        if _one_state(call):
+        route = self.route_of(call.seq_len, call.documents)
+        if _one_state(call, gates):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, cache = self._sweep(
-            q, k, v, initial, route, call, output_final_state=call.output_final_state
+        out, final, kept = self._sweep(
+            q, k, v, initial, route, call, gates, output_final_state=call.output_final_state
         )
         if call.causal:
-            return out, final, (q, k, v, cache)
-        later, _, later_cache = self._sweep(
+            return out, final, (q, k, v, *gates, *kept)
+        later, _, kept_later = self._sweep(
             q.flip(1), k.flip(1), v.flip(1), None, route.flipped, call, output_final_state=False
         )
         # Both sweeps hold each token's own term.
         wide = accumulation_dtype(q.dtype)
         own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
         out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
-        return out, final, (q, k, v, cache, later_cache)
+        return out, final, (q, k, v, *gates, *kept, *kept_later)
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """See LinearAlgorithm.backward: dinitial is the first token's rank's alone."""
-        q, k, v, *caches = saved
+        q, k, v, *kept = saved
         assert q is not None
         assert k is not None
         assert v is not None
-        route = self._route(call)
-        if _one_state(call):
-            (total,) = caches
+        route = self.route_of(call.seq_len, call.documents)
+        if len(kept) == 1:
+            (total,) = kept
             assert total is not None
             dtotal = self._total(q, dout, None, dfinal, route.back, call)
             dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
             first = self.topology.rank == route.back.last_rank
-            return dq, dk, _products(k, dtotal), dtotal if first else None
-        dq, dk, dv, dinitial = self._sweep_back(dout, q, k, v, caches[0], dfinal, route, call)
+            return (
+                dq,
+                dk,
+                _products(k, dtotal),
+                dtotal if first and call.initial else None,
+                NO_GATES,
+            )
+        gates, half = Gates(*kept[:2]), 2 + (len(kept) - 2) // 2
+        dq, dk, dv, dinitial, dgates = self._sweep_back(
+            dout, q, k, v, kept[2 : None if call.causal else half], dfinal, route, call, gates
+        )
         if call.causal:
-            return dq, dk, dv, dinitial
+            return dq, dk, dv, dinitial, dgates
         mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        *gradients, _ = self._sweep_back(*mirrored, caches[1], None, route.flipped, call)
+        *gradients, _, _ = self._sweep_back(*mirrored, kept[half:], None, route.flipped, call)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -172,10 +196,12 @@ class StatePassing(LinearAlgorithm):
             (one.to(wide) + other.flip(1).to(wide) - twice).to(one.dtype)
             for one, other, twice in zip((dq, dk, dv), gradients, own, strict=True)
         )
-        return dq, dk, dv, dinitial
+        return dq, dk, dv, dinitial, dgates
 
-    def _route(self, call: LinearCall) -> Route:
-        return Route.of(self.layout, self.topology.size, call.seq_len, call.documents)
+    def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
+        """The way of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
+        layout = self.layout.within(documents) if documents else self.layout
+        return Route.of(layout, self.topology.size, seq_len, documents)
 
     def _total(
         self,
@@ -194,7 +220,8 @@ class StatePassing(LinearAlgorithm):
         states = call.kernel.forward(x, x, y, call.decay, runs).states
         if own is not None:
             states[0] += own
-        _, end = self.carry(states, first, route, call.decay, lambda: None, to_the_end=True)
+        carried = RunStates(states, call.decay)
+        _, end = self.carry(carried, first, route, lambda: None, to_the_end=True)
         return self.share(end, states[0], route)
 
     def _sweep(
@@ -205,18 +232,35 @@ class StatePassing(LinearAlgorithm):
         initial: Tensor | None,
         route: Route,
         call: LinearCall,
+        gates: Gates = NO_GATES,
         *,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Every token and what is before it on the route. Returns: out, final state, cache."""
-        running = call.kernel.forward(q, k, v, call.decay, route.local(self.topology.rank))
-        states = running.states
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        """Every token and what is before it on the route.
+
+        Returns: out, the final state, and the transitions of the runs with the kernel's cache.
+        """
+        transition = gates if gates.some else call.decay
+        running = call.kernel.forward(q, k, v, transition, route.local(self.topology.rank))
+        through = running.through
+        if through is not None and call.shared > 1:
+            through = through[:, :, :: call.shared].contiguous()
+        states = _of_shared(running.states, call, summed=False)
         arrived, end = self.carry(
-            states, initial, route, call.decay, running.intra, to_the_end=output_final_state
+            RunStates(states, _shared_decay(call) if through is None else through),
+            None if initial is None else _of_shared(initial.unsqueeze(0), call, summed=False)[0],
+            route,
+            running.intra,
+            to_the_end=output_final_state,
         )
         final = self.share(end, states[0], route) if output_final_state else None
+        if call.shared > 1:
+            arrived, final = (
+                None if x is None else x.repeat_interleave(call.shared, -3)
+                for x in (arrived, final)
+            )
         out, cache = running.finish(arrived)
-        return out, final, cache
+        return out, final, (through, *cache)
 
     def _sweep_back(
         self,
@@ -224,30 +268,59 @@ class StatePassing(LinearAlgorithm):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: Tensor | None,
+        kept: Sequence[Tensor | None],
         dfinal: Tensor | None,
         route: Route,
         call: LinearCall,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        gates: Gates = NO_GATES,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """Gradients of `_sweep`: those of states travel from the end of the route."""
+        through, *cache = kept
         runs = route.local(self.topology.rank)
-        running = call.kernel.backward(dout, q, k, v, call.decay, runs, cache)
+        transition = gates if gates.some else call.decay
+        running = call.kernel.backward(dout, q, k, v, transition, runs, tuple(cache))
         back = route.back
+        states = _of_shared(running.dstates, call, summed=True)
+        if dfinal is not None:
+            dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0], back)
         arrived, end = self.carry(
-            running.dstates,
-            None if dfinal is None else self.collect(dfinal, back),
+            RunStates(states, _shared_decay(call) if through is None else through).back,
+            dfinal,
             back,
-            call.decay,
             running.intra,
-            to_the_end=True,
+            to_the_end=call.initial,
         )
+        dinitial = end if call.initial and self.topology.rank == back.last_rank else None
+        if call.shared > 1:
+            arrived, dinitial = (
+                None if x is None else _to_first(x, call.shared) for x in (arrived, dinitial)
+            )
         dq, dk, dv = running.finish(arrived)
-        return dq, dk, dv, end if self.topology.rank == back.last_rank else None
+        return dq, dk, dv, dinitial, running.dgates
 
 
-def _one_state(call: LinearCall) -> bool:
+def _shared_decay(call: LinearCall) -> Decay:
+    return call.decay if call.shared == 1 else Decay(call.decay.rates[:: call.shared])
+
+
+def _of_shared(states: Tensor, call: LinearCall, *, summed: bool) -> Tensor:
+    """One state for heads that share it, or the sum of their gradients: [n,B,H,D,E]."""
+    if call.shared == 1:
+        return states
+    each = states.unflatten(2, (-1, call.shared))
+    return each.sum(3) if summed else each.select(3, 0).contiguous()
+
+
+def _to_first(gradient: Tensor, shared: int) -> Tensor:
+    """The gradient of a shared state [...,G,D,E] as that of its first head's: [...,H,D,E]."""
+    found = gradient.new_zeros(*gradient.shape[:-2], shared, *gradient.shape[-2:])
+    found.select(-3, 0).copy_(gradient)
+    return found.flatten(-4, -3)
+
+
+def _one_state(call: LinearCall, gates: Gates) -> bool:
     """Whether all tokens read the same state: they see all others, and nothing decays."""
-    return not call.causal and call.decay.none and not call.documents
+    return not call.causal and call.decay.none and not call.documents and not gates.some
 
 
 def _products(x: Tensor, state: Tensor) -> Tensor:

@@ -1,0 +1,389 @@
+"""`megatron-cp check`: says offline whether a recipe is served, by what, and whether it fits."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
+from megatron_cp_plugin.integration.args import OneLineParser
+from megatron_cp_plugin.integration.comm_type import CommType
+from megatron_cp_plugin.planner.choose import (
+    GIB,
+    Choice,
+    Combination,
+    Place,
+    choose,
+    peak_of_row,
+)
+from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
+from megatron_cp_plugin.planner.explain import described
+
+if TYPE_CHECKING:
+    from megatron_cp_plugin.integration.settings import Settings
+
+SERVED, REFUSED, NOT_UNDERSTOOD = 0, 1, 2
+_WORDS = {SERVED: "served", REFUSED: "refused", NOT_UNDERSTOOD: "not understood"}
+_WIDTH, _INDENT = 100, 14
+_GPU = "h100_400g"
+
+
+@dataclass
+class Finding:
+    """What is to be said of a recipe.
+
+    Attributes:
+        lines: (what, text) of each.
+        refused: What training would refuse.
+        unknown: What is not understood.
+    """
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        """The exit code: a refusal is certain, whatever else is not understood."""
+        return REFUSED if self.refused else NOT_UNDERSTOOD if self.unknown else SERVED
+
+    def text(self, name: str) -> str:
+        """All of it, in lines of at most 100 columns."""
+        rows = [
+            *self.lines,
+            *(("refused", line) for line in self.refused),
+            *(("unknown", line) for line in self.unknown),
+        ]
+        out = [f"{name}: {_WORDS[self.code]}"]
+        for what, said in rows:
+            first, rest = f"  {what:<{_INDENT - 2}}", " " * _INDENT
+            out.append(textwrap.fill(said, _WIDTH, initial_indent=first, subsequent_indent=rest))
+        return "\n".join(out)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns 0: served, 1: refused, 2: not understood."""
+    parser = OneLineParser(prog="megatron-cp check", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "recipe",
+        nargs="+",
+        metavar="RECIPE",
+        help="a shell script of Megatron, verl or slime, a YAML file of Megatron-Bridge, verl or "
+        "the plugin, recipe.py:FUNCTION of Megatron-Bridge; with KEY=VALUE of its command line "
+        "besides, or only such words; flags of Megatron after --",
+    )
+    parser.add_argument("--machine", default=_GPU, metavar="NAME|FILE", help=f"default {_GPU}")
+    parser.add_argument("--model", metavar="NAME", help="such as qwen3-8b, if it is not found")
+    parser.add_argument("--gpus", type=int, metavar="N", help="on how many it starts")
+    arguments = parser.parse_args(argv)
+    need("megatron", "check", "megatron", "yaml")
+    words = [word for word in arguments.recipe if word != "--"]
+    with warnings.catch_warnings():
+        # Megatron says at every import what is not installed.
+        warnings.simplefilter("ignore")
+        recipe = read_recipe(words, arguments.model)
+        recipe.gpus = arguments.gpus or recipe.gpus
+        finding = examine(recipe, arguments.machine)
+    print(finding.text(words[0]))
+    return finding.code
+
+
+def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
+    """Returns what is to be said of a recipe.
+
+    Args:
+        machine: Name of one, or a file.
+    """
+    from megatron_cp_plugin.integration.rules import Door, replaced
+    from megatron_cp_plugin.integration.settings import Settings
+
+    finding = Finding(unknown=list(recipe.unknown))
+    beyond = _beyond(recipe)
+    if beyond:
+        finding.refused.append(beyond)
+        finding.unknown.clear()
+        return finding
+    _complete(recipe)
+    by = "the launcher" if recipe.flags is not None else f'install(..., layout="{recipe.layout}")'
+    finding.lines.append(("program", f"{recipe.program}, served through {by}"))
+    finding.lines.append(("model", _model(recipe)))
+    finding.lines.append(("ranks", _ranks(recipe)))
+    if recipe.size == 1:
+        finding.lines.append(("layout", "context_parallel_size 1: nothing is split"))
+    algo, choice, shape = _choice(recipe, machine, finding)
+    config = _config(recipe, algo)
+    finding.refused += _refusals(recipe, config)
+    settings = Settings(SimpleNamespace(**recipe.settings), config, torch.device("cuda"))
+    if recipe.size > 1 and not finding.refused:
+        finding.lines.append(("layout", config.layout.name))
+        if choice is not None:
+            finding.lines.append(("algorithm", _chosen(choice)))
+        elif _is_sparse(recipe):
+            finding.lines.append(("algorithm", "none: all layers are DSA, which splits itself"))
+        elif algo:
+            finding.lines.append(("algorithm", f"{config.algo}, as named"))
+    if not finding.refused:
+        _fit(recipe, settings, shape, machine, choice, finding)
+    door: Door = "model" if recipe.flags is None else "arguments"
+    notes = [*replaced(door, settings), *recipe.notes]
+    finding.lines += [("note", line) for line in notes]
+    return finding
+
+
+def _beyond(recipe: Recipe) -> str:
+    if recipe.model is not None and recipe.model.beyond:
+        return (
+            f"{recipe.model.name} is {recipe.model.beyond}, got a recipe without GPTModel or "
+            "HybridModel: only these are served"
+        )
+    engine = recipe.settings.pop("engine", None)
+    if engine:
+        return f"{engine} builds no GPTModel of Megatron, got it as the engine: use megatron"
+    return ""
+
+
+def _complete(recipe: Recipe) -> None:
+    """Adds what rules ask for and recipes leave to the job: the number of processes."""
+    settings = recipe.settings
+    names = ("tensor_model", "context", "pipeline_model")
+    sizes = [int(settings.get(f"{name}_parallel_size") or 1) for name in names]
+    settings |= {f"{name}_parallel_size": n for name, n in zip(names, sizes, strict=True)}
+    dense = sizes[0] * sizes[1] * sizes[2]
+    experts = int(settings.get("expert_model_parallel_size") or 1)
+    experts *= int(settings.get("expert_tensor_parallel_size") or sizes[0]) * sizes[2]
+    if recipe.gpus is None:
+        recipe.gpus = lcm(dense, experts if settings.get("num_experts") else 1)
+        recipe.notes.append(f"the number of GPUs is not known, at least {recipe.gpus}: see --gpus")
+    settings["world_size"] = recipe.gpus
+    settings.setdefault("data_parallel_size", max(1, recipe.gpus // dense))
+
+
+def _model(recipe: Recipe) -> str:
+    s = recipe.settings
+    if not s.get("num_layers") or not s.get("num_attention_heads"):
+        pattern = s.get("hybrid_layer_pattern")
+        return f"{recipe.model.name if recipe.model else 'not known'}, layers {pattern}"
+    words = [f"{s['num_layers']} layers", f"hidden size {s['hidden_size']}"]
+    heads = f"{s['num_attention_heads']}"
+    if s.get("multi_latent_attention"):
+        words.append(f"{heads} heads of multi-latent attention")
+    else:
+        words.append(f"{heads}:{s.get('num_query_groups') or heads} heads")
+    if variant := s.get("experimental_attention_variant"):
+        words.append(f"with {variant}")
+    if (s.get("num_experts") or 1) > 1:
+        words.append(f"{s['num_experts']} experts")
+    if s.get("mtp_num_layers"):
+        words.append(f"{s['mtp_num_layers']} layer(s) of multi-token prediction")
+    return ", ".join([*([recipe.model.name] if recipe.model else []), *words])
+
+
+def _ranks(recipe: Recipe) -> str:
+    names = {
+        "TP": "tensor_model",
+        "PP": "pipeline_model",
+        "CP": "context",
+        "EP": "expert_model",
+        "ETP": "expert_tensor",
+    }
+    sizes = {short: recipe.settings.get(f"{name}_parallel_size") for short, name in names.items()}
+    split = ", ".join(f"{short} {size}" for short, size in sizes.items() if size and size > 1)
+    tokens = f"; {recipe.tokens} tokens of a micro-batch" if recipe.tokens else ""
+    return f"{recipe.gpus} GPUs: {split or 'no split'}{tokens}"
+
+
+def _is_sparse(recipe: Recipe) -> bool:
+    """Whether no layer has attention of ours."""
+    from megatron_cp_plugin.integration.settings import SPARSE
+
+    variant = recipe.settings.get("experimental_attention_variant")
+    return bool(variant == SPARSE or recipe.settings.get(OWN_SPARSE))
+
+
+def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
+    """What would be in force, with an algorithm."""
+    if recipe.flags is not None:
+        flags = recipe.flags
+        if flags.algo is None or flags.is_auto:
+            flags = replace(flags, algo=algo or "zigzag", comm_type=CommType())
+        return flags.config(recipe.size)
+    options = (("layout", recipe.layout),)
+    return ContextParallelConfig(algo or "zigzag", recipe.size, options=options)
+
+
+def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
+    """Everything that training would refuse, with where it was written."""
+    from megatron_cp_plugin.integration.checks import check_algorithms
+    from megatron_cp_plugin.integration.rules import Door, refusals
+    from megatron_cp_plugin.integration.settings import Settings
+
+    def of(source: dict[str, object]) -> Settings:
+        return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
+
+    settings = of(recipe.settings)
+    asked: dict[Door, Settings] = {"sizes": settings}
+    if recipe.flags is not None:
+        asked |= {"arguments": settings, "validated": settings}
+    else:
+        asked["model"] = of(_of_model(recipe, settings))
+        if settings.is_gated:
+            asked["gated layer"] = asked["model"]
+    found: dict[str, None] = {}
+    for door, given in asked.items():
+        for rule, said in refusals(door, given):
+            if rule.here:
+                recipe.notes.append(f"on this machine: {said}")
+                continue
+            place = recipe.places.get(rule.setting, "")
+            found[f"{place}: {said}" if place else said] = None
+    tokens = recipe.tokens if recipe.flags is not None else None
+    tries: list[Callable[[], object]] = [config.check_layers]
+    if tokens is not None:
+        tries.append(lambda: config.check_sequence(tokens))
+    if not found:
+        tries.append(lambda: check_algorithms(settings))
+    for attempt in tries:
+        try:
+            attempt()
+        except ContextParallelError as error:
+            found[str(error)] = None
+    return list(found)
+
+
+def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
+    """What a model that a program builds lets the plugin see."""
+    from megatron_cp_plugin.integration.contract import SETTINGS
+
+    places = {"config", "latent config", "nowhere for sure"}
+    seen = {setting.name for setting in SETTINGS if places.intersection(setting.places)}
+    # Of the model itself, which is looked at once it is built.
+    seen |= {"position_embedding_type", "hybrid_layer_pattern"}
+    if settings.is_gated or settings.graphs != "none":
+        seen.add("sft")  # packs are looked at in the first step
+    return {name: value for name, value in recipe.settings.items() if name in seen}
+
+
+def _choice(
+    recipe: Recipe, machine: str, finding: Finding
+) -> tuple[str | None, Choice | None, Shape | None]:
+    """The algorithm that is named, or that the planner takes; with it the shape of attention."""
+    from megatron_cp_plugin.core.layouts.document_layout import NAMED
+    from megatron_cp_plugin.integration.auto import (
+        Batches,
+        kinds_of_layers,
+        kinds_of_model,
+        layouts,
+        nodes_of,
+        of_several,
+    )
+    from megatron_cp_plugin.integration.settings import Settings
+
+    settings = Settings(SimpleNamespace(**recipe.settings))
+    flags = recipe.flags
+    named = flags.algo if flags is not None and not flags.is_auto else None
+    sized = all((settings.num_layers, settings.num_attention_heads, settings.hidden_size))
+    if not sized or not recipe.tokens:
+        return named, None, None
+    source = SimpleNamespace(**recipe.settings)
+    shape = settings.shape(recipe.tokens // settings.samples)
+    if named or recipe.size == 1 or _is_sparse(recipe):
+        return named, None, shape
+    found = machine_named(machine)
+    names: tuple[str, ...]
+    if flags is None:
+        layout = NAMED[recipe.layout]
+        batches = Batches(recipe.tokens)
+        kinds, names = kinds_of_model(source, batches, layout, recipe.size), (layout.name,)
+    else:
+        auto = replace(flags, algo=registry.AUTO)
+        every = kinds_of_layers(auto, settings)
+        counts = dict.fromkeys(every, 0)
+        for kind in every:
+            counts[kind] += 1
+        kinds = [replace(kind, count=count) for kind, count in counts.items()]
+        names = layouts(settings, packed=settings.packing is not None)
+
+    def refusal(combination: Combination) -> str | None:
+        if flags is None and (said := of_several(combination)):
+            return said
+        return next(iter(_refusals(recipe, _of_choice(recipe, combination))), None)
+
+    place = Place(
+        found,
+        nodes_of(settings, found.gpus_per_node),
+        kernel_on(found, "auto"),
+        found.memory_gib * GIB,
+    )
+    try:
+        choice = choose(kinds, place, layouts=names, refusal=refusal)
+    except ConfigError:
+        return None, None, shape  # what is refused is said below
+    return choice.best.algo, choice, shape
+
+
+def _of_choice(recipe: Recipe, combination: Combination) -> ContextParallelConfig:
+    config = _config(recipe, combination.algo)
+    options = dict(combination.options)
+    if recipe.flags is None:
+        options["layout"] = recipe.layout
+    return replace(config, options=tuple(options.items()), by_auto=True)
+
+
+def _chosen(choice: Choice) -> str:
+    others = [one for one in choice.combinations[1:] if one.algo != choice.best.algo]
+    machine = choice.place.machine.name
+    words = f"{described(choice).replace(' layout=thd', '')}, as plan would take on {machine}"
+    if others:
+        percent = 100 * (others[0].seconds / choice.best.seconds - 1)
+        words += f"; {others[0].algo} is {percent:.0f}% slower in attention"
+    return words
+
+
+def _fit(
+    recipe: Recipe,
+    settings: Settings,
+    shape: Shape | None,
+    machine: str,
+    choice: Choice | None,
+    finding: Finding,
+) -> None:
+    from megatron_cp_plugin.integration.auto import memory_of
+
+    missing = [
+        what
+        for what, lacks in {
+            "the sizes of the model": shape is None or not settings.vocab_size,
+            "the tokens of a micro-batch": not recipe.tokens,
+            "a count of gated delta net, Mamba or DSA layers": settings.is_gated
+            or _is_sparse(recipe)
+            or settings.hybrid_layer_pattern,
+        }.items()
+        if lacks
+    ]
+    if missing or shape is None:
+        finding.lines.append(("memory", f"not known: the planner lacks {' and '.join(missing)}"))
+        return
+    parts = memory_of(settings, shape)
+    if choice is not None:
+        rows = zip(choice.best.rows, choice.tables, strict=True)
+        peaks = (peak_of_row(row, table.kind, choice.place) for row, table in rows)
+        parts["attention"] = max(peaks) / GIB
+    total, gib = sum(parts.values()), machine_named(machine).memory_gib
+    verdict = "fits" if total <= gib else "does not fit"
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    words = ", ".join(f"{name} {size:.1f}" for name, size in largest)
+    finding.lines.append(
+        ("memory", f"{verdict}: {total:.1f} of {gib:g} GiB by estimate, of it {words}")
+    )

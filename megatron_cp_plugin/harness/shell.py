@@ -1,0 +1,393 @@
+"""Reads what a shell script would run, without running anything.
+
+Variables, arrays, defaults, whole-number arithmetic, sourced files and conditions on known values
+are followed. Whatever else a value comes from, such as the environment, a command or a loop, makes
+it unknown; so does a branch of which nobody knows whether it is taken.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+UNKNOWN = "?"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command.
+
+    Attributes:
+        text: With `UNKNOWN` in the place of what is not known.
+        place: File and line where it was written.
+        known: Whether all of it is.
+    """
+
+    text: str
+    place: str = ""
+    known: bool = True
+
+
+type Command = list[Word]
+
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "\n")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_CLOSING = {"(": ")", "{": "}"}
+_OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac"}
+_NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+_PREFIXES = ("export", "local", "readonly", "declare", "then", "else", "do", "exec")
+
+
+def commands(path: Path) -> tuple[list[Command], list[str]]:
+    """Returns the commands that a script would run, and what of it was not understood."""
+    script = _Script(path)
+    script.read(path)
+    return script.commands, script.problems
+
+
+@dataclass
+class _Script:
+    path: Path
+    commands: list[Command] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    values: dict[str, list[Word]] = field(default_factory=dict)
+
+    def read(self, path: Path) -> None:
+        tokens = list(_tokens(path.read_text(), path.name))
+        self._run(_statements(tokens), path, certain=True)
+
+    def _run(self, statements: Sequence[list[Word]], path: Path, *, certain: bool) -> None:
+        """Args: certain: Whether it is known that they run."""
+        at = 0
+        while at < len(statements):
+            words = statements[at]
+            first = words[0].text if words else ""
+            if first in _OPENS:
+                end = _end(statements, at)
+                inner = statements[at + 1 : end]
+                if first == "if":
+                    self._condition(words[1:], inner, path, certain=certain)
+                else:
+                    self._run(
+                        [_after_pattern(each) for each in (words, *inner)], path, certain=False
+                    )
+                at = end + 1
+                continue
+            at += 1
+            if first.endswith("()") or first == "function":
+                depth = 1
+                while at < len(statements) and depth:
+                    texts = [word.text for word in statements[at]]
+                    depth += texts.count("{") - texts.count("}")
+                    at += 1
+                continue
+            while words and words[0].text in _PREFIXES:
+                words = words[1:]
+            if words:
+                self._statement(words, path, certain=certain)
+
+    def _condition(
+        self, test: list[Word], inner: Sequence[list[Word]], path: Path, *, certain: bool
+    ) -> None:
+        branches: list[tuple[list[Word] | None, list[list[Word]]]] = [(test, [])]
+        depth = 0
+        for words in inner:
+            first = words[0].text if words else ""
+            if not depth and first in ("elif", "else"):
+                branches.append((words[1:] if first == "elif" else None, []))
+                rest = words[1:] if first == "else" else []
+                if rest:
+                    branches[-1][1].append(rest)
+                continue
+            depth += (first in _OPENS) - (first in _OPENS.values())
+            stripped = words[1:] if first == "then" else words
+            if stripped:
+                branches[-1][1].append(stripped)
+        for test_of, body in branches:
+            holds = True if test_of is None else self._holds(test_of)
+            certain = certain and holds is not None
+            if holds is not False:
+                self._run(body, path, certain=certain)
+            if holds is True:
+                return
+
+    def _holds(self, test: list[Word]) -> bool | None:
+        """Whether a condition holds; None: nobody knows."""
+        words = [part for word in test for part in self._expand(word)]
+        if not words or words[0].text not in ("[", "[[", "test"):
+            return None
+        words = [word for word in words[1:] if word.text not in ("]", "]]")]
+        if any(not word.known for word in words):
+            return None
+        match [word.text for word in words]:
+            case ["-z", *rest]:
+                return not "".join(rest)
+            case ["-n", *rest]:
+                return bool("".join(rest))
+            case [left, "=" | "==", right]:
+                return left == right
+            case [left, "!=", right]:
+                return left != right
+            case [left, sign, right] if sign in _NUMBERS:
+                found = _arithmetic(f"({left}) {_NUMBERS[sign]} ({right})")
+                return None if found is None else bool(found)
+        return None
+
+    def _statement(self, words: list[Word], path: Path, *, certain: bool) -> None:
+        found = _ASSIGNMENT.fullmatch(words[0].text)
+        if found and len(words) > 1 and words[1].text == "(" and not found[3]:
+            inside = [part for word in words[2:-1] for part in self._expand(word)]
+            self._assign(found[1], found[2], inside, certain=certain)
+        elif all(_ASSIGNMENT.fullmatch(word.text) for word in words):
+            for word in words:
+                name, plus, raw = _ASSIGNMENT.fullmatch(word.text).groups()  # type: ignore[union-attr]
+                parts = self._expand(Word(f'"{raw}"' if _plain(raw) else raw, word.place))
+                joined = Word(
+                    " ".join(part.text for part in parts),
+                    word.place,
+                    all(part.known for part in parts),
+                )
+                self._assign(name, plus, [joined], certain=certain)
+        elif words[0].text in ("source", ".") and len(words) > 1:
+            self._source("".join(part.text for part in self._expand(words[1])), words[1], path)
+        elif words[0].text == "printf" and len(words) > 2 and words[1].text == "-v":
+            self._assign(words[2].text, "", [Word(UNKNOWN, words[2].place, False)], certain=True)
+        else:
+            self.commands.append([part for word in words for part in self._expand(word)])
+
+    def _assign(self, name: str, plus: str, words: list[Word], *, certain: bool) -> None:
+        if not certain:
+            words = [Word(UNKNOWN, word.place, False) for word in words]
+        if plus:
+            words = [*self.values.get(name, []), *words]
+        self.values[name] = words
+
+    def _source(self, text: str, word: Word, path: Path) -> None:
+        """Reads a file whose folder may be unknown, or another machine's."""
+        parts = Path(text.replace(UNKNOWN, "/")).parts
+        tails = (Path(*parts[at:]) for at in range(1 if parts[:1] == ("/",) else 0, len(parts)))
+        folders = (path.parent, *path.parent.resolve().parents)
+        for tail in tails:
+            for folder in folders:
+                if (folder / tail).is_file():
+                    self.read(folder / tail)
+                    return
+        self.problems.append(f"{word.place}: source {text}: no such file here")
+
+    def _expand(self, word: Word) -> list[Word]:
+        """The words that one becomes."""
+        texts: list[list[Word]] = [[]]
+        raw, at, quoted = word.text, 0, False
+        empty, nothing = True, False
+
+        def add(text: str, known: bool = True) -> None:
+            texts[-1].append(Word(text, word.place, known))
+
+        while at < len(raw):
+            letter = raw[at]
+            if letter == "'" and not quoted:
+                end = raw.index("'", at + 1)
+                add(raw[at + 1 : end])
+                empty, at = False, end + 1
+            elif letter == '"':
+                quoted, at = not quoted, at + 1
+                empty = False
+            elif letter == "\\" and at + 1 < len(raw):
+                add(raw[at + 1])
+                at += 2
+            elif letter == "`":
+                add(UNKNOWN, known=False)
+                at = raw.index("`", at + 1) + 1
+            elif letter == "$":
+                end, found, several = self._variable(raw, at)
+                nothing = nothing or (several and not found)
+                if several or not quoted:
+                    split = (
+                        found
+                        if several
+                        else [
+                            Word(part, one.place or word.place, one.known)
+                            for one in found
+                            for part in one.text.split()
+                        ]
+                    )
+                    for number, one in enumerate(split):
+                        if number:
+                            texts.append([])
+                        texts[-1].append(one)
+                else:
+                    add(" ".join(one.text for one in found), all(one.known for one in found))
+                at = end
+            else:
+                add(letter)
+                at += 1
+        return [
+            Word(
+                "".join(part.text for part in parts),
+                next((part.place for part in parts if part.place), word.place),
+                all(part.known for part in parts),
+            )
+            for parts in texts
+            if parts or not (empty or nothing)
+        ]
+
+    def _variable(self, raw: str, at: int) -> tuple[int, list[Word], bool]:
+        """Where what begins at a dollar ends, what it stands for, and whether as several words."""
+        unknown = [Word(UNKNOWN, "", False)]
+        if raw.startswith("$((", at):
+            end = _closing(raw, at + 1)
+            named = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", raw[at + 3 : end - 1])
+            words = self._expand(Word(named))
+            inside = " ".join(word.text for word in words)
+            value = _arithmetic(inside) if all(word.known for word in words) else None
+            return end + 1, unknown if value is None else [Word(str(int(value)))], False
+        if raw.startswith("$(", at):
+            return _closing(raw, at + 1) + 1, unknown, False
+        if raw.startswith("${", at):
+            end = _closing(raw, at + 1)
+            inside = raw[at + 2 : end]
+            found = re.fullmatch(r"(\w+)(?:\[([@*])\])?(?::?([-=?+])(.*))?", inside, re.DOTALL)
+            if not found:
+                return end + 1, unknown, False
+            name, every, sign, other = found.groups()
+            if sign in ("-", "=") and not "".join(w.text for w in self.values.get(name, [])):
+                return end + 1, self._expand(Word(f'"{other}"' if _plain(other) else other)), False
+            if every and name not in self.values:
+                return end + 1, [], True  # the environment has no arrays
+            return end + 1, self._value(name), every is not None
+        name = re.match(r"\$(\w+|@|\*|#|\?)", raw[at:])
+        if not name:
+            return at + 1, [Word("$")], False
+        if name[1] in "@*":
+            return at + name.end(), [], True
+        return at + name.end(), self._value(name[1]), False
+
+    def _value(self, name: str) -> list[Word]:
+        return self.values.get(name, [Word(UNKNOWN, "", False)])
+
+
+def _after_pattern(words: list[Word]) -> list[Word]:
+    """A statement of a loop or a case, without what comes before it on its line."""
+    texts = [word.text for word in words]
+    if texts[:1] == ["case"] or (")" in texts and "(" not in texts):
+        return words[texts.index(")") + 1 :] if ")" in texts else []
+    return [] if texts and texts[0] in _OPENS else words
+
+
+def _plain(raw: str) -> bool:
+    return not {'"', "'"} & {*raw}
+
+
+def _arithmetic(text: str) -> float | None:
+    """The value of whole numbers and + - * / % with comparisons; None: it is something else."""
+    signs = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.cmpop)
+    allowed = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Compare, *signs)
+    try:
+        tree = ast.parse(text.strip().replace("/", "//"), mode="eval")
+        if not all(isinstance(node, allowed) for node in ast.walk(tree)):
+            return None
+        value = eval(compile(tree, "", "eval"), {"__builtins__": {}})  # numbers alone
+    except (SyntaxError, ValueError, ArithmeticError, TypeError):
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _closing(raw: str, at: int) -> int:
+    """Where a bracket that opens at a place closes."""
+    opening, depth = raw[at], 0
+    for place in range(at, len(raw)):
+        depth += (raw[place] == opening) - (raw[place] == _CLOSING[opening])
+        if not depth:
+            return place
+    return len(raw) - 1
+
+
+def _tokens(text: str, name: str) -> Iterator[Word]:
+    """Words with their quotes, brackets of arrays, and operators, of which one ends a line."""
+    at, line = 0, 1
+    pending: list[str] = []  # ends of documents that follow
+    while at < len(text):
+        if text.startswith("\\\n", at):
+            at, line = at + 2, line + 1
+            continue
+        letter = text[at]
+        if letter == "\n":
+            yield Word("\n", f"{name}:{line}")
+            at, line = at + 1, line + 1
+            for last in pending:
+                skipped = re.match(rf".*?^\s*{re.escape(last)}\s*$", text[at:], re.S | re.M)
+                passed = text[at : at + skipped.end()] if skipped else text[at:]
+                at, line = at + len(passed), line + passed.count("\n")
+            pending = []
+        elif letter in " \t":
+            at += 1
+        elif letter == "#":
+            at = len(text) if (end := text.find("\n", at)) < 0 else end
+        elif found := re.match(r"<<-?\s*['\"]?(\w+)['\"]?", text[at:]):
+            pending.append(found[1])
+            at += found.end()
+        elif letter in "()":
+            yield Word(letter, f"{name}:{line}")
+            at += 1
+        elif operator := next((one for one in _OPERATORS if text.startswith(one, at)), ""):
+            yield Word(operator, f"{name}:{line}")
+            at += len(operator)
+        else:
+            end = _end_of_word(text, at)
+            yield Word(text[at:end].replace("\\\n", ""), f"{name}:{line}")
+            line += text.count("\n", at, end)
+            at = end
+
+
+def _end_of_word(text: str, at: int) -> int:
+    quote = ""
+    while at < len(text):
+        letter = text[at]
+        if letter == "\\":
+            at += 2
+            continue
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"`":
+            quote = letter
+        if letter == "$" and text[at + 1 : at + 2] in ("(", "{") and quote != "'":
+            at = _closing(text, at + 1) + 1
+            continue
+        if not quote and (letter in " \t\n;|&()"):
+            return at + 2 if text.startswith("()", at) and text[at - 1] != "=" else at
+        at += 1
+    return at
+
+
+def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
+    """Tokens by statement; an array's brackets and lines are in one."""
+    found: list[list[Word]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth = max(0, depth + (token.text == "(") - (token.text == ")"))
+        if token.text in _OPERATORS and not depth:
+            found.append([])
+        elif token.text != "\n":
+            found[-1].append(token)
+    return [words for words in found if words]
+
+
+def _end(statements: Sequence[list[Word]], at: int) -> int:
+    """Which statement ends one that begins with if, for, while or case."""
+    depth = 0
+    for number in range(at, len(statements)):
+        for word in statements[number]:
+            if word.text in _OPENS and word is statements[number][0]:
+                depth += 1
+            elif word.text in _OPENS.values() and word is statements[number][0]:
+                depth -= 1
+        head = statements[number][0].text
+        rest = statements[number][1:2]
+        if head in ("then", "do", "else") and rest and rest[0].text in _OPENS:
+            depth += 1
+        if not depth:
+            return number
+    return len(statements) - 1

@@ -1,0 +1,356 @@
+"""Small models with all kinds of layers of public ones, split and unsplit: FOLDER SIZE MODEL...
+
+Each is built of Megatron's own local modules, by a program that installs the plugin and cuts its
+batches itself, and compared with the same model on one rank. Rank 0 prints what was off, or was
+refused, as JSON.
+"""
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_cp_plugin.harness.models import MODELS
+from tests.integration.cut_batches_job import (
+    BATCHES,
+    VOCABULARY,
+    Batch,
+    Reference,
+    alone,
+    compare,
+    gradient_of,
+    set_up,
+    weigh_further_tokens,
+)
+
+TOKENS = 48
+# A small number in the place of each size, or of what a model has of these.
+SMALL: dict[str, object] = {
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "vocab_size": VOCABULARY,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "first_dense_layers": 1,
+    "window_size": (5, 0),
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 6,
+}
+# What a model does not say, or says for GPUs.
+BESIDE: dict[str, dict[str, object]] = {
+    # Megatron's local experts do not train with biases.
+    "num_experts": {
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "add_bias_linear": False,
+    },
+    "linear_num_key_heads": {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    # With it many scores are 0, and which of equal ones are taken depends on how many there are.
+    "dsa_indexer_topk": {"dsa_indexer_rotate_activation": False, "dsa_indexer_scoring_relu": False},
+    "multi_latent_attention": {"rope_type": "rope"},
+    "position_embedding_type": {"mrope_section": [2, 1, 1]},
+}
+OF_MODEL = ("position_embedding_type", "rotary_percent", "vocab_size", "first_dense_layers")
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 64,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": False,
+}
+
+
+def small(settings: dict[str, object]) -> dict[str, object]:
+    """Settings of a model with the same kinds of layers, of few numbers."""
+    found = {name: SMALL.get(name, value) for name, value in settings.items() if value is not None}
+    heads, groups = settings["num_attention_heads"], settings["num_query_groups"]
+    found["num_query_groups"] = 4 if heads == groups else 2
+    frequency = settings.get("linear_attention_freq") or settings.get("window_attn_skip_freq")
+    found["num_layers"] = max(int(str(frequency or 2)), 3 if "first_dense_layers" in found else 2)
+    for name, others in BESIDE.items():
+        if found.get(name):
+            found |= others
+    return found
+
+
+class Linear(nn.Module):
+    """A linear map that all tensor-parallel ranks have whole, which Megatron has of TE only."""
+
+    def __init__(self, inputs: int, outputs: int, **settings: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        settings["init_method"](self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
+
+
+def make_config(settings: dict[str, object], size: int) -> Any:
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    given = {name: value for name, value in settings.items() if name not in OF_MODEL}
+    if given.pop("swiglu", False):
+        given |= {"gated_linear_unit": True, "activation_func": nn.functional.silu}
+    given.pop("untie_embeddings_and_output_weights", None)
+    if "num_experts" in given:
+        dense, layers = settings.get("first_dense_layers", 0), settings["num_layers"]
+        given["num_moe_experts"] = given.pop("num_experts")
+        given["moe_layer_freq"] = [0] * dense + [1] * (layers - dense)  # type: ignore[operator]
+        given["moe_token_dispatcher_type"] = "alltoall"
+    if "linear_attention_freq" not in given:
+        given.pop("attention_output_gate", None)
+    kind: Any = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
+    config = kind(
+        init_method_std=0.2, context_parallel_size=size, transformer_impl="local", **given
+    )
+    for name, value in YARN.items():
+        setattr(config, name, value)
+    return config
+
+
+def layers_of(config: Any) -> Any:
+    """The spec of all layers, of local modules."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_dsa_module_spec_for_backend,
+        get_linear_attention_pattern,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    variant, config.experimental_attention_variant = config.experimental_attention_variant, None
+    block = get_gpt_decoder_block_spec(config, False, config.normalization)
+    config.experimental_attention_variant = variant
+    if variant is None:
+        return block
+    if variant == "dsa":
+        provider = LocalSpecProvider()
+        provider.linear = lambda: Linear  # type: ignore[attr-defined]
+        other, pattern = get_dsa_module_spec_for_backend(config, provider), [1] * config.num_layers
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            setattr(other.submodules, name, ColumnParallelLinear)
+    else:
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+        other, pattern = (
+            ModuleSpec(GatedDeltaNet, submodules=parts),
+            get_linear_attention_pattern(config),
+        )
+    layers = [
+        replace(layer, submodules=replace(layer.submodules, self_attention=other))
+        if is_other
+        else layer
+        for layer, is_other in zip(block.layer_specs, pattern, strict=True)
+    ]
+    return replace(block, layer_specs=layers)
+
+
+def make_model(settings: dict[str, object], size: int, groups: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    config = make_config(settings, size)
+    spec, others = layers_of(config), {}
+    if config.mtp_num_layers:
+        others["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=256,
+        position_embedding_type=settings["position_embedding_type"],
+        rotary_percent=settings.get("rotary_percent", 1.0),
+        share_embeddings_and_output_weights=not settings["untie_embeddings_and_output_weights"],
+        pg_collection=groups,
+        **others,
+    )
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if size == 1 and rotary is not None:
+        rotary.cp_group = groups.cp  # that of YaRN takes Megatron's own
+    return model
+
+
+def off(ours: Any, theirs: Any, group: Any) -> float:
+    """How far gradients are off, at most, relative to the largest of each parameter."""
+    worst = 0.0
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        gradient, want = gradient_of(mine), gradient_of(other)
+        dist.all_reduce(gradient, group=group)
+        worst = max(worst, float((gradient - want).abs().max() / want.abs().max().clamp_min(1e-3)))
+    return worst
+
+
+def by_samples(reference: Any, model: Any, size: int) -> dict[str, float]:
+    """Three steps of plain gradient descent on samples of one length, cut by zigzag."""
+    group, found = model.pg_collection.cp, {"loss": 0.0, "gradients": 0.0}
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ids, labels = torch.randint(1, VOCABULARY, (2, 2, TOKENS), generator=draw)
+        places = torch.arange(TOKENS).expand(2, TOKENS)
+        chunks = torch.arange(TOKENS).chunk(2 * size)
+        mine = torch.cat((chunks[group.rank()], chunks[2 * size - 1 - group.rank()]))
+        totals = []
+        hidden = torch.ones(1, 1, TOKENS, TOKENS).tril() == 0
+        for each, kept, mask in ((reference, torch.arange(TOKENS), hidden), (model, mine, None)):
+            each.zero_grad()
+            weigh_further_tokens(len(kept) / TOKENS)
+            given = {"labels": labels[:, kept], "loss_mask": torch.ones(2, len(kept))}
+            out = each(ids[:, kept], places[:, kept], mask, **given).sum() / labels.numel()
+            torch.autograd.backward(out)
+            totals.append(out.detach().clone())
+        want, got = totals
+        dist.all_reduce(got, group=group)
+        found["loss"] = max(found["loss"], float((got - want).abs() / want))
+        found["gradients"] = max(found["gradients"], off(model, reference, group))
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                if theirs.grad is not None:
+                    theirs -= 0.01 * theirs.grad
+                    ours.copy_(theirs)
+    return found
+
+
+def by_checkpoint(reference: Any, model: Any, folder: Path) -> dict[str, float]:
+    """What is saved by split ranks is read on one, and the other way round."""
+    from megatron.core import dist_checkpointing
+
+    before = {
+        name: value.clone() for name, value in model.state_dict().items() if value is not None
+    }
+    worst = 0.0
+    for number, (saved, read) in enumerate(((model, reference), (reference, model))):
+        place = folder / str(number)
+        if dist.get_rank() == 0:
+            place.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(saved.sharded_state_dict(), str(place))
+        with torch.no_grad():
+            for parameter in read.parameters():
+                parameter.zero_()
+        read.load_state_dict(dist_checkpointing.load(read.sharded_state_dict(), str(place)))
+        for name, value in read.state_dict().items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                worst = max(worst, float((value - before[name]).abs().max()))
+    return {"weights": worst}
+
+
+def try_model(name: str, size: int, groups: Any, folder: Path) -> dict[str, Any]:
+    """What was built, and of each path what was off, or why it was refused."""
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.errors import ContextParallelError
+
+    (public,) = (model for model in MODELS if model.name == name)
+    settings = small(dict(public.settings))
+    reference = make_model(settings, 1, alone(groups))
+    further = make_model(settings | {"mtp_num_layers": 1}, 1, alone(groups))
+    cp_megatron.install("zigzag", layout="thd")
+    try:
+        model = make_model(settings, size, groups)
+        found = {"built": settings} | try_paths(reference, model, size, folder / name)
+        predicting = settings | {"mtp_num_layers": 1}
+        model = make_model(predicting, size, groups)
+        model.load_state_dict(further.state_dict(), strict=False)
+        try:
+            found["off"]["multi-token prediction"] = worst_of(
+                Reference(further), model, size, real=True
+            )
+        except ContextParallelError as error:
+            found["refused"]["multi-token prediction"] = str(error)
+        return found
+    except ContextParallelError as error:
+        return {"built": settings, "off": {}, "refused": {"all": str(error)}}
+    finally:
+        cp_megatron.uninstall()
+
+
+def try_paths(reference: Any, model: Any, size: int, folder: Path) -> dict[str, Any]:
+    from megatron_cp_plugin.errors import ContextParallelError
+
+    model.load_state_dict(reference.state_dict(), strict=False)
+    paths: dict[str, Callable[[], dict[str, float]]] = {
+        "samples": lambda: by_samples(reference, model, size),
+        "packed documents": lambda: worst_of(Reference(reference), model, size, real=False),
+        "packed documents with padding": lambda: worst_of(
+            Reference(reference), model, size, real=True
+        ),
+        "checkpoint": lambda: by_checkpoint(reference, model, folder),
+    }
+    found: dict[str, dict[str, Any]] = {"off": {}, "refused": {}}
+    for path, run in paths.items():
+        try:
+            found["off"][path] = run()
+        except ContextParallelError as error:
+            found["refused"][path] = str(error)
+    return found
+
+
+def worst_of(reference: Reference, model: Any, size: int, *, real: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for lengths in BATCHES.values():
+        batch = Batch(lengths, model.pg_collection.cp.rank(), size)
+        errors = compare(reference, model, batch, real=real, spanned=False)
+        found = {key: max(found.get(key, 0.0), value) for key, value in errors.items()}
+    return found
+
+
+def main() -> None:
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    if importlib.util.find_spec("fla") is None:
+        from tests.integration.gated_delta_net_job import use_stand_in
+
+        use_stand_in()
+    groups = set_up(size)
+    for name in sys.argv[3:]:
+        try:
+            found = try_model(name, size, groups, folder)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        every: list[Any] = [None] * size
+        dist.all_gather_object(every, found)
+        for path in found.get("off", {}):
+            for key in found["off"][path]:
+                found["off"][path][key] = max(each["off"][path][key] for each in every)
+        if dist.get_rank() == 0:
+            print("FOUND" + json.dumps({name: found}), flush=True)
+
+
+if __name__ == "__main__":
+    from megatron_cp_plugin.integration.launch import whole_program
+
+    with whole_program():
+        main()

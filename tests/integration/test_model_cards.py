@@ -1,0 +1,55 @@
+"""The cards of docs/models: they say what the rules say, and one of them again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_cp_plugin.harness.check_recipe import examine
+from megatron_cp_plugin.harness.models import MODELS
+from megatron_cp_plugin.harness.recipes import Recipe
+from tests.integration.megatron_job import run_warm
+from tests.integration.model_cards_job import small
+
+JOB = Path(__file__).with_name("model_cards_job.py")
+CARDS = sorted((Path(__file__).parents[2] / "docs" / "models").glob("*.yaml"))
+PUBLIC = {model.name: model for model in MODELS}
+BOUNDS = {"loss": 1e-5, "log-probs": 1e-4, "gradients": 1e-4, "weights": 0.0}
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.stem)
+def test_a_card_agrees_with_the_rules(path: Path) -> None:
+    card = yaml.safe_load(path.read_text())
+    # What is built of the models now, but for what reading YAML turns into lists.
+    for name in card["models"]:
+        assert json.loads(json.dumps(small(dict(PUBLIC[name].settings)))) == card["built"]
+    for errors in (each for of_path in card["equal"].values() for each in of_path.values()):
+        assert all(float(error) <= BOUNDS[name] for name, error in errors.items())
+    model = PUBLIC[card["models"][0]]
+    paths = {
+        "samples": {},
+        "packed documents": {"sft": True},
+        "packed documents with padding": {"sft": True},
+        "multi-token prediction": {"sft": True, "mtp_num_layers": 1},
+    }
+    for each, asked in paths.items():
+        split = {"context_parallel_size": 2}
+        recipe = Recipe("Megatron-Bridge", dict(model.settings) | split | asked, model=model)
+        refused = each in card["refused"] or "all" in card["refused"]
+        assert bool(examine(recipe).refused) == refused, each
+        assert refused or each in card["equal"]
+
+
+@pytest.mark.slow
+def test_sparse_attention_beside_the_plugin(tmp_path: Path) -> None:
+    """Megatron's DSA layers, in samples and in packs that a program cuts, on two ranks."""
+    job = run_warm(tmp_path / "logs", str(tmp_path), "2", "glm-5", ranks=2, script=JOB).succeeded()
+    line = next(line for line in job.processes[0].stdout.splitlines() if line.startswith("FOUND"))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))["glm-5"]
+    assert not found["refused"]
+    assert len(found["off"]) == 5
+    for path, errors in found["off"].items():
+        for name, error in errors.items():
+            assert error <= BOUNDS[name], (path, name, error)
