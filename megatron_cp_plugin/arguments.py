@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megatron_cp_plugin.core.layout import Documents
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import Documents, document_starts
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, brief, whole_number
 

@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.tiles import Mask
 

@@ -9,8 +9,7 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
-from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import Contiguous, document_starts
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import random_documents

@@ -14,8 +14,7 @@ from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Layout, shard, unshard
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import Contiguous, Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.shape import Shape

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology

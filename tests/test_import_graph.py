@@ -21,7 +21,7 @@ FORBIDDEN = [
 # The rooms of core, folders and modules, the lowest first: one imports from its own line and from
 # those above it.
 ROOMS = [
-    ("caching", "layout", "ranges"),
+    ("layout", "ranges"),
     ("agree", "comm", "communication", "topology"),
     ("fused", "kernel", "partial", "shape"),
     ("masks", "tiles"),

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Layout, shard, unshard
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

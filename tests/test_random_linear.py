@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.masks.documents import document_starts
+from megatron_cp_plugin.core.layout import document_starts, shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, layout_of

@@ -17,20 +17,9 @@ class KvAllGather(GridAlgorithm):
     """K and V gathered by groups of heads, the next group during the attention of the present one.
 
     The grid of `attention2d` with a single column. With S = N/P tokens a rank, elements of e
-    bytes and gradients of g, a rank sends B*S*(P-1) times 2GDe forward, 2GD(e+g) backward.
-
-    Kept for the backward: q, k, v, out and lse of the rank's own tokens. Of the gathered K and V
-    there are two groups of heads at a time, `gathered_mib` at most. All that a rank holds beside
-    its inputs and results is that of `attention2d` with C = 1 and R = P. With a window or documents
-    only rows are gathered that another rank sees, as many of each as of the rank with most.
-
-    Over peer memory nothing is gathered: copy engines push block by block, straight from the owner,
-    and a rank holds two of them at a time. With a causal mask ranks send 3/4 of the bytes in the
-    mean, for a rank after the owner sees only the first of its two chunks. With n > 1 groups of
-    heads, q = B*H*S*D*e and kv = 2*B*G*S*D*e bytes, a rank holds at most, receive buffers included,
-
-        forward   (4q + 3kv) / n
-        backward  (2.5q + 8kv) / n
+    bytes and gradients of g, a rank sends B*S*(P-1) times 2GDe forward, 2GD(e+g) backward; less
+    with a window or documents, and, over peer memory, 3/4 in the mean with a causal mask, for a
+    rank after the owner sees only the first of its two chunks. Memory: docs/algorithms.md.
 
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.

@@ -7,17 +7,20 @@ O(N / sqrt(P)). Of R rows and C columns queries of a row meet keys of a column.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import batched, product
 from typing import Literal
 
-from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, divisors, number
-from megatron_cp_plugin.core.caching import cached_method
+from megatron_cp_plugin.core.algorithm import (
+    Algorithm,
+    PointToPoint,
+    cached_method,
+    divisors,
+    number,
+)
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -32,7 +35,8 @@ class Grid:
     """Which rank stands where.
 
     Attributes:
-        ranks: [row][column]. key_owners: by rank, whose keys it holds when columns gather them.
+        ranks: [row][column].
+        key_owners: by rank, whose keys it holds when columns gather them.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -54,9 +58,9 @@ class Grid:
         """Whose keys the ranks of a rank's column hold."""
         return self._lines[2][self._places[rank][1]]
 
-    def crossing(self, a: int, b: int) -> int:
-        """The rank in the row of one rank and the column of another."""
-        return self.ranks[self._places[a][0]][self._places[b][1]]
+    def crossing(self, query: int, key: int) -> int:
+        """The rank in the row of the queries and the column of the keys of such owners."""
+        return self.ranks[self._places[query][0]][self._places[self.key_sources[key]][1]]
 
     @cached_property
     def key_sources(self) -> dict[int, int]:
@@ -84,8 +88,7 @@ def row_major(rows: int, cols: int, nodes: tuple[int, ...]) -> Grid:
     """
     place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
-    ranks = tuple(tuple(order[row * cols : (row + 1) * cols]) for row in range(rows))
-    return Grid(ranks, tuple(range(rows * cols)))
+    return Grid(tuple(batched(order, cols)), tuple(range(rows * cols)))
 
 
 @lru_cache(maxsize=256)
@@ -95,35 +98,30 @@ def column_major(rows: int, cols: int) -> Grid:
     On a cyclic layout every row's queries and every column's keys are evenly spaced then.
     Source: Attention2D, section 3.2.
     """
-    ranks = tuple(tuple(row + rows * column for column in range(cols)) for row in range(rows))
-    owners = tuple(rank % rows * cols + rank // rows for rank in range(rows * cols))
-    return Grid(ranks, owners)
+    size = rows * cols
+    ranks = tuple(tuple(range(row, size, rows)) for row in range(rows))
+    return Grid(ranks, tuple(rank % rows * cols + rank // rows for rank in range(size)))
 
 
-def grid_shapes(size: int, rows: int, cols: int) -> Iterator[tuple[int, int]]:
+def grid_shapes(size: int, rows: int, cols: int) -> list[tuple[int, int]]:
     """All (R, C) with R * C = size; `rows`, `cols` fix one of them, 0 leaves it open."""
-    for r in range(1, size + 1):
-        if size % r == 0 and rows in (0, r) and cols in (0, size // r):
-            yield r, size // r
+    shapes = [(r, size // r) for r in divisors(size)]
+    return [(r, c) for r, c in shapes if rows in (0, r) and cols in (0, c)]
 
 
 def check_grid(name: str, size: int, rows: int, cols: int) -> None:
     """Raises: ConfigError if no grid of `size` ranks has that many rows and columns."""
-    if any(grid_shapes(size, rows, cols)):
-        return
-    allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
-    raise ConfigError(
-        f"{name} needs rows * cols = context_parallel_size = {size}, got rows {rows} and cols "
-        f"{cols}: use one of {allowed}, or 0 to have it chosen"
-    )
+    if not grid_shapes(size, rows, cols):
+        allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
+        raise ConfigError(
+            f"{name} needs rows * cols = context_parallel_size = {size}, got rows {rows} and cols "
+            f"{cols}: use one of {allowed}, or 0 to have it chosen"
+        )
 
 
 def cheapest(size: int, rows: int, cols: int, cost: Callable[[int, int], int]) -> tuple[int, int]:
     """The allowed (R, C) of least cost(R, C); of equals, the one with more rows."""
-    allowed = list(grid_shapes(size, rows, cols))
-    if len(allowed) == 1:
-        return allowed[0]
-    return min(allowed, key=lambda shape: (cost(*shape), -shape[0]))
+    return min(grid_shapes(size, rows, cols), key=lambda shape: (cost(*shape), -shape[0]))
 
 
 @dataclass(frozen=True)
@@ -137,18 +135,13 @@ class GridPlacement(BlockPlacement):
     backward: bool = field(default=False, kw_only=True)
 
     def key_source(self, owner: int) -> int:
-        """See BlockPlacement.key_source: a rank of the column that gathers the keys."""
         return self.grid.key_sources[owner]
-
-    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        return product(*self.blocks_of(rank))
 
     def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.grid.row(rank), self.grid.keys(rank)
 
-    def crossing(self, query: int, key: int) -> int:
-        """The rank in the row of the queries and the column of the keys."""
-        return self.grid.crossing(query, self.key_source(key))
+    def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
+        return product(*self.blocks_of(rank))
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ class GatheredPlacement(GridPlacement):
     masked = False
 
     def place(self, query: int, key: int) -> Iterator[Place]:
-        yield Place(self.crossing(query, key), 0)
+        yield Place(self.grid.crossing(query, key), 0)
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ class GridBlocksPlacement(GridPlacement):
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
-        rank = self.crossing(query, key)
+        rank = self.grid.crossing(query, key)
         row, column = self.grid.row(rank), self.grid.column(rank)
         rows, cols = len(column), len(row)
         of_query = (row.index(query) - row.index(rank)) % cols
@@ -216,59 +209,45 @@ class GridAlgorithm(PointToPoint):
 
     options: Options
 
-    # Looked up once a pass: at short lengths a step of training is bound by the host.
-    @cached_property
-    def _grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
-        return cached_method(self._cheapest, 256)
-
     @cached_property
     def kind(self) -> type[GridPlacement]:
         """How blocks come together: pushed by copy engines where these serve, else gathered."""
         return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
 
     @cached_property
-    def gathers(self) -> bool:
-        """Whether blocks come by collective operations, not from rank to rank."""
-        return self.kind is GatheredPlacement
-
-    def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C: as set, or what moves the fewest bytes in forward and backward together."""
-        return self._grid_shape(shape)
-
-    def grid(self, shape: Shape) -> Grid:
-        """The ranks that gather queries together, its rows, and keys, its columns."""
-        return self._grid(*self.grid_shape(shape))
+    def grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
+        """R and C of a shape: as set, or what moves the fewest bytes in both passes together."""
+        # Looked up once a pass: at short lengths a step of training is bound by the host.
+        return cached_method(self._cheapest, 256)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
-        return self._placed(self.kind, self.grid(shape), self.head_groups(shape, mask), phase)
-
-    def _placed(
-        self, kind: type[GridPlacement], grid: Grid, groups: tuple[HeadGroup, ...], phase: Phase
-    ) -> GridPlacement:
+        rows, cols = self.grid_shape(shape)
+        if self.transposed:
+            grid = column_major(rows, cols)
+        else:  # the nodes are known by a collective operation the first time
+            nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes
+            grid = row_major(rows, cols, nodes)
+        of_all = self.layout, self.topology.size, self.head_groups(shape, mask)
         wide = self.partials == "float32", self.options.gradients == "float32"
         # What is gathered is so in both passes, of which one plan is derived then.
-        backward = phase == "backward" and kind is not GatheredPlacement
-        return kind(self.layout, self.topology.size, groups, *wide, grid=grid, backward=backward)
+        backward = phase == "backward" and self.kind is not GatheredPlacement
+        return self.kind(*of_all, *wide, grid=grid, backward=backward)
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
-        flop = flop_of_rank(shape, mask, self.topology.size)
-        count = group_count(self.options.chunks, flop)
-        if self.topology.size == 1 or self.kind is GridRingPlacement:
+        size, chunks = self.topology.size, self.options.chunks
+        count = group_count(chunks, flop_of_rank(shape, mask, size))
+        gathered = self.kind is GatheredPlacement
+        if size == 1 or self.kind is GridRingPlacement:
             count = 1
-        elif not self.gathers and 1 in self.grid_shape(shape):
-            # Blocks overlap within a group too, and two of them are all that is held at a time.
-            count = self.options.chunks or (1 if mask.special else self._few_groups(shape, count))
+        elif not (gathered or chunks) and 1 in self.grid_shape(shape):
+            # Blocks overlap within a group too, and two are all that is held at a time. With fewer
+            # KV heads most of the memory is that of queries: few groups would save none.
+            shared = shape.kv_heads < shape.heads
+            more = group_count(0, shape.flop(size) // 4) if shared else 1
+            count = 1 if mask.special else max(more, count // 2)
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
-        share_kv = self.gathers and self.grid_shape(shape)[1] > 1
+        share_kv = gathered and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
-
-    def _few_groups(self, shape: Shape, count: int) -> int:
-        """Groups where blocks go from rank to rank. Args: count: where they are gathered."""
-        half = max(1, count // 2)
-        if shape.kv_heads == shape.heads:
-            return half
-        # Most of the memory is that of queries, which few groups would not make less than gathers.
-        return max(half, group_count(0, shape.flop(self.topology.size) // 4))
 
     def slots(self, shape: Shape, size: int) -> int:
         """See Algorithm.slots: a column's blocks are held until the last one of the row came."""
@@ -276,26 +255,19 @@ class GridAlgorithm(PointToPoint):
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
-        size, whole = self.topology.size, head_groups(shape.heads, shape.kv_heads, 1)
+        e, w = shape.element_bytes, shape.wide_bytes
+        partial = w if self.partials == "float32" else e
+        gradient = w if self.options.gradients == "float32" else e
+        # Of a token: q, out, lse; q, dout, lse, delta, dq. k, v; k, v, dk, dv.
+        of_query = shape.query_width * (2 * e + gradient) + shape.out_width * (partial + e)
+        of_query += 3 * shape.heads * w
+        of_key = shape.kv_width * (2 * e + gradient)
 
         def cost(rows: int, cols: int) -> int:
-            total, grid = 0, self._grid(rows, cols)
-            for phase in PHASES:
-                placed = self._placed(GatheredPlacement, grid, whole, phase)
-                # The last rank but one is not on the diagonal, where nothing is transposed.
-                rank = max(0, size - 2)
-                plan = plan_of(placed, shape.seq_len, Mask(), phase, rank=rank)
-                total += plan.sent(rank, shape).bytes
-            return total
+            transposes = 2 * shape.kv_width * e if self.transposed and min(rows, cols) > 1 else 0
+            return (cols - 1) * of_query + (rows - 1) * of_key + transposes
 
-        return cheapest(size, self.rows, self.cols, cost)
-
-    def _grid(self, rows: int, cols: int) -> Grid:
-        """Where ranks stand; a collective operation the first time."""
-        if self.transposed:
-            return column_major(rows, cols)
-        alone = rows == 1 or cols == 1
-        return row_major(rows, cols, (0,) * (rows * cols) if alone else self.topology.nodes)
+        return cheapest(self.topology.size, self.rows, self.cols, cost)
 
 
 @register("attention2d")
@@ -311,30 +283,14 @@ class Attention2D(GridAlgorithm):
         forward   (C-1) * (2HDe + Hw) + (R-1) * 2GDe
         backward  (C-1) * (3HDe + 2Hw) + (R-1) * 4GDe
 
-    and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants. With a
-    window or documents, but on the cyclic layout, only rows travel that another rank of the row or
-    column needs, as many of each rank as of the one with most.
-
-    Kept for the backward: q, k, v (or their transposes), out and lse of the rank's own tokens.
-    Beside these and its results a rank holds at most, with n groups of heads (`chunks`), gathered
-    queries of q = B*H*S*C*D*e/n bytes and gathered keys and values of kv = 2*B*G*S*R*D*e/n a group,
-    and rows of lse and delta aside,
-
-        forward   (6 + 1/C) * q + (2 + 1/R) * kv
-        backward  (8 + 2/C) * q + (6 + 4/e + 1/R) * kv
-
-    which are two groups that are gathered at a time, results of kernels, what is sent and received
-    of two groups, and float32 sums of dK and dV. With "overlap", where q = B*H*S*D*e and n is 1,
-
-        forward   (2R + 4) * q + 2 * kv
-        backward  (2R + 6) * q + (3 + 4/e) * kv
+    and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants; less
+    under windows and documents, but on the cyclic layout. Memory: docs/algorithms.md.
 
     Source: Attention2D. Variant "no": Algorithms 1 to 3, "overlap": Algorithms 4 to 11, on the
     cyclic layout with its transposes of K and V. Variant "zigzag" is not the paper's: on zigzag
     chunks every pair of ranks has the same causal work, each query chunk sees a prefix of the
-    sorted key chunks, and nothing is transposed. Over peer memory it gathers nothing: copy engines
-    push block by block, straight from the owner, and only rows that the mask lets meet; a rank
-    holds R - 1 blocks of keys and C - 1 of queries at a time, two if there is one row or column.
+    sorted key chunks, and nothing is transposed. Over peer memory copy engines push its blocks
+    straight from their owners, and only rows that the mask lets meet.
     """
 
     @dataclass(frozen=True)
@@ -393,16 +349,14 @@ class Attention2D(GridAlgorithm):
         assert isinstance(options, cls.Options)
         check_grid(cls.name, size, options.rows, options.cols)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        if options.layout != "auto" and options.variant != "zigzag":
-            raise ConfigError(
-                f"attention2d with layout {options.layout} needs variant zigzag, got "
-                f"{options.variant}: leave one of the two out"
-            )
-        if options.transport == "peer" and options.variant != "zigzag":
-            raise ConfigError(
-                f"attention2d transport peer needs variant zigzag, got {options.variant}: use "
-                "transport auto"
-            )
+        for wrong, what, advice in (
+            (options.layout != "auto", f"with layout {options.layout}", "leave one of the two out"),
+            (options.transport == "peer", "transport peer", "use transport auto"),
+        ):
+            if wrong and options.variant != "zigzag":
+                raise ConfigError(
+                    f"attention2d {what} needs variant zigzag, got {options.variant}: {advice}"
+                )
         if options.chunks > 1 and options.variant == "overlap":
             raise ConfigError(
                 f"attention2d with variant overlap takes no chunks, got {options.chunks}: leave "

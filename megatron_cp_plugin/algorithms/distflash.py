@@ -14,8 +14,7 @@ from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -93,23 +92,7 @@ class DistFlash(PointToPoint):
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
     Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
-    as the kernel gave it; its owner sums in float32.
-
-    With causal masking and S = N/P tokens each, let e and w be the bytes of an element and of a
-    float32, h = floor((P-1)/2) the number of steps with helpers, and for rank p = 0..P-1
-
-        sends KV to      kv(p)  = min(floor(P/2), P-1-p) ranks,
-        owns             own(p) = min(floor(P/2), p) pairs of blocks with KV of others,
-        is helped in     q(p)   = max(0, h - (P-1-p)) of them,
-        helps in         o(p)   = max(0, h - p).
-
-    Bytes that p sends, each times B*S:
-
-        forward   kv(p) * 2GDe + q(p) * HDe + o(p) * (HDe + Hw)
-        backward  kv(p) * 2GDe + own(p) * 2GDe + q(p) * (2HDe + 2Hw) + o(p) * HDe
-
-    Without helpers P-1 takes the place of floor(P/2), and h is 0. Where the last step of an even P
-    is shared, ranks p < P/2 help once more and ranks p >= P/2 are helped, with half of the rows.
+    as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/algorithms.md.
 
     With layout "thd" every rank computes one pair of blocks in each of P steps, see EvenPlacement;
     under span masks, of which nothing is known, it is helped as on contiguous chunks.
@@ -174,20 +157,15 @@ class DistFlash(PointToPoint):
             helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
             return EvenPlacement(*of_all, helped=helped)
         if self.options.balanced and self.options.helpers == "work" and mask.special:
-            return self._by_work(of_all, shape, mask)
+            return WorkPlacement(
+                *of_all,
+                seq_len=shape.seq_len,
+                mask=mask,
+                nodes=self.topology.nodes,
+                row_bytes=shape.travel_bytes,
+            )
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)
-
-    def _by_work(
-        self, of_all: tuple[Layout, int, tuple[HeadGroup, ...]], shape: Shape, mask: Mask
-    ) -> WorkPlacement:
-        return WorkPlacement(
-            *of_all,
-            seq_len=shape.seq_len,
-            mask=mask,
-            nodes=self.topology.nodes,
-            row_bytes=shape.travel_bytes,
-        )
 
     def _helped(self, shape: Shape, mask: Mask, phase: Phase) -> frozenset[int]:
         """See EvenPlacement. Half way round the two are about equal, and what counts is what the

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.blocks.visible_rows import sees_all
@@ -69,8 +69,7 @@ class RingPlacement(BlockPlacement):
 class StraightPlacement(RingPlacement):
     """The same pairs in the same steps, but blocks and gradients go straight from rank to rank.
 
-    No rank passes on what it does not own, so that with a causal mask on a contiguous layout the
-    busiest one sends about half as much.
+    With a causal mask on a contiguous layout the busiest one sends about half as much.
     """
 
     relay = False
@@ -115,15 +114,6 @@ class DoubleRingPlacement(RingPlacement):
         return tuple((numbers[node], next(places[node])) for node in self.nodes)
 
 
-class Rules(NamedTuple):
-    """Options of a ring, see Ring.Options."""
-
-    backward: Rule = "auto"
-    keep: Literal["auto", "local"] = "local"
-    gradients: Literal["float32", "model"] = "float32"
-    route: Route = "ring"
-
-
 def ring_placement(
     layout: Layout,
     nodes: Sequence[int],
@@ -131,58 +121,31 @@ def ring_placement(
     shape: Shape,
     mask: Mask,
     phase: Phase,
-    rules: Rules,
+    rules: "Ring.Options",
 ) -> RingPlacement:
     """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
-    size = len(nodes)
+    size, e, backward = len(nodes), shape.element_bytes, rules.backward
     passed_on = size > 2 and rules.route != "straight"  # else gradients are no sums
     wide = passed_on and rules.gradients == "float32"
-    backward = rules.backward
     if backward == "auto":
-        backward = cheaper(shape, wide_gradients=wide)
+        # What moves fewer bytes a hop: K, V, dK, dV; or Q, dO, dQ and rows of lse and delta.
+        g = shape.wide_bytes if wide else e
+        of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
+        of_queries += 2 * shape.heads * shape.wide_bytes
+        backward = "kv" if shape.kv_width * (e + g) <= of_queries else "query"
     retains = (
-        rules.keep == "auto"
-        and rules.route == "ring"
-        and len(groups) == 1
-        and backward == "kv"
-        and worth_retaining(layout, size, shape, mask)
-    )
-    ring = RingPlacement(
-        layout,
-        size,
-        groups,
-        wide_gradients=wide,
-        travelling="kv" if phase == "forward" else backward,
-        retains=retains,
-        reverse=retains and phase == "backward",
-    )
-    if rules.route == "straight":
-        return StraightPlacement(**vars(ring))
-    if rules.route == "double":
-        return DoubleRingPlacement(**vars(ring), nodes=tuple(nodes))
-    return ring
-
-
-def cheaper(shape: Shape, *, wide_gradients: bool) -> Travelling:
-    """What moves fewer bytes a hop of the backward: K, V, dK, dV; or Q, dO, dQ and rows of lse and
-    delta. Args: wide_gradients: dQ, dK and dV travel in float32.
-    """
-    e, g = shape.element_bytes, shape.wide_bytes if wide_gradients else shape.element_bytes
-    of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
-    rows = 2 * shape.heads * shape.wide_bytes
-    return "kv" if shape.kv_width * (e + g) <= of_queries + rows else "query"
-
-
-def worth_retaining(layout: Layout, size: int, shape: Shape, mask: Mask) -> bool:
-    """Whether keeping K and V of a rank's last block pays: all ranks save the same hop, and K and V
-    are small.
-    """
-    return (
-        size > 1
+        (rules.keep, rules.route, backward, len(groups)) == ("auto", "ring", "kv", 1)
+        # It pays where all ranks save the same hop, and K and V are small.
+        and size > 1
         and shape.elements(size) <= _SHORT
         and 4 * shape.kv_heads <= shape.heads
         and sees_all(layout, size, shape.seq_len, mask)
     )
+    of_all = layout, size, groups, False, wide, "kv" if phase == "forward" else backward
+    of_pass = *of_all, retains, retains and phase == "backward"
+    if rules.route == "double":
+        return DoubleRingPlacement(*of_pass, tuple(nodes))
+    return (StraightPlacement if rules.route == "straight" else RingPlacement)(*of_pass)
 
 
 def nodes_for(name: str, topology: Topology, route: Route, teams_of: int = 1) -> Sequence[int]:
@@ -210,20 +173,7 @@ class Ring(PointToPoint):
 
     The next block arrives while a rank computes with the present one; it never holds more than two.
     Where every rank sees every block, a forward is P-1 hops of K, V; a backward P-1 hops of K, V,
-    dK, dV (rule "kv") or of Q, dO, dQ, delta, lse (rule "query").
-
-    Kept for the backward: q, k, v, out and lse of the rank's own tokens, and what `keep` adds.
-
-    Beside these and its results a rank holds at most, with elements of 2 bytes, q = 2*B*H*S*D bytes
-    of queries and kv = 4*B*G*S*D of keys and values,
-
-                            one group of heads    n > 1 groups (`chunks`)
-        forward             3q + 2kv              (4q + 3kv) / n
-        backward, "kv"      1.5q + 7kv            (2.5q + 9kv) / n
-        backward, "query"   9q + 1.5kv            (12q + 2.5kv) / n
-
-    without rows of lse and delta, and without what kernels need; less with kernels that write
-    results where they belong (flash4). Over peer memory receive buffers stay between calls.
+    dK, dV (rule "kv") or of Q, dO, dQ, delta, lse (rule "query"). Memory: docs/algorithms.md.
 
     Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
     float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel
@@ -241,8 +191,8 @@ class Ring(PointToPoint):
             backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
                 lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
             keep: what stays for the backward: "local", the rank's own tensors; "auto", also K and V
-                of the block that came last, where `worth_retaining` says so. The backward begins
-                with that block then, which saves a hop of K and V.
+                of the block that came last, where that pays: the backward begins with that block,
+                which saves a hop of K and V.
             gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
                 dtype of q. Gradients that are no sums, as between two ranks, travel in that of q.
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
@@ -262,9 +212,8 @@ class Ring(PointToPoint):
         self._nodes = nodes_for(self.name, topology, options.route)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
-        options, groups = self.options, self.head_groups(shape, mask)
-        rules = Rules(options.backward, options.keep, options.gradients, options.route)
-        return ring_placement(self.layout, self._nodes, groups, shape, mask, phase, rules)
+        of_ring = self.layout, self._nodes, self.head_groups(shape, mask)
+        return ring_placement(*of_ring, shape, mask, phase, self.options)
 
 
 @register("ring")

@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring import Rules, nodes_for, ring_placement
+from megatron_cp_plugin.algorithms.ring import Ring, nodes_for, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
@@ -33,21 +33,11 @@ class Ulysses(Algorithm):
     one's output leaves. KV heads that several ranks of a team need are sent to each, and their
     gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
     zeros are added to what is exchanged and computed, and taken off again: 33:33 are 36:36 on 4
-    ranks, 33:11 are 36:12, 2:2 are 8:8 on 8. H and G are those with them, here and below.
+    ranks, 33:11 are 36:12, 2:2 are 8:8 on 8. H and G are those with them.
 
     With S = N/P tokens a rank, elements of e bytes, rows of w, and V = lcm(G, P) KV heads sent, a
     rank sends B*S*(P-1)/P times 2HDe + 2VDe + Hw, forward and backward alike; with keep=local
-    HDe + 2VDe + Hw more in the backward.
-
-    Kept for the backward: out of the rank's own tokens, and q, k, v, lse as they were exchanged,
-    as large as the local ones (k and v V/G times as large); with keep=local the local ones. Beside
-    these and its results a rank holds at most, with n groups of heads (`chunks`), B*S*D*e/n times
-
-        forward   2 * (H + 2V) + 3 * H
-        backward  2 * (2H + 2V) + 3 * (H + 2V)
-
-    which are two groups that come, and results before, in and after the network. Where tokens must
-    be put in order (zigzag) a group is there twice for a moment.
+    HDe + 2VDe + Hw more in the backward. Memory: docs/algorithms.md.
 
     Source: DeepSpeed-Ulysses. Differs: pipelined by groups of heads; any number of heads.
 
@@ -73,7 +63,7 @@ class Ulysses(Algorithm):
 
     options: Options
     windows = True
-    rules = Rules()
+    rules = Ring.Options(keep="local")
 
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
@@ -114,8 +104,7 @@ class Ulysses(Algorithm):
     def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""
         size, total = self.degree(shape.kv_heads), self.topology.size
-        filled = self._filled(shape)
-        flop = flop_of_rank(shape, mask, total)
+        filled, flop = self._filled(shape), flop_of_rank(shape, mask, total)
         most = group_count(self.options.chunks, flop) if size > 1 else 1
         # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
         # it only where there would be no second group.

@@ -1,11 +1,11 @@
 """USP: Ulysses inside teams of ranks, a ring, or a grid, between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheapest, row_major
-from megatron_cp_plugin.algorithms.ring import Route, Rule, Rules
+from megatron_cp_plugin.algorithms.ring import Route, Rule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.comm import Phase
@@ -36,9 +36,7 @@ class Usp(Ulysses):
     With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
     P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U); or the grid of
     as many ranks, see `attention2d`, where a mask hides nothing, and less where it hides rows.
-
-    Kept for the backward, and memory beside it: as `ulysses` with U ranks; the ring holds two
-    blocks of 2V/U heads more at a time.
+    Memory: docs/algorithms.md.
 
     Source: USP (Fang and Zhao), sections 3 and 4. Differs: pipelined by groups of heads; the
     backward may rotate queries. Of the grid: Attention2D, section 5.
@@ -73,7 +71,9 @@ class Usp(Ulysses):
         super().__init__(topology, options)
         # A grid sends straight, too.
         route: Route = "straight" if options.route == "grid" else options.route
-        self.rules = Rules(options.backward, "local", options.gradients, route)
+        self.rules = replace(
+            self.rules, backward=options.backward, gradients=options.gradients, route=route
+        )
 
     def degree(self, kv_heads: int) -> int:
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
@@ -95,9 +95,8 @@ class Usp(Ulysses):
         return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
 
     def slots(self, shape: Shape, size: int) -> int:
-        if self.options.route != "grid":
-            return super().slots(shape, size)
-        rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads))
+        by_grid = self.options.route == "grid"
+        rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads)) if by_grid else (1, 1)
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
@@ -115,21 +114,18 @@ class Usp(Ulysses):
     ) -> None:
         assert isinstance(options, cls.Options)
         super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        if options.ulysses < 0 or (options.ulysses and size % options.ulysses):
-            allowed = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-            raise ConfigError(
-                f"usp needs ulysses to divide context_parallel_size = {size}, got "
-                f"{options.ulysses}: use one of {allowed}, or 0 to have it chosen"
-            )
-        teams = size // (options.ulysses or gcd(size, kv_heads))
         if options.rows and options.route != "grid":
             raise ConfigError(
                 f"usp takes rows with route grid, got rows {options.rows} with route "
                 f"{options.route}: leave rows out"
             )
-        if options.rows and teams % options.rows:
-            allowed = ", ".join(map(str, divisors(teams)))
-            raise ConfigError(
-                f"usp needs rows to divide its {teams} teams, got {options.rows}: use one of "
-                f"{allowed}, or 0 to have it chosen"
-            )
+        teams = size // (options.ulysses or gcd(size, kv_heads))
+        for what, got, whole in (
+            (f"ulysses to divide context_parallel_size = {size}", options.ulysses, size),
+            (f"rows to divide its {teams} teams", options.rows, teams),
+        ):
+            if got and got not in divisors(whole):
+                allowed = ", ".join(map(str, divisors(whole)))
+                raise ConfigError(
+                    f"usp needs {what}, got {got}: use one of {allowed}, or 0 to have it chosen"
+                )

@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
+from typing import cast
+from weakref import WeakMethod
 
 import torch
 
-from megatron_cp_plugin.core.caching import cached_method
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.executor import Executor, executor_of
@@ -68,6 +69,24 @@ def divisors(size: int) -> list[int]:
 def group_counts(size: int) -> list[int]:
     """Numbers of head groups to try; 0: the algorithm chooses."""
     return [0, 1, 2, 4, 8]
+
+
+def cached_method[**P, R](method: Callable[P, R], maxsize: int) -> Callable[P, R]:
+    """A bound method that remembers its last results; positional, hashable arguments.
+
+    Kept in the object that the method is of, it makes no circle of references: what the object
+    holds, such as process groups, is let go of with the last reference to it, and not whenever the
+    garbage collector comes.
+    """
+    weak = WeakMethod(method)
+
+    @lru_cache(maxsize)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = weak()
+        assert bound is not None  # whoever calls has the object
+        return bound(*args, **kwargs)
+
+    return cast("Callable[P, R]", call)
 
 
 class Algorithm(ABC):

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
-from megatron_cp_plugin.core.autograd.once import differentiable_once
+from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.partial import accumulation_dtype

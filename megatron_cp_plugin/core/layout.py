@@ -7,16 +7,40 @@ at the end apply it to tensors.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import index as whole_number
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.ranges import Ranges, Span, joined
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError, brief
 
 # What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
 # mask (`core.masks.slices`).
 type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
+
+
+def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
+    """Where documents other than the first one begin, from cumulative lengths (0, n1, n1 + n2,
+    ..., N); empty documents are none.
+
+    Raises: ContextParallelError unless they are whole numbers that ascend from 0 to seq_len.
+    """
+    try:
+        cu_seqlens = list(map(whole_number, cu_seqlens))
+    except TypeError:
+        raise ContextParallelError(
+            f"cu_seqlens needs whole numbers from 0 to seq_len = {seq_len}, got "
+            f"{brief(cu_seqlens)}: cast them first, in one dimension"
+        ) from None
+    descends = any(a > b for a, b in pairwise(cu_seqlens))
+    if descends or [*cu_seqlens[:1], *cu_seqlens[-1:]] != [0, seq_len]:
+        raise ContextParallelError(
+            f"cu_seqlens needs ascending numbers from 0 to seq_len = {seq_len}, got "
+            f"{brief(cu_seqlens)}"
+        )
+    return tuple(sorted(set(cu_seqlens) - {0, seq_len}))
 
 
 def chunk_bounds(index: int, chunks: int, seq_len: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Peak memory of a rank against the formulas in the docstrings of the collective algorithms.
+"""Peak memory of a rank against the formulas of docs/algorithms.md, collective algorithms.
 
 One rank runs alone: its messages come from nowhere, its kernels compute nothing, and every tensor
 that torch makes is weighed as long as it lives. What merges and sums need beside their results is

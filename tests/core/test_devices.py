@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.blocks import packed_rows
+from megatron_cp_plugin.core.blocks import rows as block_rows
 from megatron_cp_plugin.core.communication.devices import uploaded
 from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.errors import ContextParallelError
@@ -19,11 +19,11 @@ def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.M
     """A replay reads the indices of the mask that it was captured with, whatever came since."""
     captures = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
-    monkeypatch.setattr(packed_rows, "uploaded", lambda numbers, _: numbers.clone())
+    monkeypatch.setattr(block_rows, "uploaded", lambda numbers, _: numbers.clone())
 
     def indices(mask: int) -> torch.Tensor:
         rows = ((0, mask), (mask + 1, mask + 2))
-        return packed_rows.numbers_of(rows, rows, torch.device("cuda")).to
+        return block_rows.numbers_of(rows, rows, torch.device("cuda")).to
 
     eager, captured = ref(indices(1)), ref(indices(2))
     captures = True

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core import fused, partial
-from megatron_cp_plugin.core.blocks.packed_rows import packed
+from megatron_cp_plugin.core.blocks.rows import packed
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import forward_of

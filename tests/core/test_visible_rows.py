@@ -29,9 +29,8 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
     visible_rows,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag
+from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag, document_starts
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
-from megatron_cp_plugin.core.masks.documents import document_starts
 from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span

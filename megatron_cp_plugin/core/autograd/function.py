@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
-from megatron_cp_plugin.core.autograd.autocast import as_written, cast_inputs
-from megatron_cp_plugin.core.autograd.once import differentiable_once
+from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import PHASE
 from megatron_cp_plugin.core.communication.devices import check_devices

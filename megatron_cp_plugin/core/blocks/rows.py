@@ -1,16 +1,22 @@
-"""Some rows of a block, and their indices when they alone are packed."""
+"""Some rows of a block, their indices when they alone are packed, and how they are packed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.partial import RowIndex, taken
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, joined, offsets, runs
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]
+
+# Pieces of rows up to which each is taken, or added, by itself; more are in one kernel, by numbers.
+FEW = 2
 
 
 def between(start: int, stop: int) -> Rows:
@@ -124,3 +130,34 @@ def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
 def token_dim(x: Tensor, before: int = 0) -> int:
     """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
     return before + (1 if x.dim() == 4 else 2)
+
+
+def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:
+    """Some rows of a packed block, one behind the other; x itself if they are all that there are.
+
+    Args: x: the rows `held` of the block, along a dimension. strided: only the last dimension need
+        be contiguous, so that rows without gaps are a view.
+    """
+    if rows == held:
+        return x if strided and x.stride(-1) == 1 else x.contiguous()
+    parts = [there for _, there in common(rows, held)]
+    if len(parts) > FEW:
+        return taken(x, dim, numbers_of(rows, held, x.device).to)
+    pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
+    if len(pieces) == 1:
+        return pieces[0] if strided and pieces[0].stride(-1) == 1 else pieces[0].contiguous()
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).contiguous()
+
+
+@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
+def numbers_of(here: Rows, there: Rows, device: torch.device) -> RowIndex:
+    """The rows that two packed blocks have, by their numbers in the second and in the first."""
+    pieces = common(here, there)
+    to, of = (
+        torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+        for parts in ([there for _, there in pieces], [here for here, _ in pieces])
+    )
+    if len(of) == row_count(here):
+        return RowIndex(uploaded(to, device))
+    to, of = uploaded(torch.stack((to, of)), device)
+    return RowIndex(to, of)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.packed_rows import packed
-from megatron_cp_plugin.core.blocks.rows import token_dim
+from megatron_cp_plugin.core.blocks.rows import packed, token_dim
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads

@@ -12,8 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.packed_rows import FEW, numbers_of
-from megatron_cp_plugin.core.blocks.rows import Rows, between, common, row_count
+from megatron_cp_plugin.core.blocks.rows import FEW, Rows, between, common, numbers_of, row_count
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Described
 from megatron_cp_plugin.core.execution.program import (

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Segmented, assemble, padded
-from megatron_cp_plugin.core.blocks.packed_rows import packed
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
     common,
     narrowed,
+    packed,
     positions_of_all,
     row_count,
     token_dim,

@@ -10,7 +10,6 @@ the plan has the hops that begin or end at the rank.
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
@@ -34,7 +33,7 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
     visible_rows,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, together
+from megatron_cp_plugin.core.head_groups import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -142,14 +141,14 @@ class _Line:
         self.stop = [met[0][0] if met else _NOWHERE for met in self.met] if simple else []
 
 
-@dataclass
-class _Route:
-    """The part of a block's line that a mask leaves.
+class _Route(NamedTuple):
+    """The part of a block's line that a mask leaves: the way of its inputs, or of the results.
 
     Attributes:
+        results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
         origin: the rank from which the line's distances count.
-        home: the rank to which the results go.
-        source: the rank that has the block at first.
+        end: the rank that has the inputs at first, or to which the results go.
+        steps: of the stops, and behind them of `end`: `first` or `last` of the line.
         needed: numbers of the stops that compute with the block, ascending.
         rows: the rows that each of these computes with.
         stops: numbers of the stops that the block reaches.
@@ -158,17 +157,22 @@ class _Route:
         at: the number of the rank's stop; None: the plan is of all ranks.
     """
 
-    side: Side
+    results: bool
     origin: int
-    home: int
-    source: int
+    end: int
     line: _Line
+    steps: Sequence[int]
     needed: Sequence[int]
     rows: Sequence[Rows]
     stops: Sequence[int]
     gap: int
     whole: Rows | None
     at: int | None
+
+    def rank_at(self, stop: int) -> int:
+        """The rank of a stop, by its number."""
+        size = len(self.line.met)
+        return self.end if stop == _HOME else (self.origin + self.line.ranks[stop]) % size
 
 
 class _Chain(NamedTuple):
@@ -178,7 +182,7 @@ class _Chain(NamedTuple):
         stops: their numbers.
         end: the stop, or home, from which inputs come to the first of them; home for results.
         step: in which `end` has the inputs, or needs the results.
-        near: they are in the node segment of the block's home.
+        near: they are in the node segment of the route's end.
     """
 
     stops: Sequence[int]
@@ -202,11 +206,10 @@ class _Routes:
         sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
         steps: number of steps of one group of heads, the same on all ranks.
-        hops: hops of inputs (false) and of results (true), by side and owner of the block.
+        hops: hops of inputs (false) and of results (true) of a side, by the owner of the block.
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
-        times: (posted, needed) of all sends of inputs (false) and of results (true), by side; only
-            if the plan is of one rank.
+        times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
         widths: number of rows to which the blocks of a team are padded, by side and owner.
     """
 
@@ -241,10 +244,11 @@ class _Routes:
         self.segments = segments if len(set(segments)) > 1 else None
         self.sources = [placement.key_source(owner) for owner in range(self.size)]
         self.pairs: list[_Pair] = []
-        self.hops: dict[bool, dict[tuple[Side, int], list[_Hop]]] = {False: {}, True: {}}
+        ways = product((False, True), Side)
+        self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
-        self.times: dict[tuple[Side, bool], set[tuple[int, int]]] = defaultdict(set)
+        self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
         self._noted: dict[tuple[object, ...], int] = {}
         self.steps = 1
@@ -254,8 +258,9 @@ class _Routes:
             self._meet_alike()
         else:
             self._meet()
-        for (side, owner), hops in self.hops[False].items():
-            self.received.update(((side, owner, hop.target), hop.rows) for hop in hops)
+        for side in Side:
+            for owner, hops in self.hops[False, side].items():
+                self.received.update(((side, owner, hop.target), hop.rows) for hop in hops)
 
     def home(self, side: Side, owner: int) -> int:
         """The rank that has a block before the first step."""
@@ -331,8 +336,8 @@ class _Routes:
                 self._gather_team(side, team)
             away = (any(self._away(side, owner)) for owner in range(self.size))
             if teams and self.rank is not None and (not self.masked or any(away)):
-                self.times[side, False].add((-1, 0))
-                self.times[side, True].add((0, 1))
+                self.times[False, side].add((-1, 0))
+                self.times[True, side].add((0, 1))
 
     def _gather_team(self, side: Side, team: Sequence[int]) -> None:
         given = {owner: between(0, self.lengths[owner]) for owner in team}
@@ -347,8 +352,8 @@ class _Routes:
         for owner, home in zip(team, homes, strict=True):
             rows = given[owner]
             ends = [one for one in homes if one != home and self.rank in (None, one, home)]
-            self.hops[False][side, owner] = [_Hop(-1, 0, home, one, rows) for one in ends]
-            self.hops[True][side, owner] = [_Hop(0, 1, one, home, rows) for one in ends]
+            self.hops[False, side][owner] = [_Hop(-1, 0, home, one, rows) for one in ends]
+            self.hops[True, side][owner] = [_Hop(0, 1, one, home, rows) for one in ends]
 
     def _away(self, side: Side, owner: int) -> Iterator[Rows]:
         """Rows of a block that meet blocks which its home does not compute it with."""
@@ -379,31 +384,34 @@ class _Routes:
         if not stops:
             return
         self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
-        home, gap, rows = self.home(side, owner), longest_gap(self.lengths[owner]), None
+        home, gap, whole = self.home(side, owner), longest_gap(self.lengths[owner]), None
+        source, sent = home, stops
         retaining = self.placement.retained_by(owner) if side else None
-        source = home
         if retaining is not None:
-            rows = self.retained[owner] = union(parts, gap)
+            whole = self.retained[owner] = union(parts, gap)
             if self.returning:
-                source, self.received[side, owner, retaining] = retaining, rows
-        at, here = None, True
+                source, self.received[side, owner, retaining] = retaining, whole
+                own = line.number.get((source - origin) % self.size)
+                sent = tuple([stop for stop in stops if stop != own])
+        here, number = True, _NOWHERE
         if self.rank is not None:
-            at = _HOME
-            if self.rank not in (home, source):
-                at = line.number.get((self.rank - origin) % self.size, _NOWHERE)
-                here = at in stops
+            number = line.number.get((self.rank - origin) % self.size, _NOWHERE)
+            here = self.rank in (home, source) or number in stops
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
         if not here and kind in self._noted:
             return
         self._noted[kind] = 0
-        route = _Route(side, origin, home, source, line, needed, parts, stops, gap, rows, at)
-        for results in (False, True):
-            chains = self._chains(route, results=results)
+        for results, end, reached in ((False, source, sent), (True, home, stops)):
+            at = None if self.rank is None else _HOME if self.rank == end else number
+            steps, rows = (line.last, None) if results else (line.first, whole)
+            of_line = results, origin, end, line, steps
+            route = _Route(*of_line, needed, parts, reached, gap, rows, at)
+            chains = self._chains(route)
             if self.rank is not None:
-                self._note(route, chains, results=results)
-            if here and (hops := [*self._hops(route, chains, results=results)]):
-                self.hops[results][side, owner] = hops
+                self._note(self.times[results, side], route, chains)
+            if here and (hops := [*self._hops(route, chains)]):
+                self.hops[results, side][owner] = hops
 
     def _stops(self, origin: int, line: _Line, needed: Sequence[int]) -> Sequence[int]:
         """Numbers of the stops that a block reaches: a relay goes on, in each node segment, to the
@@ -496,7 +504,7 @@ class _Routes:
 
     # How they travel
 
-    def _chains(self, route: _Route, *, results: bool) -> list[_Chain]:
+    def _chains(self, route: _Route) -> list[_Chain]:
         """The ways of a block from its source, or of results to its home.
 
         Without a relay each stop has a way of its own. In a relay a block goes from each stop of a
@@ -505,16 +513,12 @@ class _Routes:
         the first stop that computes sends the first sum, and the last stop of a segment sends its
         sum home.
         """
-        steps, head = route.line.last if results else route.line.first, _HOME
-        home = route.home if results else route.source
-        stops = route.stops if results else self._after_source(route)
+        steps, head, found = route.steps, _HOME, []
         if not self.placement.relay:
-            back = 1 if results else -1
-            return [_Chain((stop,), _HOME, steps[stop] + back, near=True) for stop in stops]
-        found = []
-        for some in self._in_segments(route, stops):
-            near = self._is_near(route, some, home)
-            if results:
+            back = 1 if route.results else -1
+            return [_Chain((stop,), _HOME, steps[stop] + back, near=True) for stop in route.stops]
+        for near, some in self._in_segments(route):
+            if route.results:
                 first = route.needed[bisect_left(route.needed, some[0])]
                 arrival = steps[some[-1]] + (1 if near else self.placement.latency)
                 found.append(_Chain(some[some.index(first) :], _HOME, arrival, near))
@@ -524,42 +528,48 @@ class _Routes:
                 head = head if near else some[0]
         return found
 
-    def _note(self, route: _Route, chains: Iterable[_Chain], *, results: bool) -> None:
+    def _in_segments(self, route: _Route) -> list[tuple[bool, Sequence[int]]]:
+        """The stops in each node segment, and whether the route's end is there too."""
+        if self.segments is None:
+            return [(True, route.stops)] if route.stops else []
+        segments = [self.segments[route.rank_at(stop)] for stop in route.stops]
+        grouped = groupby(zip(segments, route.stops, strict=True), itemgetter(0))
+        home = self.segments[route.end]
+        return [(one == home, tuple([stop for _, stop in group])) for one, group in grouped]
+
+    def _note(self, times: set[tuple[int, int]], route: _Route, chains: Iterable[_Chain]) -> None:
         """Notes when what goes along chains is sent."""
-        line, times = route.line, self.times[route.side, results]
-        steps = line.last if results else line.first
+        line, results = route.line, route.results
         for stops, end, step, _ in chains:
             # Inputs that go further from the same stop are sent at the times of these, and later.
             key = (line, stops, end, step) if results else (line, stops[0], end)
             if self._noted.get(key, 0) < len(stops):
                 self._noted[key] = len(stops)
-                own = [*map(steps.__getitem__, stops)]
+                own = [*map(route.steps.__getitem__, stops)]
                 times.update(pairwise([*own, step] if results else [step, *own]))
 
-    def _hops(self, route: _Route, chains: Sequence[_Chain], *, results: bool) -> Iterator[_Hop]:
+    def _hops(self, route: _Route, chains: Sequence[_Chain]) -> Iterator[_Hop]:
         """The hops of chains that begin or end at the rank; all if the plan is of all ranks.
 
         Inputs have the rows that a stop and the stops behind it need.
         """
-        steps, at = route.line.last if results else route.line.first, route.at
-        home = route.home if results else route.source
-        if self.rank in (route.home, route.source) and self.rank != home:
-            at = route.line.number.get((self.rank - route.origin) % self.size, _NOWHERE)
+        steps, results, at = route.steps, route.results, route.at
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
-            last = len(stops) - 1
+            last, heading = len(stops) - 1, not (near or results)
             numbers: Sequence[int] = range(last + 1)
             if at is not None:
                 number = stops.index(at) - results if at in stops else _NOWHERE
                 if at == end:
                     number = last if results else -1
                 numbers = range(max(0, number), min(number + 1, last) + 1)
-            heading = not (near or results)
-            wanted = {stops[number] for number in numbers} | ({stops[0]} if heading else set())
-            if route.whole is not None and not results:
-                rows = dict.fromkeys(wanted, route.whole)
-            else:
+            wanted = {stops[number] for number in (*numbers, *(0,) * heading)}
+            if not wanted:
+                continue
+            if route.whole is None:
                 rows = _rows_of_chain(route, stops if results else stops[::-1], wanted)
+            else:
+                rows = dict.fromkeys(wanted, route.whole)
             if heading:
                 later = rows[stops[0]] = union((rows[stops[0]], later), route.gap)
             for number in numbers:
@@ -567,33 +577,11 @@ class _Routes:
                 other, its_step = end, step
                 if 0 <= beside <= last:
                     other, its_step = stops[beside], steps[stops[beside]]
-                here, there = self._rank_at(route, stop, home), self._rank_at(route, other, home)
+                here, there = route.rank_at(stop), route.rank_at(other)
                 if results:
                     yield _Hop(steps[stop], its_step, here, there, rows[stop])
                 else:
                     yield _Hop(its_step, steps[stop], there, here, rows[stop])
-
-    def _after_source(self, route: _Route) -> Sequence[int]:
-        """The route's stops, without the rank that retained the block and now sends it."""
-        if route.source == route.home:
-            return route.stops
-        source = route.line.number[(route.source - route.origin) % self.size]
-        return tuple([stop for stop in route.stops if stop != source])
-
-    def _in_segments(self, route: _Route, stops: Sequence[int]) -> list[Sequence[int]]:
-        if self.segments is None:
-            return [stops] if stops else []
-        segments = [self.segments[self._rank_at(route, stop, route.home)] for stop in stops]
-        grouped = groupby(zip(segments, stops, strict=True), itemgetter(0))
-        return [tuple([stop for _, stop in group]) for _, group in grouped]
-
-    def _is_near(self, route: _Route, stops: Sequence[int], home: int) -> bool:
-        """Whether rank `home` is in the same node segment as these stops."""
-        of = self.segments
-        return of is None or of[self._rank_at(route, stops[0], home)] == of[home]
-
-    def _rank_at(self, route: _Route, stop: int, home: int) -> int:
-        return home if stop == _HOME else (route.origin + route.line.ranks[stop]) % self.size
 
 
 # Both passes of a micro-batch use the same routes if their placements are equal.
@@ -608,12 +596,9 @@ def _rows_of_chain(route: _Route, stops: Sequence[int], wanted: set[int]) -> dic
     found: dict[int, Rows] = {}
     total: Rows = ()
     for stop in sorted(wanted, reverse=back):
-        if back:
-            at = bisect_left(needed, stop, begin, end)
-            more, end = route.rows[at:end], at
-        else:
-            at = bisect_right(needed, stop, begin, end)
-            more, begin = route.rows[begin:at], at
+        at = (bisect_left if back else bisect_right)(needed, stop, begin, end)
+        more = route.rows[at:end] if back else route.rows[begin:at]
+        begin, end = (begin, at) if back else (at, end)
         found[stop] = total = union((total, *more), route.gap)
     return found
 
@@ -639,16 +624,16 @@ class _Writer:
         ]
         if self.phase == "backward":
             kept += [Kept(rank, ("k", "v"), (owner,)) for owner, rank in elsewhere]
-        moves, times = list(self._redistributed(elsewhere, steps)), set[Time]()
-        for number, group in enumerate(self.groups):
-            for result, side in product((False, True), Side):
-                for messages in self._messages(side, result, number):
-                    offset = number * routes.steps
-                    moves += self._moves(side, result, messages, group, offset)
-                    times.update(
-                        Time(result, side, posted + offset, needed + offset)
-                        for posted, needed in routes.times[side, result]
-                    )
+        moves = list(self._redistributed(elsewhere, steps))
+        times = set[Time]()
+        for number in range(len(self.groups)):
+            moves += self._moves(number)
+            times.update(
+                Time(*way, posted + number * routes.steps, needed + number * routes.steps)
+                for way, found in routes.times.items()
+                if self._messages(*way, number)
+                for posted, needed in found
+            )
         return Plan(
             self.phase,
             routes.mask,
@@ -663,14 +648,15 @@ class _Writer:
             times=frozenset(times),
         )
 
-    def _messages(self, side: Side, result: bool, number: int) -> Sequence[tuple[TensorNames, ...]]:
+    def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:
         """What travels for a group of heads: the messages of each move of a block."""
         group, backward = self.groups[number], self.phase == "backward"
-        if side and not (group.last and backward if result else group.first):
-            return ()
         if side:
-            names = ("dk", "dv") if result else ("k", "v")
-            return ((names,),) if self.placement.assembled else (tuple((x,) for x in names),)
+            wanted, names = group.first, ("k", "v")
+            if result:
+                wanted, names = group.last and backward, ("dk", "dv")
+            messages = (names,) if self.placement.assembled else (names[:1], names[1:])
+            return (messages,) if wanted else ()
         if result:
             return ((("dq",),),) if backward else ((("out",), ("lse",)),)
         if not backward:
@@ -679,26 +665,21 @@ class _Writer:
             return ((("q",), ("dout",), ("delta",), ("lse",)),)
         return (*(((("lse", "delta"),),) if not number else ()), (("q", "dout"),))
 
-    def _moves(
-        self,
-        side: Side,
-        result: bool,
-        messages: tuple[TensorNames, ...],
-        group: HeadGroup,
-        offset: int,
-    ) -> Iterator[Move]:
-        """Moves of all blocks of a side. Args: offset: number of steps before the group's first."""
-        routes, assembled, name = self.routes, self.placement.assembled, messages[0][0]
-        heads, wide = self.all_heads if assembled and name in PER_HEAD else group, name in self.wide
-        most = max(routes.lengths)
-        for (of_side, owner), hops in routes.hops[result].items():
-            for posted, needed, source, target, rows in hops if of_side == side else ():
-                tokens = routes.widths.get((side, owner), most) if assembled else row_count(rows)
-                ends, block = (
-                    (posted + offset, needed + offset, source, target),
-                    Block((owner,), rows),
-                )
-                yield Move(*ends, messages, block, tokens, heads, 0, wide)
+    def _moves(self, number: int) -> Iterator[Move]:
+        """Moves of all blocks for a group of heads."""
+        routes, assembled, group = self.routes, self.placement.assembled, self.groups[number]
+        most, before = max(routes.lengths), number * routes.steps
+        for (result, side), of_owners in routes.hops.items():
+            for messages in self._messages(result, side, number):
+                name = messages[0][0]
+                heads = self.all_heads if assembled and name in PER_HEAD else group
+                for owner, hops in of_owners.items():
+                    padded = routes.widths.get((side, owner), most) if assembled else None
+                    for posted, needed, source, target, rows in hops:
+                        ends = before + posted, before + needed, source, target
+                        tokens = row_count(rows) if padded is None else padded
+                        what = messages, Block((owner,), rows), tokens, heads
+                        yield Move(*ends, *what, wide=name in self.wide)
 
     def _computes(self) -> Iterator[Compute]:
         made = [*(self._joined() if self.placement.assembled else self._by_pairs())]
@@ -722,7 +703,7 @@ class _Writer:
                 held = {
                     owner: self._rows(side, owner, rank)
                     for owner in sorted(owners)
-                    if (side, owner) in routes.hops[False] or routes.home(side, owner) == rank
+                    if owner in routes.hops[False, side] or routes.home(side, owner) == rank
                 }
                 tokens = sum(routes.lengths[owner] for owner in held)
                 rows = between(0, tokens)
