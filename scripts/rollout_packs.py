@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for name, make in SETS.items():
         table.add_row(name, *row(list(make(np.random.default_rng(0))), args))
-    Console(width=210).print(table)
+    Console(width=300).print(table)
 
 
 if __name__ == "__main__":

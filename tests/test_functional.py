@@ -482,7 +482,6 @@ WRONG_LINEAR_CALLS = {
         {"initial_state": torch.zeros(1, 4, 8, 8, device="meta")},
         "initial_state needs the device of q, cpu, got meta",
     ),
-    "no rate": ({"decay": None}, "decay needs a number, or one for each of 4 heads, got None"),
     "words": ({"decay": ["slow"] * 4}, "or one for each of 4 heads, got ['slow', "),
     "no state": ({"initial_state": 0.0}, "initial_state needs a tensor, got 0.0"),
     "complex state": (

@@ -62,7 +62,7 @@ def peak_bytes(
             low, high = (
                 _peak(
                     algo,
-                    {**options, **({"cols": count // rows} if "rows" in options else {})},
+                    {**options, **({"cols": count // rows} if "cols" in options else {})},
                     replace(shape, seq_len=tokens * count),
                     within(mask, tokens * count),
                     nodes[:count],

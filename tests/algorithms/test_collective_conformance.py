@@ -331,7 +331,8 @@ def test_only_local_tensors_out_and_lse_are_kept(algo: str, options: dict[str, o
 def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") -> tuple[int, int]:
     shape = Shape(1, 128 * size, heads, kv_heads, 128)
     topology = VirtualWorld(size).topology(0)
-    return create("attention2d", topology, {"variant": variant}).grid_shape(shape)
+    algorithm = create("attention2d", topology, {"variant": variant})
+    return algorithm.grid_shape(shape)
 
 
 @pytest.mark.parametrize(

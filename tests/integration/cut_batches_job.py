@@ -203,7 +203,9 @@ class Reference:
     """
 
     def __init__(self, model: Any) -> None:
-        if model.config.mrope_section:  # has the groups of the process, not those of the model
+        if (
+            getattr(model, "position_embedding_type", None) == "mrope"
+        ):  # has the groups of the process, not those of the model
             model.rotary_pos_emb.cp_group = model.pg_collection.cp
         self.model = model
         self._found: dict[tuple[object, ...], Expected] = {}

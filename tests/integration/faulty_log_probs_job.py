@@ -6,9 +6,8 @@ state       states of linear attention travel in bfloat16
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 
 def plant(fault: str) -> None:
@@ -26,8 +25,9 @@ def plant(fault: str) -> None:
 
         carry: Any = Lasp2.carry
 
-        def rounded(self: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return carry(self, states.bfloat16().to(states.dtype), *args, **kwargs)
+        def rounded(self: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+            added = states.added.bfloat16().to(states.added.dtype)
+            return carry(self, replace(states, added=added), *args, **kwargs)
 
         Lasp2.carry = rounded  # type: ignore[method-assign]
 

@@ -235,7 +235,7 @@ MISTAKES = (
     ),
     Mistake(
         "kernel of Megatron's",
-        "--attention-backend fused",
+        "--attention-backend unfused",
         "leave --attention-backend out",
         program=ZIGZAG,
     ),

@@ -248,7 +248,7 @@ class PlantedLinear(LinearKernel):
             made.states = made.states * 1.02
         if self.fault == "incoming":
             finish = made.finish
-            made.finish = lambda incoming: (finish(None)[0], incoming)
+            made.finish = lambda incoming: (finish(None)[0], *finish(incoming)[1:])
         return made
 
     def backward(self, dout, q, k, v, decay, runs, cache):
