@@ -76,9 +76,6 @@ GPUS = "needs GPUs"
 ITSELF = "sets up or tests the checkout"
 # Commands with names to be filled in, and those that something else runs.
 ELSEWHERE: dict[str, str] = {
-    "megatron-cp draw --algo zigzag --size 4 --tokens --output zigzag.svg": (
-        "tests/planner/test_token_picture.py"
-    ),
     "torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K --heads "
     "32:32,32:8": GPUS,
     "python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K": GPUS,
