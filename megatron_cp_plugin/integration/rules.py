@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
@@ -264,23 +264,24 @@ def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
     layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
     if not s.is_gated or s.cp.size == 1 or layout in passed:
         return None
-    choices = [
+    choices = _options_for(s, passed)
+    return {"layout": layout, "choices": " or ".join(choices or ["another algorithm"])}
+
+
+def _options_for(s: Settings, layouts: Sequence[str]) -> list[str]:
+    """Flags that give the algorithm one of some layouts."""
+    return [
         f"--cp-options {option}={choice}"
         for found, option, choice in layout_choices(s.cp.algo)
-        if found in passed
+        if found in layouts
     ]
-    return {"layout": layout, "choices": " or ".join(choices or ["another algorithm"])}
 
 
 def _zigzag_choices(s: Settings) -> str:
     """How to have Megatron's own layout."""
     every = registry.available("softmax")
     default = [name for name in every if registry.layout_of(name, {}).name == Zigzag.name]
-    choices = [
-        f"--cp-options {option}={choice}"
-        for found, option, choice in layout_choices(s.cp.algo)
-        if found == Zigzag.name
-    ]
+    choices = _options_for(s, [Zigzag.name])
     choices.append(f"--context-parallel-algo {' or '.join(default)}")
     return ", or ".join(choices)
 
