@@ -68,6 +68,7 @@ def test_largest_scores(size: int, layout: str, case: str, monkeypatch: pytest.M
         return largest_scores(q[:, mine], k[:, mine], **given)
 
     found = torch.stack(on_ranks(size, rank)).amax(0)
+    # Of all pairs by the definition, masked by a matrix: nothing of it is the code that is tested.
     torch.testing.assert_close(found, scores_of(q, k, seen), rtol=1e-12, atol=0)
 
 
