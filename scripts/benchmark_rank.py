@@ -11,9 +11,9 @@ engines. The rank is the one that computes most pairs of a query and a key, unle
 
 The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
-for a window, which no kernel here has), times the pairs of a rank in the mean. A profiled step
-splits the time into kernels of attention, other kernels, copies, and the rest, in which nothing
-computes: the GPU waits for the host.
+for windows and spans, which no kernel here has), times the pairs of a rank in the mean. A profiled
+step splits the time into kernels of attention, other kernels, copies, and the rest, in which
+nothing computes: the GPU waits for the host.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from bars import Bar, Legend, Panel, save
-from packed_documents import work_of
+from packed_documents import pack, work_of
 from profiles import by_class, device_spans, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
@@ -193,10 +193,13 @@ class Case:
             return Mask(
                 documents=random_documents(seq_len, lengths, multiple=multiple, seed=self.seed)
             )
+        if kind in ("images", "trees") and not value:
+            return pack(kind, seq_len, self.seed)
         if kind in ("causal", "full") and not value:
             return Mask(kind == "causal")
         raise ConfigError(
-            f"--masks takes causal, full, window:TOKENS and documents:LENGTHS, got {self.words}"
+            "--masks takes causal, full, window:TOKENS, documents:LENGTHS, images and trees, got "
+            f"{self.words}"
         )
 
 
@@ -243,7 +246,7 @@ class Limit:
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
-        if case.words.startswith("window"):
+        if mask.window is not None or mask.slices is not None:
             mask = Mask()
         documents = bool(mask.documents)
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
@@ -295,6 +298,9 @@ def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) ->
         }
         if mask.documents:
             settings["cu_seqlens"] = (0, *mask.documents, case.seq_len)
+        if mask.slices is not None:
+            del settings["causal"]
+            settings["spans"] = mask.slices
         inputs = [x.requires_grad_() for x in (q, k, v)]
 
         def forward() -> None:
@@ -407,7 +413,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--masks",
         default="causal",
-        help="causal, full, window:TOKENS, documents:LENGTHS as of benchmark_attention.py",
+        help="causal, full, window:TOKENS, documents:LENGTHS as of benchmark_attention.py; images, "
+        "trees as of packed_documents.py",
     )
     parser.add_argument("--algos", default="all", help="names, each with options")
     parser.add_argument("--rank", type=int, help="this one; default: the busiest")
