@@ -2,6 +2,8 @@
 
     python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K --heads 32:8 \
         --masks causal,documents:2K,window:4K --algos zigzag,distflash,ulysses,usp,allgather
+    python scripts/benchmark_rank.py --ranks 8,64 --heads 128:latent \
+        --algos zigzag,zigzag:send=latents
 
 A rank runs its own program of a job of P ranks, forward and backward. Its messages go nowhere, and
 blocks of others arrive at once: random numbers that a copy on another stream writes, because an
@@ -11,9 +13,13 @@ engines. The rank is the one that computes most pairs of a query and a key, unle
 
 The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
-for a window, which no kernel here has), times the pairs of a rank in the mean. A profiled step
-splits the time into kernels of attention, other kernels, copies, and the rest, in which nothing
-computes: the GPU waits for the host.
+for windows and spans, which no kernel here has), times the pairs of a rank in the mean. A profiled
+step splits the time into kernels of attention, other kernels, copies, and the rest, in which
+nothing computes: the GPU waits for the host.
+
+Heads as `128:latent` are those of DeepSeek-V3's multi-latent attention, with queries and keys of
+192 and values of 128 numbers. A step then begins with a rank's own latents: ranks send the K and V
+that they make of them, or, with the option send=latents, the latents themselves.
 """
 
 import argparse
@@ -21,19 +27,21 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bars import Bar, Legend, Panel, save
-from packed_documents import work_of
+from packed_documents import pack, work_of
 from profiles import by_class, device_spans, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.context import softmax_algorithm
+from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.kernel import (
@@ -49,11 +57,12 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.kernels import resolve, resolver
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.planner.costs import planned
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.process_exit import one_line_errors
+from megatron_cp_plugin.registry import option_names
 from megatron_cp_plugin.tokens import tokens_of
 
 MEASURED_AT = 128 * 1024  # tokens of the limit's kernel
@@ -72,6 +81,7 @@ class Row:
         share: Of the limit: 1 would be as fast as the kernel alone.
         attention_ms, other_ms, copies_ms, waiting_ms: Of a profiled step.
         captured_ms, captured_share: Of replays of a CUDA graph.
+        sent_gb: Of a step, in 10^9 bytes.
     """
 
     ranks: int
@@ -90,6 +100,7 @@ class Row:
     waiting_ms: float = 0.0
     captured_ms: float = 0.0
     captured_share: float = 0.0
+    sent_gb: float = 0.0
     note: str = ""
 
 
@@ -178,6 +189,20 @@ class Case:
         """Tokens of the job."""
         return self.ranks * self.tokens
 
+    @property
+    def wire(self) -> Wire | None:
+        """The sizes of multi-latent attention, if heads are its."""
+        heads, _, kind = self.heads.partition(":")
+        return Wire(int(heads), 512, 64, 192, 128) if kind == "latent" else None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, and the dims of keys and of values."""
+        if wire := self.wire:
+            return wire.heads, wire.heads, wire.head_dim, wire.value_dim
+        heads, kv_heads = map(int, self.heads.split(":"))
+        return heads, kv_heads, 128, 128
+
     def mask(self, seq_len: int) -> Mask:
         """The mask over so many tokens.
 
@@ -193,19 +218,22 @@ class Case:
             return Mask(
                 documents=random_documents(seq_len, lengths, multiple=multiple, seed=self.seed)
             )
+        if kind in ("images", "trees") and not value:
+            return pack(kind, seq_len, self.seed)
         if kind in ("causal", "full") and not value:
             return Mask(kind == "causal")
         raise ConfigError(
-            f"--masks takes causal, full, window:TOKENS and documents:LENGTHS, got {self.words}"
+            "--masks takes causal, full, window:TOKENS, documents:LENGTHS, images and trees, got "
+            f"{self.words}"
         )
 
 
 def whole(case: Case, tokens: int) -> list[Tensor]:
     """q, k, v and dout of so many tokens."""
-    heads, kv_heads = map(int, case.heads.split(":"))
+    heads, kv_heads, dim, value_dim = case.sizes
     return [
-        torch.randn(1, tokens, n, 128, device="cuda", dtype=torch.bfloat16)
-        for n in (heads, kv_heads, kv_heads, heads)
+        torch.randn(1, tokens, *sizes, device="cuda", dtype=torch.bfloat16)
+        for sizes in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     ]
 
 
@@ -243,12 +271,13 @@ class Limit:
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
-        if case.words.startswith("window"):
+        if mask.window is not None or mask.slices is not None:
             mask = Mask()
         documents = bool(mask.documents)
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
-        kernel = resolve("auto", Problem(*shape, documents=documents))
-        call = KernelCall(q, k, v, 128**-0.5, mask.causal)
+        problem = Problem(*shape, documents=documents, value_dim=v.shape[3])
+        kernel = resolve("auto", problem)
+        call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal)
         if documents:
             ends = (0, *mask.documents, tokens)
             call = call._replace(packing=Packing.adjacent(ends, ends))
@@ -268,17 +297,62 @@ class Limit:
 
 def busiest(name: str, options: dict[str, Any], case: Case) -> int:
     """The rank that computes most pairs of a query and a key."""
-    heads, kv_heads = map(int, case.heads.split(":"))
-    shape = Shape(1, case.seq_len, heads, kv_heads, 128)
+    shape = Shape(1, case.seq_len, *case.sizes[:3])
     mask = case.mask(case.seq_len)
     work = work_of(planned(name, case.ranks, shape, mask, options), shape, mask)
     return work.index(max(work))
+
+
+type Attend = Callable[[], Tensor]
+
+
+def of_latents(
+    case: Case, q: Tensor, name: str, settings: dict[str, Any], *, sent: bool
+) -> tuple[Attend, list[Tensor]]:
+    """Multi-latent attention of a rank's own latents, and what it has gradients of.
+
+    Args:
+        case: One that has a wire.
+        settings: Of `cp.attention`.
+        sent: Whether latents are sent, in place of K and V.
+    """
+    wire, tokens = case.wire, case.tokens
+    assert wire is not None
+    made = wire.heads * (wire.head_dim - wire.rotary_dim + wire.value_dim)
+    sizes = (1, tokens, wire.latent_dim + wire.rotary_dim), (made, wire.latent_dim)
+    latent, weight = (torch.randn(size, device=q.device, dtype=q.dtype) for size in sizes)
+    weight /= wire.latent_dim**0.5
+    known = {"group", "seq_len", "causal", "window", "cu_seqlens"}
+    options = tuple(sorted((k, v) for k, v in settings.items() if k not in {"algo", *known}))
+
+    def kept() -> Tensor:
+        return cp.attention(q, *wire.expanded(latent, weight), **settings)
+
+    def apart() -> Tensor:
+        return attend_latents(
+            q,
+            latent,
+            weight,
+            algorithm=softmax_algorithm(name, settings["group"], options),
+            value_dim=wire.value_dim,
+            seq_len=case.seq_len,
+            kernel_for=resolver("auto"),
+            causal=settings["causal"],
+            window=settings["window"],
+            documents=settings.get("cu_seqlens", (0, case.seq_len))[1:-1],
+        )
+
+    inputs = [x.requires_grad_() for x in (q, latent, weight)]
+    return apart if sent else kept, inputs
 
 
 def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) -> Row:
     """One row. Args: spec: an algorithm with options, as `name:option=value`."""
     name, *pairs = spec.split(":")
     options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    sent = options.pop("send", "") == "latents"
+    if sent and "chunks" in option_names(name):
+        options.setdefault("chunks", 1)
     row = Row(case.ranks, case.tokens, case.heads, case.words, spec, limit_ms=limit_ms)
     try:
         rank = busiest(name, options, case) if args.rank is None else args.rank
@@ -295,19 +369,27 @@ def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) ->
         }
         if mask.documents:
             settings["cu_seqlens"] = (0, *mask.documents, case.seq_len)
+        if mask.slices is not None:
+            del settings["causal"]
+            settings["spans"] = mask.slices
         inputs = [x.requires_grad_() for x in (q, k, v)]
+        attend: Attend = partial(cp.attention, q, k, v, **settings)
+        if case.wire is not None:
+            attend, inputs = of_latents(case, q, name, settings, sent=sent)
 
         def forward() -> None:
             with torch.no_grad():
-                cp.attention(q, k, v, **settings)
+                attend()
 
         def step() -> tuple[Tensor, ...]:
-            out = cp.attention(q, k, v, **settings)
-            return torch.autograd.grad(out, inputs, dout)
+            return torch.autograd.grad(attend(), inputs, dout)
 
         forward_ms = median_ms(forward, args.iters)
         step_ms = median_ms(step, args.iters)
+        with cp.record_communication() as log:
+            step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
+        row = replace(row, sent_gb=log.bytes() / 1e9)
         row = split(row, step, args)
         if args.graphs:
             row = captured(row, step, args)
@@ -358,7 +440,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         words = f"P = {ranks}, {tokens} tokens a rank, {heads} heads, {mask}"
         table = Table(
             *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
-            *("waiting", "captured", "note"),
+            *("waiting", "captured", "sent GB", "note"),
             title=f"{words}: limit {own[0].limit_ms:.2f} ms",
         )
         for row in own:
@@ -372,6 +454,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
                     for ms in (row.attention_ms, row.other_ms, row.copies_ms, row.waiting_ms)
                 ),
                 f"{row.captured_share:.3f}" if row.captured_ms else "-",
+                f"{row.sent_gb:.2f}",
                 row.note,
             )
         drawn.append(table)
@@ -403,11 +486,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default="8", help="of the job, up to 1,024; 8 on a node")
     parser.add_argument("--tokens", default="16K", help="of a rank")
-    parser.add_argument("--heads", default="32:8", help="query heads : KV heads, of dim 128")
+    parser.add_argument(
+        "--heads", default="32:8", help="query heads : KV heads, of dim 128; 128:latent"
+    )
     parser.add_argument(
         "--masks",
         default="causal",
-        help="causal, full, window:TOKENS, documents:LENGTHS as of benchmark_attention.py",
+        help="causal, full, window:TOKENS, documents:LENGTHS as of benchmark_attention.py; images, "
+        "trees as of packed_documents.py",
     )
     parser.add_argument("--algos", default="all", help="names, each with options")
     parser.add_argument("--rank", type=int, help="this one; default: the busiest")

@@ -18,7 +18,7 @@ GPUs than there are (`graphs-tp`, `graphs-pp*`, `graphs-vpp*`: four) are left ou
     python scripts/parity_gpus.py --only 'bf16/*' --output results/parity_gpus
     python scripts/parity_gpus.py --table results/parity_gpus/rows.json    # into the pages
 
-Rows of captured runs go into docs/graphs.md, the others into docs/data/parity.md.
+Rows of captured runs go into docs/data/graphs.md, the others into docs/data/parity.md.
 
 Many small jobs share the GPUs, since starting one takes longer than training. Exit code 1: a run
 failed or is further off than allowed.

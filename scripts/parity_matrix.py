@@ -196,6 +196,7 @@ def table(cells: Sequence[Cell], planned: int) -> str:
     """
     failed = [cell for cell in cells if not cell.good]
     refused = list(dict.fromkeys(cell.refused for cell in cells if cell.refused))
+    equal = sum(cell.good and not cell.refused for cell in cells)
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}"
         for name in ("megatron-core", "torch", "megatron-cp-plugin")
@@ -206,8 +207,8 @@ def table(cells: Sequence[Cell], planned: int) -> str:
         f"Written by `scripts/parity_matrix.py` on {datetime.date.today()}: Python "
         f"{platform.python_version()}, {versions}, CPU.",
         "",
-        f"{len(cells)} of {planned} cells run: {len(cells) - len(failed)} equal to the unsplit "
-        f"model or refused, {len(failed)} failed.",
+        f"{len(cells)} of {planned} cells run: {equal} equal to the unsplit model, "
+        f"{len(cells) - len(failed) - equal} refused, {len(failed)} failed.",
         "",
         "A cell trains a small GPT for three iterations in Megatron's own loop with the",
         "sequence split over the CP ranks, and compares it with CP 1 and Megatron's own",

@@ -1,4 +1,4 @@
-"""What the parity runs of GPUs found, as parts of docs/data/parity.md and docs/graphs.md."""
+"""What the parity runs of GPUs found, as parts of docs/data/parity.md and graphs.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity_matrix import ON_GPUS, TABLE
 from megatron_cp_plugin import registry
 
 ITERATIONS = 10  # that most runs train
-GRAPHS_PAGE = TABLE.parent.with_name("graphs.md")
+GRAPHS_PAGE = TABLE.with_name("graphs.md")
 ON_CAPTURED_RUNS = "## What was run"
 # What stands below the table.
 NOTES = """Bold: beyond the bound. `linear` in bfloat16 exceeds it for one kind of parameter, the
@@ -40,7 +40,7 @@ reference and p2p do not.
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """A model in docs/graphs.md.
+    """A model in docs/data/graphs.md.
 
     Attributes:
         key: Of its runs without CUDA graphs.
@@ -90,7 +90,7 @@ def section(report: Mapping[str, Any]) -> str:
 
 
 def graphs_section(report: Mapping[str, Any] | None, models: Sequence[CapturedRow]) -> str:
-    """Returns the part of docs/graphs.md on what was run.
+    """Returns the part of docs/data/graphs.md on what was run.
 
     Args:
         report: What rows.json holds; None: nothing was run yet.
@@ -110,7 +110,7 @@ def graphs_section(report: Mapping[str, Any] | None, models: Sequence[CapturedRo
         "step, in Megatron's deterministic mode. Equal: all losses, and the gradients of every",
         "parameter at the first, middle and last iteration, are bitwise those of the same run",
         "without graphs, and everything captured was replayed in the last iteration. Without:",
-        "the difference of the run without graphs from CP 1, as in [parity.md](parity.md) but",
+        "the difference of the run without graphs from CP 1, as in [parity.md](../parity.md) but",
         "without the gradient of the embedding, which Megatron sums in bfloat16 in this mode;",
         'or "trained" if it was not compared. Empty: not run.',
         "",

@@ -364,6 +364,8 @@ def pages() -> tuple[str, str]:
         "Written by `python scripts/predictions.py`; do not edit. What they say is in "
         "[predictions.md](../predictions.md).",
         "",
+        ABOUT_ROWS,
+        DETAILS,
         "## Published figures",
         "",
         "Rates in TFLOP/s a GPU, measured / predicted, and the error. Nothing is fitted to them.",
@@ -442,13 +444,38 @@ INTRODUCTION = """# Predictions and measurements
 How long the simulator (`megatron_cp_plugin/planner`) says that a layer of attention takes, compared
 with measurements. Written by `python scripts/predictions.py`; do not edit.
 
-How it predicts: each rank's own code runs on tensors without storage, which records what it
-launches, copies, sends and waits for. These records are played on a machine file
-(`configs/machines/*.yaml`): kernels by tile, memory, links of each class, launch time of the
-host. The simulator does not know any algorithm. Up to 16 ranks all are simulated; for more see
-`planner/simulate.py`.
+Each rank's own code runs on tensors without storage, which records what it launches, copies, sends
+and waits for. These records are played on a machine file (`configs/machines/*.yaml`): kernels by
+tile, memory, links of each class, launch time of the host. The simulator does not know any
+algorithm. Up to 16 ranks all are simulated, of more a sample (`planner/simulate.py`).
 
-Rows ([data/predictions.md](data/predictions.md)): `docs/data/measured.csv` has those of
+[data/predictions.md](data/predictions.md) has all rows, how they were chosen, and each error that
+is known, in detail. Some rows were used to fit a machine file; all others were held out, though we
+had seen them.
+"""
+
+WRONG = """## Where it is wrong
+
+- **Short sequences.** Where the host is the limit (8K, 16K tokens, many groups of heads) rows are
+  off by up to 40%; the same code differs by 12% from run to run there.
+- **Long runs** are 1 to 5% slower than predicted at 128K: clocks drop under load.
+- **NCCL inside a node.** One number says how much slower kernels are while it moves data, and all
+  machines have the H200's: rings with many steps are 5 to 10% faster than predicted.
+- **Sockets** have one rate for all exchanges: distflash is 10 to 30% faster than predicted.
+- **Emulated nodes.** A relay that took 545 ms is predicted to take 124. Why is not known.
+- **Several cards a node.** Rings between nodes of 8 A800 with 4 cards are up to 31% faster.
+- **Linear attention** forwards at 256K take up to a third longer than predicted: what the host
+  needs to launch fla's kernels.
+- **Published steps.** LASP's are limited by their program's host, which is not modelled;
+  DISTFLASHATTN's depend on how many network cards a node has, which the paper does not say.
+- **Experts.** No measured step with experts is in docs/data: what expert parallelism takes is
+  counted, beside published throughputs in [planner.md](planner.md). All experts get equally many
+  tokens.
+- **Not modelled**: contention of copies and kernels for memory, waves of tiles, the start of Triton
+  and NCCL, a network's topology above its cards, other jobs.
+"""
+
+ABOUT_ROWS = """`docs/data/measured.csv` has the rows of
 docs/data/benchmarks_log.md, each with the options for which
 today's code follows the schedule that was measured. Some are left out, because that schedule no
 longer exists (ulysses in four head groups at 32:8) or the machine file lacks the kernel
@@ -458,7 +485,7 @@ from separate measurements. The sockets of each run were fitted to some of its r
 three runs had networks that differ by a factor of two.
 """
 
-WRONG = """## Where it is wrong
+DETAILS = """## Where it is wrong, in detail
 
 - Rows were held out of the fits, but we had seen them. Three parts of the model were changed after
   held-out rows had shown them to be wrong: what nodes share on one loopback, that the process group

@@ -134,7 +134,7 @@ def title(heads: int, kv_heads: int) -> str:
 
 
 def markdown(heads: int, kv_heads: int, sizes: Sequence[int] = SIZES) -> str:
-    """The table for docs/algorithms.md."""
+    """The table for docs/data/bytes.md."""
     lines: Iterable[Sequence[str]] = [
         [f"{heads}:{kv_heads} heads", *(f"P = {size}" for size in sizes)],
         ["---"] + ["---:"] * len(sizes),

@@ -14,16 +14,19 @@ from megatron_cp_plugin.harness import prepare_data
 from tests.integration.megatron_job import Process, run_program
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
+# What a user reads from beginning to end. The papers' tables, docs/data and the pages that programs
+# write are looked up; CONTRIBUTING.md is for those who change the code.
+LOOKED_UP = "reference", "capabilities", "plan"
+READ = (
     "README.md",
-    "CONTRIBUTING.md",
-    "docs/algorithms.md",
-    "docs/benchmarks.md",
-    "docs/invariance.md",
-    "docs/megatron.md",
-    "docs/pictures.md",
-    "docs/planner.md",
+    *sorted(
+        f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.stem not in LOOKED_UP
+    ),
+    *sorted(f"docs/how/{page.name}" for page in (ROOT / "docs" / "how").glob("*.md")),
 )
+PAGES = (*READ, "CONTRIBUTING.md")
+# Words: of all that is read, of a page, and of pages that are mostly tables.
+ALL_WORDS, WORDS, OF_TABLES = 20_000, 1_200, {"docs/benchmarks.md": 3_000, "docs/papers.md": 3_000}
 PROGRAMS = ("make", "python", "torchrun", "megatron-cp", "pytest", "pip", "git", "bash")
 
 # What a command is run with beside what the page shows, and what it must print.
@@ -99,13 +102,33 @@ ELSEWHERE: dict[str, str] = {
     "pip install '.[gpu]'": GPUS,
     "pip install -e '.[dev]'": CHECK_INSTALLS,
     "pip install -e .": "tests/test_installed.py",
+    "pip install -e": "tests/test_installed.py",
     "pip install datasets": "tests/integration/test_sft.py",
     "python scripts/check_installs.py": "tests/test_help.py",
     "megatron-cp plan": "tests/planner/test_costs.py",
     "megatron-cp doctor": "tests/test_cli.py",
     "megatron-cp calibrate": "tests/planner/test_calibrate.py",
     "megatron-cp train --config NAME": "tests/test_cli.py",
+    "megatron-cp train --config FILE": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
+    "megatron-cp check run-qwen3-235B-A22B.sh": "tests/test_check_recipe.py",
+    "megatron-cp check recipe.py:llama3_8b_pretrain_config model.context_parallel_size=4": (
+        "tests/test_check_recipe.py"
+    ),
+    "megatron-cp check verl.yaml --machine h200 --gpus 64": "tests/test_check_recipe.py",
+    "megatron-cp plan --model llama3-8b --gpus 8 --machine h100 --tokens ...": (
+        "tests/planner/test_command.py"
+    ),
+    "megatron-cp plan --tokens 1M --gpus 16": "tests/planner/test_command.py",
+    "megatron-cp compare --reference cp1 --iters 20 --gradients --config FILE ...": (
+        "tests/test_compare.py"
+    ),
+    "python scripts/predictions.py": "tests/planner/test_predictions.py",
+    "python scripts/rollout_packs.py": "tests/test_rollout_packs.py",
+    "python scripts/convergence_smoke.py --config FILE --algos zigzag --cp 1,4 -- <your flags>": (
+        "tests/test_convergence_smoke.py"
+    ),
+    "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli doctor": GPUS,
     "megatron-cp check RECIPE": "tests/test_check_recipe.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
     "megatron-cp invariance": "tests/test_help.py",
@@ -152,6 +175,12 @@ def test_every_command_of_the_pages_is_known() -> None:
     commands = {command for page in PAGES for command in shown(page)} - set(DRAWN)
     assert commands - RUN.keys() - ELSEWHERE.keys() == set()
     assert {why for why in ELSEWHERE.values() if "/" in why and not (ROOT / why).exists()} == set()
+
+
+def test_pages_are_short() -> None:
+    words = {page: len((ROOT / page).read_text().split()) for page in READ}
+    assert {page: n for page, n in words.items() if n > OF_TABLES.get(page, WORDS)} == {}
+    assert sum(words.values()) <= ALL_WORDS
 
 
 # Those of the page of pictures, which has what they write.

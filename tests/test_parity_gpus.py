@@ -20,7 +20,7 @@ from megatron_cp_plugin.harness.parity import Iteration, RankRecording, Recordin
 from megatron_cp_plugin.harness.recorder import _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.rules import FEATURES, check
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests import forked_launch
@@ -185,10 +185,10 @@ def test_captured_runs_go_into_a_page_of_their_own(
     assert "| bfloat16 | ulysses | process group |  |  |  |  |" in text
 
 
-def test_the_page_on_graphs_has_what_is_run_and_refused(
+def test_the_page_on_graphs_has_what_is_run(
     gpus: ModuleType, table: ModuleType, pages: ModuleType
 ) -> None:
-    """So that a new algorithm or refusal cannot be forgotten there; results are the GPUs'."""
+    """So that a new algorithm cannot be forgotten there; results are the GPUs'."""
     page = pages.GRAPHS_PAGE.read_text()
 
     def names(text: str) -> list[list[str]]:
@@ -196,10 +196,6 @@ def test_the_page_on_graphs_has_what_is_run_and_refused(
         return [line.split(" | ")[:3] for line in table if line.startswith("|")]
 
     assert names(page) == names(pages.graphs_section(None, table.captured_models()))
-    refused = [each for each in FEATURES if "CUDA graph" in each.name]
-    assert len(refused) > 4
-    for each in refused:
-        assert f"| {each.name} (`{each.flag}`) | {each.reason} |" in page
 
 
 def recorded(replays: int, sent: int, digest: str = "a") -> Recording:

@@ -214,11 +214,10 @@ def test_a_batch_for_megatron() -> None:
         assert batch[key].tolist() == [[0, 1, 1, 0]]
 
 
-def test_the_snippet_of_the_page_on_masks() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (snippet,) = (snippet for snippet in snippets if "pack_rollouts" in snippet)
-    names: dict[str, Any] = {"torch": torch, "cp": cp}
+def test_the_snippet_of_the_page_on_rollouts() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rollouts.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
     exec(snippet, names)
     assert len(names["log_probs"]) == len(names["pack"].rollouts)
     assert names["loss"].shape == ()

@@ -493,8 +493,7 @@ def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
 def test_the_snippet_of_the_page_on_masks() -> None:
     page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
     names: dict[str, Any] = {}
-    found = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    snippets = [snippet for snippet in found if "pack_rollouts" not in snippet]
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(snippets) == 3
     for snippet in snippets:
         exec(snippet, names)

@@ -92,7 +92,7 @@ class DistFlash(PointToPoint):
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
     Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
-    as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/algorithms.md.
+    as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
 
     With layout "thd" every rank computes one pair of blocks in each of P steps, see EvenPlacement;
     under span masks, of which nothing is known, it is helped as on contiguous chunks.

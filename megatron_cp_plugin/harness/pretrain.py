@@ -208,7 +208,8 @@ def next_batch(
     has_documents = _has_documents()
     cp_group = mpu.get_context_parallel_group()
     if not is_first_or_last_pipeline_stage(vp_stage) and not has_documents:
-        add(added := {})
+        added: dict[str, Any] = {}
+        add(added)
         if added:
             get_batch_on_this_cp_rank(added, is_hybrid_cp=False, cp_group=cp_group)
         return nothing
