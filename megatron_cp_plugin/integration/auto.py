@@ -404,7 +404,7 @@ def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
     shape = LinearShape(
         settings.samples,
         seq_length,
-        settings.split_heads[0],
+        settings.split_heads[1],
         features,
         head_dim,
         settings.dtype.itemsize,

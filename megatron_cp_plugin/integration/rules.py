@@ -688,10 +688,9 @@ RULES: tuple[Rule, ...] = (
          "{s.tensor} or divide it, got {s.kv_heads}: use one of {usable} or another "
          "tensor_model_parallel_size", ("sizes",)),
     # Layers of linear attention. Those of a model may have configurations of their own.
-    Rule(lambda s: s.has_linear and s.num_attention_heads not in (None, s.kv_heads),
-         f"{_LINEAR} has no grouped-query attention, got num_query_groups {{s.kv_heads}} for "
-         "{s.num_attention_heads} heads: leave --group-query-attention out",
-         ("arguments", "linear layer")),
+    Rule(lambda s: s.has_linear and s.kv_heads % s.tensor,
+         f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = {{s.tensor}}, "
+         "got {s.kv_heads}: use more groups or fewer ranks", ("arguments", "linear layer")),
     *(Rule(_linear_with(name), f"{_LINEAR} does not support {_flag(name)}: leave it out",
            ("arguments", "linear layer"))
       for name in ("qk_layernorm", "qk_l2_norm", "attention_output_gate")),
