@@ -1,4 +1,4 @@
-"""Fused merges, sums, softmaxes and chains of states, on the device types that have kernels for them.
+"""Fused merges, sums, softmaxes and ways of states, on device types that have kernels for them.
 
 `core` computes all of it by PyTorch; the folder of kernels registers what is faster.
 """

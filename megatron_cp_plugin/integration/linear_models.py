@@ -319,8 +319,8 @@ class TransNormerAttention(LinearSelfAttention):
 
     The first layer has linearized positions (LRPE) besides.
 
-    Source: TransNormerLLM (arXiv 2307.14995), sections 3.1 to 3.3, and its published model. Differs:
-    heads may share keys and values; a group has the rate and the angles of one of as many heads.
+    Source: TransNormerLLM (arXiv 2307.14995), sections 3.1 to 3.3, and its published model.
+    Differs: heads may share keys and values; groups have the rates and angles of as many heads.
     """
 
     _gated = True

@@ -545,8 +545,6 @@ FEATURES: tuple[Rule, ...] = (
              when=lambda s: s.dataloader_inter_document_masking and _cuts_sparse_otherwise(s)),
     _feature("packed conversations with DSA layers", "sft", _BY_DOCUMENT,
              when=lambda s: s.sft and _cuts_sparse_otherwise(s)),
-    _feature("multi-token prediction with gated delta net layers", "mtp_num_layers",
-             _UNTESTED, when=lambda s: s.mtp_num_layers and s.is_gated),
     # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
     _feature("layers other than attention, MLP and MoE in a hybrid model", "hybrid_layer_pattern",
              _UNTESTED, "use *, +, - and E",
@@ -689,8 +687,9 @@ RULES: tuple[Rule, ...] = (
          "tensor_model_parallel_size", ("sizes",)),
     # Layers of linear attention. Those of a model may have configurations of their own.
     Rule(lambda s: s.has_linear and s.kv_heads % s.tensor,
-         f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = {{s.tensor}}, "
-         "got {s.kv_heads}: use more groups or fewer ranks", ("arguments", "linear layer")),
+         f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = "
+         "{s.tensor}, got {s.kv_heads}: use more groups or fewer ranks",
+         ("arguments", "linear layer")),
     *(Rule(_linear_with(name), f"{_LINEAR} does not support {_flag(name)}: leave it out",
            ("arguments", "linear layer"))
       for name in ("qk_layernorm", "qk_l2_norm", "attention_output_gate")),
@@ -753,6 +752,10 @@ RULES: tuple[Rule, ...] = (
          f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
          "of the layers' output norms over the tensor-parallel ranks, got "
          "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
+    Rule(lambda s: s.is_gated and s.mtp_num_layers,
+         "Megatron's scripts build no multi-token prediction beside gated delta net layers, got "
+         "--mtp-num-layers {s.mtp_num_layers}: leave it out, or build the model in a program of "
+         "your own", ("arguments",)),
     Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
     Rule(_before_shared_weights, "Megatron {version} weights the losses of --mtp-num-layers by the "

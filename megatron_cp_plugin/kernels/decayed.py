@@ -132,7 +132,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     matrix_at = row[:, None] * dim + row[None, :]
     in_matrix = (row < dim)[:, None] & (row < dim)[None, :]
     state = tl.zeros([DIM, WIDTH], dtype=tl.float32)
-    if FIRST:
+    if FIRST:  # noqa: SIM102  (the second is of the GPU)
         if tl.load(begins_ptr + way) != 0:
             state = tl.load(first_ptr + head * dim * width + at, inside, 0.0)
     for number in range(tl.load(bound_ptr + way), tl.load(bound_ptr + way + 1)):

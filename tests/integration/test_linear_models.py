@@ -312,8 +312,10 @@ def test_flags() -> None:
         ),
         (
             {
-                **{"group_query_attention": True, "num_query_groups": 2},
-                **{"tensor_model_parallel_size": 4, "world_size": 8},
+                "group_query_attention": True,
+                "num_query_groups": 2,
+                "tensor_model_parallel_size": 4,
+                "world_size": 8,
             },
             "num_query_groups divisible by tensor_model_parallel_size = 4, got 2: use more groups",
         ),

@@ -255,7 +255,9 @@ def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch
     bounds = [0, *accumulate(map(len, ways))]
     begins = [int(end is not None and end[1] == chains.first) for end in ends]
     lists = bounds, [number for way in ways for number in way], begins
-    return _Ways(*(uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in lists))
+    return _Ways(
+        *(uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in lists)
+    )
 
 
 @kept_on_device(maxsize=256)
