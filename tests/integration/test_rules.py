@@ -71,8 +71,8 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     "packed documents with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
     "packed conversations with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
     "multi-token prediction with gated delta net layers": ({"mtp_num_layers": 0},),
-    "layers other than attention, MLP and MoE in a hybrid model": (
-        {"hybrid_layer_pattern": "*-+E|*/*"},
+    "layers other than attention, Mamba, MLP and MoE in a hybrid model": (
+        {"hybrid_layer_pattern": "*-+EM|*/M"},
     ),
     "choice of Megatron's attention kernel": (
         {"attention_backend": "flash"},
@@ -330,6 +330,9 @@ CASES: dict[str, Case] = {
         near=({"sequence_parallel": True}, {"tensor_model_parallel_size": 1}),
     ),
     "cannot split gated delta net layers": Case(GATED, near=(ALONE,)),
+    "has other Mamba layers": Case(
+        {"hybrid_layer_pattern": "M*"}, near=(ALONE, {"hybrid_layer_pattern": "*-"})
+    ),
     "flash-linear-attention": Case(GATED),
     "splits packed documents by its own layout": Case({"sft": True}),
     **{
@@ -508,6 +511,7 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash-linear",
         "splits packed",
         "cannot split gated",
+        "other Mamba layers",
         "weights the losses",
     )
     for key in keys:
