@@ -15,6 +15,7 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import invariance
 from megatron_cp_plugin.harness.invariance import LogProbs, check_same, plan_of
+from megatron_cp_plugin.harness.train import parallel_sizes
 from megatron_cp_plugin.log_prob_report import LogProbReport
 from tests.integration.megatron_job import TINY, run_warm
 
@@ -22,19 +23,19 @@ JOB = Path(__file__).parent / "integration" / "faulty_log_probs_job.py"
 CP = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
 ROPE = (*TINY, "--position-embedding-type", "rope")
 LINEAR = (*TINY, *"--context-parallel-algo lasp2 --cp-linear-model linear_transformer".split())
-RUN = (*"--skip-train --eval-iters 1 --train-iters 1 --global-batch-size 2".split(),)
+RUN = (*"--skip-train --eval-iters 1 --train-iters 1".split(),)
 
 
-def computed(folder: Path, fault: str, size: int, *words: str) -> LogProbs:
+def computed(folder: Path, fault: str, size: int, *words: str, batch: str = "-") -> LogProbs:
     out = folder / "found"
     out.mkdir(parents=True)
-    run_warm(folder, fault, str(out), "-", *words, *RUN, ranks=size, script=JOB).succeeded()
+    run_warm(folder, fault, str(out), batch, *words, *RUN, ranks=size, script=JOB).succeeded()
     return LogProbs.load(out)
 
 
 def report(reference: LogProbs, noise: LogProbs | None, **runs: LogProbs) -> LogProbReport:
     for name, run in runs.items():
-        check_same(name, run, reference, weights=True)
+        check_same(name, run, reference)
     return cp.log_prob_report(
         reference.log_probs,
         {name: run.log_probs for name, run in runs.items()},
@@ -124,7 +125,7 @@ def test_runs_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> Non
     assert given["tensor"]["--make-vocab-size-divisible-by"] == "384"
 
 
-def test_what_the_reference_is() -> None:
+def test_what_the_reference_is(tmp_path: Path) -> None:
     def names(*words: str) -> list[str | None]:
         plan = plan_of(words, known())
         return [plan.reference.name, plan.noise and plan.noise.name]
@@ -132,7 +133,18 @@ def test_what_the_reference_is() -> None:
     assert names(*CP) == ["CP 1, Megatron's own attention", "CP 1, kernel auto"]
     documents = "--dataloader-inter-document-masking"
     assert names(*CP, documents) == ["CP 1, kernel reference", "CP 1, kernel auto"]
+    experts = plan_of([*CP, "--expert-model-parallel-size", "2", "--load", "x"], known())
+    assert experts.split_experts
+    sizes = [parallel_sizes(run.words) for run in (experts.reference, *experts.others)]
+    assert [size["context_parallel_size"] for size in sizes] == [1, 2]
+    assert flags(experts.reference.words)["--expert-model-parallel-size"] == "1"
     assert names(*LINEAR, *CP[2:]) == ["CP 1", None]
+    batch = tmp_path / "batch.pt"
+    torch.save(cp.pack_rollouts([[1, 2, 3], [1, 2, 4]])[0].batch(), batch)
+    plan = plan_of(CP, known(batch=batch))
+    assert plan.reference.name == "CP 1, kernel reference"
+    with pytest.raises(ConfigError, match="megatron knows no attention_spans, got --also megatron"):
+        plan_of(CP, known(batch=batch, also="megatron"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +152,10 @@ def test_what_the_reference_is() -> None:
     [
         (CP[2:], "invariance needs an algorithm of the plugin, got none: add --context-parallel"),
         (CP[:2], "invariance needs 2 or more context-parallel ranks, got 1: add --context-paralle"),
-        ((*CP, "--expert-model-parallel-size", "2"), "got expert_model_parallel_size 2: add"),
+        (
+            (*CP, "--expert-model-parallel-size", "2"),
+            "expert_model_parallel_size 2: add --load",
+        ),
         ((*CP, "--dtypes", "float64"), "--dtypes takes float32 or bfloat16, got float64: leave"),
         ((*CP, "--samples", "0"), "--samples must be at least 1, got 0"),
         ((*CP, "--batch", "no.pt"), 'a batch is a dict of "tokens" [b,s], and perhaps "labels"'),
@@ -184,14 +199,35 @@ def test_parts_of_ranks_are_put_together(tmp_path: Path) -> None:
 
 def test_other_samples_and_weights_are_refused(tmp_path: Path) -> None:
     one, other = (written(tmp_path / name, [0, 1, 2, 3]) for name in "ab")
-    check_same("it", one, other, weights=True)
+    check_same("it", one, other)
     one.weights[0]["a"] = 2.0
-    check_same("it", one, other, weights=False)
+    check_same("it", one, other, split="a")
     with pytest.raises(ContextParallelError, match="the run it has other weights than the ref"):
-        check_same("it", one, other, weights=True)
+        check_same("it", one, other, split=".experts.")
     one.labels[0, 0] = 9
     with pytest.raises(ContextParallelError, match="the run it has other samples and weights than"):
-        check_same("it", one, other, weights=True)
+        check_same("it", one, other)
+
+
+def test_rollouts_that_share_prefixes(tmp_path: Path) -> None:
+    """Spans of a file: log-probs of a pack are those of its rollouts one by one."""
+    draw = torch.Generator().manual_seed(0)
+    prompt, *answers = torch.randint(1, 127, (5, 13), generator=draw).tolist()
+    rollouts = [[*prompt, *answer] for answer in answers]
+    (pack,) = cp.pack_rollouts(rollouts, multiple=4)
+    packed, rows = str(tmp_path / "pack.pt"), str(tmp_path / "rows.pt")
+    torch.save(pack.batch(), packed)
+    torch.save({"tokens": torch.tensor(rollouts)}, rows)
+    one, four = (
+        (*ROPE, *CP[:2], "--seq-length", str(tokens), "--global-batch-size", str(samples))
+        for tokens, samples in ((len(pack.tokens), 1), (26, 4))
+    )
+    alone = computed(tmp_path / "cp1", "none", 1, *one, "--cp-kernel", "reference", batch=packed)
+    right = computed(tmp_path / "right", "none", 2, *one, *CP, batch=packed)
+    each = computed(tmp_path / "rows", "none", 1, *four, batch=rows)
+    assert report(alone, None, right=right).passed
+    for found, row in zip(pack.per_rollout(right.log_probs), each.log_probs, strict=True):
+        assert float((found - row[:-1]).abs().max()) < 1e-5
 
 
 @pytest.mark.slow
@@ -218,3 +254,21 @@ def test_a_saved_batch_another_algorithm_and_another_tensor_parallelism(
     assert (
         "the run of cp1-float32 failed, see invariance/cp1-float32.log" in capsys.readouterr().err
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_of_a_checkpoint_that_ranks_have_parts_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    words = (*ROPE, *experts.split(), "--disable-bias-linear")
+    saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")
+    run_warm(tmp_path / "train", *words, *saved).succeeded()
+    split = ("--expert-model-parallel-size", "2", "--load", str(tmp_path / "weights"))
+    given = (*words, *CP, *split, "--no-load-optim", "--no-load-rng", "--finetune")
+    assert cli.main(["invariance", *given, "--dtypes", "float32", "--samples", "2"]) == 0
+    assert "float32: rounding: at most " in capsys.readouterr().out
+    (content,) = json.loads(Path("invariance/report.json").read_text())
+    assert 0 < content["runs"]["CP 2, zigzag"]["rms"] < 2e-6

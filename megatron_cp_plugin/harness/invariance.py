@@ -36,6 +36,7 @@ _VALUES = (
     *("train_samples", "lr_decay_samples", "lr_warmup_samples"),
 )
 _SWITCHES = ("bf16", "fp16")
+_OF_DATA = ("data_path", "split")  # nothing is read with --batch
 # A forward pass of the model at the start, in evaluation mode.
 _FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -55,7 +56,7 @@ model of a checkpoint.
   --also-tensor T    also with tensor parallelism T; weights are made on the CPU then, so that they
                      are the same, unless --load gives them
   --batch FILE       samples of a file in place of the data: torch.save of {"tokens": [b,s]}, int64,
-                     and perhaps "labels" and "loss_mask"
+                     and perhaps "labels" and "loss_mask"; or of a pack's batch(), with its spans
   --output DIR       where logs, report.json and report.svg go; default: invariance
 """
 
@@ -72,11 +73,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of one dtype. Attributes: reference, noise: without context parallelism."""
+    """The runs of one dtype.
+
+    Attributes:
+        reference, noise: Without context parallelism.
+        split_experts: Whether the others have a part of the experts on each rank.
+    """
 
     reference: Run
     noise: Run | None
     others: tuple[Run, ...]
+    split_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--samples must be at least 1, got {known.samples}")
     plan = plan_of(words, known)
     known.output.mkdir(parents=True, exist_ok=True)
-    content = read_run_file(launch.split_run_file(words)[0], (*_SWITCHES, *_VALUES, "fp8", "fp4"))
+    unread = (*_SWITCHES, *_VALUES, "fp8", "fp4", *(_OF_DATA if known.batch else ()))
+    content = read_run_file(launch.split_run_file(words)[0], unread)
     reports = [report_of(plan, dtype, content, known) for dtype in dtypes]
     print(tables(reports))
     path = known.output / "report.json"
@@ -191,16 +199,19 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
             "--context-parallel-size 2"
         )
     given = _given(of_megatron, content.get("megatron") or {})
-    if (experts := given("expert_model_parallel_size", 1)) > 1:
+    if (experts := given("expert_model_parallel_size", 1)) > 1 and not given("load", ""):
         raise ConfigError(
-            f"invariance needs whole experts on every rank, got expert_model_parallel_size "
-            f"{experts}: add --expert-model-parallel-size 1"
+            f"new weights of experts depend on the rank, got expert_model_parallel_size {experts}: "
+            "add --load with a checkpoint, or --expert-model-parallel-size 1"
         )
+    spans = bool(known.batch and read_batch(known.batch)[1])
+    if spans and MEGATRON in known.also.split(","):
+        raise ConfigError(f"{MEGATRON} knows no attention_spans, got --also {known.also}")
     kernel = flags.kernel if flags.kernel != "auto" else section.get("kernel", "auto")
     chunk = flags.chunked_loss or section.get("chunked_loss")
     platform = flags.platform or section.get("platform")
     of_platform = ("--cp-platform", platform) if platform else ()
-    alone = ("--context-parallel-size", "1")
+    alone = ("--context-parallel-size", "1", "--expert-model-parallel-size", "1")
 
     def of_plugin(name: str, kernel: str) -> tuple[str, ...]:
         chunked = ("--cp-chunked-loss", str(chunk)) if chunk else ()
@@ -217,7 +228,8 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
             noise = Run("CP 1, kernel chunked", "noise", words_of_noise, section)
     else:
         reference = Run("CP 1, Megatron's own attention", "cp1", (*own, *alone), {})
-        if any(given(name, 0) for name in _OF_DOCUMENTS):  # Megatron's needs Transformer Engine
+        # Megatron's needs Transformer Engine for documents, and knows no spans.
+        if spans or any(given(name, 0) for name in _OF_DOCUMENTS):
             naive = (*of_plugin("zigzag", "reference"), *alone)
             reference = Run("CP 1, kernel reference", "cp1", naive, {})
         plugins = (*of_plugin("zigzag", kernel), *alone)
@@ -230,7 +242,7 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
         tensor = ("--tensor-model-parallel-size", str(known.also_tensor))
         name = f"CP {sizes[0]}, TP {known.also_tensor}, {algo}"
         others.append(Run(name, "tensor", (*rest, *tensor), section))
-    every = Plan(reference, noise, tuple(others))
+    every = Plan(reference, noise, tuple(others), experts > 1)
     if known.also_tensor is None or given("load", ""):
         return every
     # Weights that depend on no rank, of as many ids for any tensor parallelism.
@@ -281,7 +293,8 @@ def report_of(
     )
     noise = found.pop(0) if plan.noise else None
     for run, one in zip(plan.others, found, strict=True):
-        check_same(run.name, one, reference, weights=run.file != "tensor")
+        split = "" if run.file == "tensor" else ".experts." if plan.split_experts else None
+        check_same(run.name, one, reference, split=split)
     named = dict(zip((run.name for run in plan.others), found, strict=True))
     return log_prob_report(
         reference.log_probs,
@@ -293,17 +306,21 @@ def report_of(
     )
 
 
-def check_same(name: str, one: LogProbs, reference: LogProbs, *, weights: bool) -> None:
+def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | None = None) -> None:
     """Refuses to compare other tokens, or another model.
 
-    Args: name: of the run. weights: whether every rank should have the reference's.
+    Args: name: of the run. split: what is in the names of parameters that ranks have parts of.
 
     Raises: ContextParallelError if something differs.
     """
     different = []
     if one.labels.shape != reference.labels.shape or not torch.equal(one.labels, reference.labels):
         different.append("samples")
-    if weights and any(each != reference.weights[0] for each in one.weights):
+    first, *every = (
+        {name: norm for name, norm in each.items() if split is None or split not in name}
+        for each in (reference.weights[0], *one.weights)
+    )
+    if any(each != first for each in every):
         different.append("weights")
     if different:
         raise ContextParallelError(
@@ -322,9 +339,9 @@ def _computed(run: Run, dtype: str, content: Mapping[str, Any], known: Namespace
     samples, batch = known.samples, "-"
     of_batch: list[str] = []
     if known.batch is not None:
-        rows = read_batch(known.batch)
+        rows, _ = read_batch(known.batch)
         samples, batch = len(rows), str(known.batch)
-        of_batch = ["--seq-length", str(len(rows[0]["tokens"]))]
+        of_batch = ["--mock-data", "--seq-length", str(len(rows[0]["tokens"]))]
     words = [
         *run_file(known.output / f"{name}.yaml", content, run.section),
         *(*run.words, *of_batch, *_FORWARD.split(), "--global-batch-size", str(samples)),

@@ -195,16 +195,23 @@ def _has_documents() -> bool:
 
 
 def next_batch(
-    data_iterator: Iterator[Any], vp_stage: int | None, *, numbered: bool = False
+    data_iterator: Iterator[Any],
+    vp_stage: int | None,
+    add: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Returns this rank's part of the next micro-batch; inside the pipeline its documents only.
 
-    Args: numbered: also the "numbers" of its tokens in the whole micro-batch, where it has labels.
+    Args: add: adds to the whole micro-batch, before it is split; inside the pipeline to none.
     """
     nothing: dict[str, Any] = dict.fromkeys(_KEYS)
     args = get_args()
     has_documents = _has_documents()
+    cp_group = mpu.get_context_parallel_group()
     if not is_first_or_last_pipeline_stage(vp_stage) and not has_documents:
+        added: dict[str, Any] = {}
+        add(added)
+        if added:
+            get_batch_on_this_cp_rank(added, is_hybrid_cp=False, cp_group=cp_group)
         return nothing
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     batch = dict(nothing)
@@ -230,8 +237,5 @@ def next_batch(
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     batch = flatten_batch_for_packed_sequences(batch)
-    if numbered and batch["labels"] is not None:
-        batch["numbers"] = torch.arange(batch["labels"].numel(), device=batch["labels"].device)
-        batch["numbers"] = batch["numbers"].view_as(batch["labels"])
-    cp_group = mpu.get_context_parallel_group()
+    add(batch)
     return nothing | get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)

@@ -124,18 +124,20 @@ class Sampled:
     advantages: Tensor
 
 
-def sample(look: Callable[[list[Tensor]], Numbers], draw: torch.Generator) -> tuple[Any, float]:
-    """Answers of the policy to new prompts, and the mean of their rewards.
+def new_prompts(draw: torch.Generator) -> list[Tensor]:
+    """PROMPTS of them."""
+    lengths = (int(torch.randint(2, 10, (), generator=draw)) for _ in range(PROMPTS))
+    return [torch.randint(2, VOCABULARY, (length,), generator=draw) for length in lengths]
+
+
+def sample(
+    look: Callable[[list[Tensor]], Numbers], prompts: Sequence[Tensor], draw: torch.Generator
+) -> tuple[list[Sampled], Tensor]:
+    """An answer of the policy to each prompt, and their rewards.
 
     Args: look: log-probs [L,V] of rows.
     """
-    prompts = [
-        torch.randint(
-            2, VOCABULARY, (int(torch.randint(2, 10, (), generator=draw)),), generator=draw
-        )
-        for _ in range(PROMPTS)
-    ]
-    found = [prompt for prompt in prompts for _ in range(ANSWERS)]
+    found = list(prompts)
     starts, old = [len(row) for row in found], [[] for _ in found]
     for _ in range(LONGEST):
         going = [at for at, row in enumerate(found) if len(row) == starts[at] or row[-1] != END]
@@ -156,7 +158,7 @@ def sample(look: Callable[[list[Tensor]], Numbers], draw: torch.Generator) -> tu
         Sampled(row, start, torch.stack(each), torch.zeros(len(each), dtype=torch.float64))
         for row, start, each in zip(found, starts, old, strict=True)
     ]
-    return (rollouts, rewards), float(rewards.mean())
+    return rollouts, rewards
 
 
 def reward(row: Tensor, start: int) -> float:
@@ -362,8 +364,9 @@ def main() -> None:
     draw = torch.Generator().manual_seed(3)
     rewards, losses = [], []
     for _ in range(updates // 2):
-        (rollouts, each), mean = sample(partial(look, trained.model), draw)
-        rewards.append(mean)
+        prompts = [row for row in new_prompts(draw) for _ in range(ANSWERS)]
+        rollouts, each = sample(partial(look, trained.model), prompts, draw)
+        rewards.append(float(each.mean()))
         gains = verls_advantages(each) if way == "verl" else advantages(each)
         for rollout, gain in zip(rollouts, gains, strict=True):
             rollout.advantages.fill_(gain)

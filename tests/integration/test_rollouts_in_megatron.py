@@ -18,7 +18,7 @@ from tests.integration.ranks import on_ranks
 from tests.integration.test_framework_batches import is_installed
 from tests.integration.test_inputs import Model
 
-JOB = Path(__file__).with_name("grpo_job.py")
+JOB, FIT = (Path(__file__).with_name(f"{name}_job.py") for name in ("grpo", "verl_fit"))
 UPDATES, FEW = 50, 12
 BOUND = 1e-9
 
@@ -84,3 +84,21 @@ def test_a_policy_is_trained_with_rewards_as_on_one_rank(tmp_path: Path) -> None
         alone = trained(tmp_path, "verl", 1)
         compare(alone, expected, 1e-3)  # it takes log-probs in float32
         compare(trained(tmp_path, "verl", 4), alone, BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not is_installed("verl"), reason="needs verl")
+def test_verls_own_training_loop_gives_what_it_gives_on_one_rank(tmp_path: Path) -> None:
+    found = []
+    for size in (1, 4):
+        file = tmp_path / f"fit{size}.pt"
+        words = (str(size), str(UPDATES // 2), str(file))
+        run_warm(tmp_path / f"fit{size}", *words, ranks=size, script=FIT).succeeded()
+        found.append(torch.load(file))
+    one, four = found
+    assert four["rewards"] == one["rewards"]
+    assert sum(one["rewards"][:8]) / 8 < 0.6 < 0.8 < sum(one["rewards"][-8:]) / 8
+    for name, weight in one["weights"].items():
+        off = float((four["weights"][name] - weight).abs().max())
+        assert off < BOUND, f"{name} is off by {off:.1e}"
