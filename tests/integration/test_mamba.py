@@ -205,3 +205,18 @@ def test_what_layers_refuse(on_cpu: None) -> None:
     said = "Mamba layers need a layout of consecutive tokens, got the cyclic layout of attention2d"
     with pytest.raises(ConfigError, match=said):
         mixer(ours.module, Place(0, 2), runtime=Runtime(cyclic))
+
+
+def test_a_checkpoint_of_megatron_goes_on(tmp_path: Path) -> None:
+    """Saved by Megatron's own layers on the whole sequence, loaded on two ranks."""
+    model = (str(JOB), *TINY, *WORDS.split(), "--hybrid-layer-pattern", "M*-M")
+    saved = (*model, *f"--save {tmp_path / 'saved'} --save-interval 2 --ckpt-format".split())
+    whole = (*saved, "torch_dist", "--context-parallel-algo", "megatron")
+    losses = run_warm(tmp_path / "whole", *whole, script=LAUNCH).succeeded().losses
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    split = f"--load {tmp_path / 'saved'} --ckpt-format torch_dist --context-parallel-algo zigzag"
+    words = (*model, *split.split(), "--context-parallel-size", "2")
+    resumed = run_warm(tmp_path / "split", *words, ranks=2, script=LAUNCH).succeeded().losses
+    assert len(resumed) == 1
+    assert resumed[0] == pytest.approx(losses[2], rel=1e-5)
+    assert resumed[0] != losses[0]
