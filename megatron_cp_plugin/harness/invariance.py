@@ -36,6 +36,7 @@ _VALUES = (
     *("train_samples", "lr_decay_samples", "lr_warmup_samples"),
 )
 _SWITCHES = ("bf16", "fp16")
+_OF_DATA = ("data_path", "split")  # nothing is read with --batch
 # A forward pass of the model at the start, in evaluation mode.
 _FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -156,7 +157,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--samples must be at least 1, got {known.samples}")
     plan = plan_of(words, known)
     known.output.mkdir(parents=True, exist_ok=True)
-    content = read_run_file(launch.split_run_file(words)[0], (*_SWITCHES, *_VALUES, "fp8", "fp4"))
+    unread = (*_SWITCHES, *_VALUES, "fp8", "fp4", *(_OF_DATA if known.batch else ()))
+    content = read_run_file(launch.split_run_file(words)[0], unread)
     reports = [report_of(plan, dtype, content, known) for dtype in dtypes]
     print(tables(reports))
     path = known.output / "report.json"
@@ -339,7 +341,7 @@ def _computed(run: Run, dtype: str, content: Mapping[str, Any], known: Namespace
     if known.batch is not None:
         rows, _ = read_batch(known.batch)
         samples, batch = len(rows), str(known.batch)
-        of_batch = ["--seq-length", str(len(rows[0]["tokens"]))]
+        of_batch = ["--mock-data", "--seq-length", str(len(rows[0]["tokens"]))]
     words = [
         *run_file(known.output / f"{name}.yaml", content, run.section),
         *(*run.words, *of_batch, *_FORWARD.split(), "--global-batch-size", str(samples)),

@@ -422,7 +422,7 @@ def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
 def layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
     size, seq_length = settings.ranks, settings.tokens
-    if settings.is_gated and size > 1:
+    if settings.is_recurrent and size > 1:
         return ("zigzag",)
     found = tuple(
         name

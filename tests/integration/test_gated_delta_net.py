@@ -211,8 +211,9 @@ def test_layers_that_a_script_makes_by_itself() -> None:
     assert issubclass(ours.module, megatron.GatedDeltaNet)
     assert ours.params == {"runtime": runtime}
     cyclic = ContextParallelConfig("attention2d", 2, options=(("variant", "no"),))
+    ours = with_attention(layer, Runtime(cyclic)).submodules.self_attention
     with pytest.raises(ContextParallelError, match="got the cyclic layout of attention2d"):
-        with_attention(layer, Runtime(cyclic))
+        ours.module(**ours.params)
 
 
 class Projection(nn.Linear):

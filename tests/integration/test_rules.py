@@ -70,8 +70,8 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     ),
     "packed documents with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
     "packed conversations with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
-    "layers other than attention, MLP and MoE in a hybrid model": (
-        {"hybrid_layer_pattern": "*-+E|*/*"},
+    "layers other than attention, Mamba, MLP and MoE in a hybrid model": (
+        {"hybrid_layer_pattern": "*-+EM|*/M"},
     ),
     "choice of Megatron's attention kernel": (
         {"attention_backend": "flash"},
@@ -332,6 +332,9 @@ CASES: dict[str, Case] = {
         GATED | {"mtp_num_layers": 1}, near=({"mtp_num_layers": None},)
     ),
     "cannot split gated delta net layers": Case(GATED, near=(ALONE,)),
+    "has other Mamba layers": Case(
+        {"hybrid_layer_pattern": "M*"}, near=(ALONE, {"hybrid_layer_pattern": "*-"})
+    ),
     "flash-linear-attention": Case(GATED),
     "splits packed documents by its own layout": Case({"sft": True}),
     **{
@@ -510,6 +513,7 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash-linear",
         "splits packed",
         "cannot split gated",
+        "other Mamba layers",
         "weights the losses",
     )
     for key in keys:

@@ -1,8 +1,8 @@
 """verl's training loop, `RayPPOTrainer.fit`, as it is: verl_fit_job.py SIZE STEPS FILE.
 
-verl's driver runs on the first rank, and its worker, `ActorRolloutRefWorker`, on all: batches,
-log-probs of the old policy, advantages, mini-batches, the loss, the optimizer and metrics are
-verl's. In place of what needs Ray, a rollout engine or a Hugging Face checkpoint:
+verl's driver runs on the first rank, and its workers, of the actor and of a reference policy, on
+all: batches, log-probs, advantages, mini-batches, the loss, the optimizer and metrics are verl's.
+In place of what needs Ray, a rollout engine or a Hugging Face checkpoint:
 
 - calls go to the ranks by a broadcast (`Group`);
 - answers are sampled from the policy itself, by the forward pass of verl's engine, and rewarded
@@ -39,6 +39,7 @@ from tests.integration.grpo_job import (
 )
 
 TOKENS = 200  # of a micro-batch
+ROLES = ("actor", "ref")
 
 
 class Prompts(torch.utils.data.Dataset[dict[str, Any]]):
@@ -111,6 +112,7 @@ def settings(size: int, steps: int, folder: Path) -> Any:
         f"{actor}.ppo_epochs": 2,
         f"{actor}.use_dynamic_bsz": True,
         f"{actor}.ppo_max_token_len_per_gpu": TOKENS // size,
+        f"{actor}.use_kl_loss": True,
         f"{actor}.clip_ratio": RATIO,
         f"{actor}.clip_ratio_c": DUAL,
         f"{actor}.optim.lr": 1e-2,
@@ -187,36 +189,38 @@ def policy() -> type:
 class Group:
     """The workers of all ranks in the place of verl's RayWorkerGroup; the first rank calls them."""
 
-    def __init__(self, config: Any) -> None:
-        """A worker of each rank. Args: config: the actor's; other ranks hear the first one's."""
+    def __init__(self, role: str, config: Any = None) -> None:
+        """A worker of each rank. Args: config: verl's; other ranks hear the first one's."""
         heard = [config]
         dist.broadcast_object_list(heard)
-        self._worker = policy()(config=heard[0], role="actor")
-        self._dispatch_info = {"actor": [0]}  # one data-parallel rank
+        self._role, self._worker = role, policy()(config=heard[0], role=role)
+        self._dispatch_info = {role: [0]}  # one data-parallel rank
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("async"):
             raise AttributeError(name)
 
         def call(*args: Any) -> Any:
-            dist.broadcast_object_list([(name, args)])
+            dist.broadcast_object_list([(self._role, name, args)])
             return getattr(self._worker, name)(*args)
 
         return call
 
-    def follow(self) -> None:
+    @classmethod
+    def follow(cls) -> None:
         """Another rank's part, until the first one's `stop`."""
+        workers = {role: cls(role)._worker for role in ROLES}
         heard: list[Any] = [None]
-        while dist.broadcast_object_list(heard) or heard[0][0] != "stop":
-            name, args = heard[0]
-            getattr(self._worker, name)(*args)
+        while dist.broadcast_object_list(heard) or heard[0] != "stop":
+            role, name, args = heard[0]
+            getattr(workers[role], name)(*args)
 
 
 def fit(size: int, steps: int, file: str) -> None:
     """The driver and its workers."""
     serve_verl(size)
     if dist.get_rank():
-        Group(None).follow()
+        Group.follow()
         return
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
@@ -245,14 +249,16 @@ def fit(size: int, steps: int, file: str) -> None:
 
     class Trainer(RayPPOTrainer):  # type: ignore[misc]
         def init_workers(self) -> None:
-            self.actor_rollout_wg = Group(self.config.actor_rollout_ref)
-            self.actor_rollout_wg.init_model()
+            groups = [Group(role, self.config.actor_rollout_ref) for role in ROLES]
+            self.actor_rollout_wg, self.ref_policy_wg = groups
+            for group in groups:
+                group.init_model()
             self.async_rollout_manager = self.checkpoint_manager = Rollouts(self.actor_rollout_wg)
 
     trainer = Trainer(
         settings(size, steps, Path(mkdtemp())),
         None,
-        {Role.ActorRollout: None},
+        dict.fromkeys((Role.ActorRollout, Role.RefPolicy)),
         ResourcePoolManager({"all": [size]}, {Role.ActorRollout: "all"}),
         train_dataset=Prompts(PROMPTS * steps),
         val_dataset=Prompts(PROMPTS),
@@ -261,7 +267,7 @@ def fit(size: int, steps: int, file: str) -> None:
     trainer.init_workers()
     trainer.fit()
     torch.save({"rewards": rewards, "weights": trainer.actor_rollout_wg.weights()}, file)
-    dist.broadcast_object_list([("stop", ())])
+    dist.broadcast_object_list(["stop"])
 
 
 def main() -> None:
