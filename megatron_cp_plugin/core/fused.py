@@ -1,4 +1,4 @@
-"""Fused merges, sums and softmaxes, on the device types that have kernels for them.
+"""Fused merges, sums, softmaxes and ways of states, on device types that have kernels for them.
 
 `core` computes all of it by PyTorch; the folder of kernels registers what is faster.
 """
@@ -45,6 +45,24 @@ class FusedOperations(Protocol):
 
     def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
         """As `partial.stand_in_of`, without float64."""
+
+    def passed_along(
+        self,
+        added: Tensor,
+        through: Tensor,
+        first: Tensor | None,
+        bounds: Tensor,
+        order: Tensor,
+        begins: Tensor,
+    ) -> Tensor | None:
+        """The states behind ways of runs, one after another: T S + added; None: not served.
+
+        Args: added: [M,B,H,D,E], through: T [M,B,H,D,D], of all runs; float32, in rows of D*E and
+            D*D numbers. first: [B,H,D,E]; None: 0. bounds: of the ways in order [n+1]. order:
+            numbers of runs. begins: 1 for ways that begin with first, others with 0 [n]; int32.
+
+        Returns: [n,B,H,D,E] float32.
+        """
 
     def logit_statistics(
         self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool

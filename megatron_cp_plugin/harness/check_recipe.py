@@ -238,8 +238,8 @@ def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
         asked |= {"arguments": settings, "validated": settings}
     else:
         asked["model"] = of(_of_model(recipe, settings))
-        if settings.is_gated:
-            asked["gated layer"] = asked["model"]
+        if settings.is_recurrent:
+            asked["recurrent layer"] = asked["model"]
     found: dict[str, None] = {}
     for door, given in asked.items():
         for rule, said in refusals(door, given):
@@ -270,7 +270,7 @@ def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
     seen = {setting.name for setting in SETTINGS if places.intersection(setting.places)}
     # Of the model itself, which is looked at once it is built.
     seen |= {"position_embedding_type", "hybrid_layer_pattern"}
-    if settings.is_gated or settings.graphs != "none":
+    if settings.is_recurrent or settings.graphs != "none":
         seen.add("sft")  # packs are looked at in the first step
     return {name: value for name, value in recipe.settings.items() if name in seen}
 
@@ -366,7 +366,7 @@ def _fit(
         for what, lacks in {
             "the sizes of the model": shape is None or not settings.vocab_size,
             "the tokens of a micro-batch": not recipe.tokens,
-            "a count of gated delta net, Mamba or DSA layers": settings.is_gated
+            "a count of gated delta net, Mamba or DSA layers": settings.is_recurrent
             or _is_sparse(recipe)
             or settings.hybrid_layer_pattern,
         }.items()

@@ -253,6 +253,9 @@ USED: tuple[Used, ...] = (
     *_names(f"{_CORE}.extensions.transformer_engine",
             "TEColumnParallelLinear TELayerNormColumnParallelLinear"),
     *_names(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet HAVE_FLA"),
+    _used(f"{_CORE}.ssm.mamba_mixer", "MambaMixer", since=(0, 19),
+          has="in_proj conv1d_weight conv1d_bias act dt_bias A_log D D_has_hdim norm rmsnorm "
+          "out_proj headdim d_state d_inner_local_tp nheads_local_tp ngroups_local_tp"),
     _used(f"{_CORE}.packed_seq_params", "PackedSeqParams",
           takes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
           "max_seqlen_q cp_group"),

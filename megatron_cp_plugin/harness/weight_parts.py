@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
 from megatron_cp_plugin.integration.wrappers import unwrapped
 
 
@@ -69,8 +69,10 @@ def rows_of_weights(model: Any) -> dict[str, Rows]:
                 rows = _of_self_attention(module)
             elif isinstance(module, MultiLatentAttention):
                 rows = _of_latent_attention(module)
-            elif gated_delta_net.is_layer(module):
+            elif is_gated_delta_net(module):
                 rows = _of_delta_net(module)
+            elif is_mamba(module):
+                rows = _of_mamba(module)
             found.update({f"{prefix}{name}.{part}.weight": rows[part] for part in rows})
     return found
 
@@ -104,6 +106,12 @@ def _of_delta_net(module: Any) -> dict[str, Rows]:
     convolved = {"query": keys, "key": keys, "value": values}
     projected = {**convolved, "gate": values, "beta": heads, "alpha": heads}
     return {"conv1d": Rows(1, convolved), "in_proj": Rows(1, projected)}
+
+
+def _of_mamba(module: Any) -> dict[str, Rows]:
+    inner, states = module.d_inner_local_tp, module.ngroups_local_tp * module.d_state
+    convolved = {"x": inner, "B": states, "C": states}
+    return {"in_proj": Rows(1, {"z": inner, **convolved, "dt": module.nheads_local_tp})}
 
 
 def gathered(parameter: DTensor, part: Tensor | None) -> Tensor:

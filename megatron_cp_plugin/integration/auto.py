@@ -404,7 +404,7 @@ def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
     shape = LinearShape(
         settings.samples,
         seq_length,
-        settings.split_heads[0],
+        settings.split_heads[1],
         features,
         head_dim,
         settings.dtype.itemsize,
@@ -422,7 +422,7 @@ def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
 def layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     """Those that Megatron's batches can have."""
     size, seq_length = settings.ranks, settings.tokens
-    if settings.is_gated and size > 1:
+    if settings.is_recurrent and size > 1:
         return ("zigzag",)
     found = tuple(
         name

@@ -101,8 +101,8 @@ def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
             f"sliding windows of {settings.window} tokens: a token sees itself and the "
             f"{settings.window - 1} before it"
         )
-    if settings.is_gated:
-        yield "gated delta net layers: Megatron's own all-to-all, run again by recompute"
+    if settings.is_recurrent:
+        yield f"recurrent layers: states pass by lasp2 in the {settings.cp.layout.name} layout"
     yield describe_recompute(settings)
     yield from replaced("arguments", settings)
 

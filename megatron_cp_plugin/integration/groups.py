@@ -18,7 +18,7 @@ from megatron_cp_plugin.integration.settings import Settings
 
 
 def set_up_groups(
-    runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any
+    runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any, *, recurrent: bool
 ) -> None:
     """Makes all process groups that the run's algorithms need, by all ranks of the job.
 
@@ -27,6 +27,7 @@ def set_up_groups(
         args: Megatron's namespace, validated; None where there is none.
         config: Of the model.
         groups: The model's ProcessGroupCollection; None: Megatron's own groups.
+        recurrent: Whether the model has recurrent layers beside those of its configuration.
 
     Raises:
         ConfigError: The model is configured for another number of context-parallel ranks.
@@ -41,7 +42,7 @@ def set_up_groups(
     settings = Settings(config)
     sizes = shape_of_latents if runtime.config.send_latents else Settings.shape
     shape = sizes(settings, runtime.config.layout.multiple(own.size()))
-    runtime.set_up(own, shape, _new_group(args), recurrent=settings.is_gated)
+    runtime.set_up(own, shape, _new_group(args), recurrent=recurrent or settings.is_gated)
 
 
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:

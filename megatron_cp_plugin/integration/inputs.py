@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.agree import CallChecks
 from megatron_cp_plugin.core.communication.streams import capturing
 from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration import recurrent
 from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -66,7 +66,7 @@ class Inputs(ABC):
         self._group = group
         self._later = later
         # Layers whose state goes on along the sequence, whatever spans say.
-        self._recurrent = gated_delta_net.has_layers(model)
+        self._recurrent = recurrent.has_layers(model)
         self._stages = _Stages(model)
         self._calls = CallChecks()
         self._forward: Any = None
@@ -85,7 +85,7 @@ class Inputs(ABC):
         try:
             _check_cache(given, self._group)
             mask = self._mask_of(model, given)
-            _check_spans(model, mask, self._runtime.config, recurrent=self._recurrent)
+            _check_spans(model, mask, self._runtime.config, carries=self._recurrent)
             self._stages.compare(mask)
             _check_capture(model, mask)
             self._cut_whole(model, given, mask)
@@ -325,14 +325,14 @@ def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
 
 
 def _check_spans(
-    model: Any, mask: DocumentMask | None, config: ContextParallelConfig, *, recurrent: bool
+    model: Any, mask: DocumentMask | None, config: ContextParallelConfig, *, carries: bool
 ) -> None:
     """Refuses spans where a layer would not see by them."""
     if mask is None or mask.spans is None:
         return
     settings = Settings(model.config)
     reasons = {
-        "gated delta net layers carry their state on along the sequence": recurrent,
+        "recurrent layers carry their state on along the sequence": carries,
         "DSA layers choose the keys that a query sees": settings.is_sparse,
         "layers of linear attention see all earlier tokens": config.has_linear_layers,
     }

@@ -155,7 +155,9 @@ def serve(
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
     check("model", settings := Settings(config, runtime.config))
     log_replaced(settings)
-    set_up_groups(runtime, None, config, pg_collection)
+    # Which layers of a stack its model has the spec does not say.
+    recurrent = hasattr(getattr(spec, "submodules", None), "mamba_layer")
+    set_up_groups(runtime, None, config, pg_collection, recurrent=recurrent)
     return with_plugin(spec, config, vp_stage, runtime)
 
 

@@ -2,8 +2,8 @@
 
 Everything around them is Megatron's: norms, MLP, embeddings, pipeline, optimizer, checkpoints.
 
-Shapes in Megatron's order: s local tokens, b batch, h heads of this tensor-parallel rank, d head
-dim.
+Shapes in Megatron's order: s local tokens, b batch, h heads of this tensor-parallel rank, g groups
+of them that share a key, a value and so a state, d head dim.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class LinearAttentionSubmodules:
 class LinearSelfAttention(MegatronModule):
     """Projections, linear attention over all context-parallel ranks, projection.
 
-    Heads are split over the tensor-parallel ranks. The rows of linear_qkv are ordered by head, in
-    each head by `_parts`, so a checkpoint fits every tensor-parallel size.
+    Groups are split over the tensor-parallel ranks. The rows of linear_qkv are ordered by group, in
+    each group queries, key, value and gates, so a checkpoint fits every tensor-parallel size.
     """
 
-    _parts: int
+    _gated: bool
 
     def __init__(
         self,
@@ -90,22 +90,24 @@ class LinearSelfAttention(MegatronModule):
         self.pg_collection = pg_collection
         self.layer_number = layer_number
         tensor_size, tensor_rank = pg_collection.tp.size(), pg_collection.tp.rank()
-        self._heads = config.num_attention_heads // tensor_size
-        self._head_dim: int = config.kv_channels
+        groups = config.num_query_groups or config.num_attention_heads
+        self._groups, self._head_dim = groups // tensor_size, config.kv_channels
+        queries = config.num_attention_heads // groups
+        self._heads_of_parts = [queries, 1, 1, *([queries] if self._gated else [])]
         self._causal = is_causal(attn_mask_type)
         self._runtime = runtime
         self._kernel_for = partial(resolve_linear, runtime.config.kernel)
         self._cp_size = pg_collection.cp.size()
         self._algorithm = runtime.linear_algorithm(pg_collection.cp)
-        first = tensor_rank * self._heads
-        self._decay = Decay(self._rates()[first : first + self._heads])
+        first = tensor_rank * self._groups
+        self._decay = Decay(self._rates(groups)[first : first + self._groups])
         self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
             config.recompute_modules or ()
         )
         width = config.num_attention_heads * config.kv_channels
         self.linear_qkv = submodules.linear_qkv(
             config.hidden_size,
-            self._parts * width,
+            sum(self._heads_of_parts) * groups * config.kv_channels,
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -195,13 +197,13 @@ class LinearSelfAttention(MegatronModule):
         return out, bias
 
     def _core(self, mixed: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
-        """What is between the projections: [s,b,h*parts*d] -> [s,b,h*d]."""
-        tokens, batch, _ = mixed.shape
-        parts = mixed.view(tokens, batch, self._heads, self._parts, self._head_dim).unbind(3)
+        """What is between the projections: [s,b,g*heads of parts*d] -> [s,b,h*d]."""
+        mixed = mixed.unflatten(2, (self._groups, -1, self._head_dim))
+        parts = (part.flatten(2, 3) for part in mixed.split(self._heads_of_parts, 3))
         return self._combine(*parts, documents=documents).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[int, ...]) -> Tensor:
-        """Linear attention of [s,b,h,d], [s,b,h,d], [s,b,h,e] -> [s,b,h,e]."""
+        """Linear attention of [s,b,h,d], [s,b,g,d], [s,b,g,e] -> [s,b,h,e]."""
         out, _ = attend_linearly(
             q.transpose(0, 1),
             k.transpose(0, 1),
@@ -217,12 +219,12 @@ class LinearSelfAttention(MegatronModule):
         return out.transpose(0, 1)
 
     @abstractmethod
-    def _rates(self) -> tuple[float, ...]:
-        """Decay rates of all heads of the model."""
+    def _rates(self, groups: int) -> tuple[float, ...]:
+        """Decay rates of all groups of the model."""
 
     @abstractmethod
     def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
-        """The layer's attention, from the parts of the projection: [s,b,h,d] each and back."""
+        """The layer's attention [s,b,h,d], from the parts of the projection: [s,b,h or g,d]."""
 
 
 class LinearizedPositions(MegatronModule):
@@ -235,7 +237,7 @@ class LinearizedPositions(MegatronModule):
     published model: theta = 10000 ** (-2 i / width) for channel i of the whole width.
 
     Attributes:
-        theta: [h,d] of this tensor-parallel rank.
+        theta: [g,d] of this tensor-parallel rank: queries have that of their key.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -247,9 +249,9 @@ class LinearizedPositions(MegatronModule):
         """
         super().__init__(config=config)
         self.tp_group = tp_group
-        heads, head_dim = config.num_attention_heads, config.kv_channels
-        channel = torch.arange(heads * head_dim, dtype=torch.float64)
-        theta = (10000 ** (-2 * channel / (heads * head_dim))).view(heads, head_dim)
+        groups, head_dim = config.num_query_groups or config.num_attention_heads, config.kv_channels
+        channel = torch.arange(groups * head_dim, dtype=torch.float64)
+        theta = (10000 ** (-2 * channel / (groups * head_dim))).view(groups, head_dim)
         mine = theta.chunk(tp_group.size())[tp_group.rank()]
         if not config.use_cpu_initialization:
             mine = mine.cuda()
@@ -257,8 +259,10 @@ class LinearizedPositions(MegatronModule):
         tensor_parallel.set_tensor_model_parallel_attributes(self.theta, True, 0, 1)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Returns the features of x [s,b,h,d] at positions [s]: [s,b,h,2d]."""
-        features: Tensor = _Positioned.apply(x, self.theta, positions)
+        """Returns the features of x [s,b,h or g,d] at positions [s]: twice as many."""
+        shared = x.shape[2] // len(self.theta)
+        theta = self.theta.repeat_interleave(shared, 0) if shared > 1 else self.theta
+        features: Tensor = _Positioned.apply(x, theta, positions)
         return features
 
     def sharded_state_dict(
@@ -316,9 +320,10 @@ class TransNormerAttention(LinearSelfAttention):
     The first layer has linearized positions (LRPE) besides.
 
     Source: TransNormerLLM (arXiv 2307.14995), sections 3.1 to 3.3, and its published model.
+    Differs: heads may share keys and values; groups have the rates and angles of as many heads.
     """
 
-    _parts = 4
+    _gated = True
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         """As LinearSelfAttention's.
@@ -333,10 +338,8 @@ class TransNormerAttention(LinearSelfAttention):
         if self.layer_number == 1:
             self.positions = LinearizedPositions(config, self.pg_collection.tp)
 
-    def _rates(self) -> tuple[float, ...]:
-        return transnormer_rates(
-            self.config.num_attention_heads, self.layer_number, self.config.num_layers
-        )
+    def _rates(self, groups: int) -> tuple[float, ...]:
+        return transnormer_rates(groups, self.layer_number, self.config.num_layers)
 
     def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         q, k, v, gate = parts
@@ -358,12 +361,12 @@ class LinearTransformerAttention(LinearSelfAttention):
     Source: Transformers are RNNs (Katharopoulos et al., 2020), equations 7 to 12.
     """
 
-    _parts = 3
+    _gated = False
     _columns = 8  # the ones, and zeros that keep rows aligned for the kernels
     _epsilon = 1e-6
 
-    def _rates(self) -> tuple[float, ...]:
-        return (1.0,) * self.config.num_attention_heads
+    def _rates(self, groups: int) -> tuple[float, ...]:
+        return (1.0,) * groups
 
     def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         q, k, v = parts

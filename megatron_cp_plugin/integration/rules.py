@@ -31,7 +31,7 @@ from megatron_cp_plugin.paths import check_folder
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
 # whether a script can start with them, with and without an algorithm; validated arguments; those of
 # a script that trains; the configuration of a model, of a layer of linear attention, of a model for
-# `serve`; and a spec that has gated delta net layers.
+# `serve`; and that of a recurrent layer.
 Door = Literal[
     "sizes",
     "arguments",
@@ -42,7 +42,7 @@ Door = Literal[
     "model",
     "linear layer",
     "serve",
-    "gated layer",
+    "recurrent layer",
 ]
 
 
@@ -262,10 +262,11 @@ def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
 
 def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
     layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
-    if not s.is_gated or s.cp.size == 1 or layout in passed:
+    if not s.is_recurrent or s.cp.size == 1 or layout in passed:
         return None
-    choices = _options_for(s, passed)
-    return {"layout": layout, "choices": " or ".join(choices or ["another algorithm"])}
+    choices = " or ".join(_options_for(s, passed) or ["another algorithm"])
+    layers = "gated delta net" if s.is_gated else "Mamba"
+    return {"layers": layers, "layout": layout, "choices": choices}
 
 
 def _options_for(s: Settings, layouts: Sequence[str]) -> list[str]:
@@ -318,6 +319,12 @@ def _cannot_split_gated(s: Settings) -> Mapping[str, object] | None:
     if "cp_comm_type" in signature(GatedDeltaNet).parameters:
         return None
     return {"version": running_version()[1]}
+
+
+def _cannot_split_mamba(s: Settings) -> Mapping[str, object] | None:
+    version, text = running_version()
+    served = version >= (0, 19) or s.cp.size == 1
+    return None if served or not s.is_mamba else {"version": text}
 
 
 def _before_shared_weights(s: Settings) -> Mapping[str, object] | None:
@@ -545,12 +552,10 @@ FEATURES: tuple[Rule, ...] = (
              when=lambda s: s.dataloader_inter_document_masking and _cuts_sparse_otherwise(s)),
     _feature("packed conversations with DSA layers", "sft", _BY_DOCUMENT,
              when=lambda s: s.sft and _cuts_sparse_otherwise(s)),
-    _feature("multi-token prediction with gated delta net layers", "mtp_num_layers",
-             _UNTESTED, when=lambda s: s.mtp_num_layers and s.is_gated),
     # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
-    _feature("layers other than attention, MLP and MoE in a hybrid model", "hybrid_layer_pattern",
-             _UNTESTED, "use *, +, - and E",
-             lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+-E|/")),
+    _feature("layers other than attention, Mamba, MLP and MoE in a hybrid model",
+             "hybrid_layer_pattern", _UNTESTED, "use *, +, M, - and E",
+             lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+M-E|/")),
     _feature("hybrid models selected by their old flag", "hybrid_override_pattern", _UNTESTED,
              "use --hybrid-layer-pattern"),
     _feature("FP8 attention", "fp8_dot_product_attention", _KERNELS),
@@ -606,8 +611,8 @@ FEATURES: tuple[Rule, ...] = (
              "Megatron packs them into one sequence, but captures several",
              "use --micro-batch-size 1",
              lambda s: s.graphs != "none" and s.packing and s.samples > 1),
-    _feature("gated delta net layers in CUDA graphs", "cuda_graph_impl", _UNTESTED,
-             when=lambda s: s.graphs != "none" and s.is_gated),
+    _feature("recurrent layers in CUDA graphs", "cuda_graph_impl", _UNTESTED,
+             when=lambda s: s.graphs != "none" and s.is_recurrent),
     _feature("Megatron-FSDP in CUDA graphs", "use_megatron_fsdp", _UNTESTED,
              when=lambda s: s.use_megatron_fsdp and s.graphs != "none"),
     _feature("FSDP in CUDA graphs", "use_torch_fsdp2", _UNTESTED,
@@ -688,9 +693,9 @@ RULES: tuple[Rule, ...] = (
          "{s.tensor} or divide it, got {s.kv_heads}: use one of {usable} or another "
          "tensor_model_parallel_size", ("sizes",)),
     # Layers of linear attention. Those of a model may have configurations of their own.
-    Rule(lambda s: s.has_linear and s.num_attention_heads not in (None, s.kv_heads),
-         f"{_LINEAR} has no grouped-query attention, got num_query_groups {{s.kv_heads}} for "
-         "{s.num_attention_heads} heads: leave --group-query-attention out",
+    Rule(lambda s: s.has_linear and s.kv_heads % s.tensor,
+         f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = "
+         "{s.tensor}, got {s.kv_heads}: use more groups or fewer ranks",
          ("arguments", "linear layer")),
     *(Rule(_linear_with(name), f"{_LINEAR} does not support {_flag(name)}: leave it out",
            ("arguments", "linear layer"))
@@ -717,11 +722,12 @@ RULES: tuple[Rule, ...] = (
     *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
       for when, what, reason, fix in _LATENTS),
     # Megatron's gated delta net layers, whose states pass from rank to rank.
-    Rule(lambda s: s.is_gated and s.has_linear,
-         f"{_GATED} softmax attention beside them, got {_LINEAR}: leave it or "
-         "--experimental-attention-variant out", ("arguments", "gated layer")),
-    Rule(_layout_without_states, f"{_GATED} a layout of consecutive tokens, got the {{layout}} "
-         "layout of {s.cp.algo}: use {choices}", ("arguments", "gated layer")),
+    Rule(lambda s: s.is_recurrent and s.has_linear,
+         f"Megatron's recurrent layers need softmax attention beside them, got {_LINEAR}: leave it "
+         "or --experimental-attention-variant, or M in --hybrid-layer-pattern, out",
+         ("arguments", "recurrent layer")),
+    Rule(_layout_without_states, "{layers} layers need a layout of consecutive tokens, got the "
+         "{layout} layout of {s.cp.algo}: use {choices}", ("arguments", "recurrent layer")),
     *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size = "
            f"{{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
            ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
@@ -733,7 +739,7 @@ RULES: tuple[Rule, ...] = (
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later"),
     Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
          "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
-    Rule(lambda s: s.is_gated and s.linear_attention_freq is None,
+    Rule(lambda s: s.experimental_attention_variant in GATED and s.linear_attention_freq is None,
          f"{_VARIANT} needs --linear-attention-freq, got none: add --linear-attention-freq 4 for "
          "softmax attention in every fourth layer", ("arguments",)),
     Rule(_gated_by_a_list, "--linear-attention-freq as a list needs an entry for each of the "
@@ -754,8 +760,15 @@ RULES: tuple[Rule, ...] = (
          f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
          "of the layers' output norms over the tensor-parallel ranks, got "
          "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
+    Rule(lambda s: s.is_gated and s.mtp_num_layers,
+         "Megatron's scripts build no multi-token prediction beside gated delta net layers, got "
+         "--mtp-num-layers {s.mtp_num_layers}: leave it out, or build the model in a program of "
+         "your own", ("arguments",)),
     Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
          "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
+    Rule(_cannot_split_mamba, "Megatron {version} has other Mamba layers, got "
+         "--hybrid-layer-pattern {s.hybrid_layer_pattern} with context_parallel_size {s.cp.size}: "
+         "use Megatron 0.19 or later", ("arguments", "model")),
     Rule(_before_shared_weights, "Megatron {version} weights the losses of --mtp-num-layers by the "
          "tokens of one rank, got --calculate-per-token-loss with context_parallel_size {s.ranks}: "
          "use Megatron 0.17 or later"),

@@ -16,6 +16,7 @@ from megatron_cp_plugin.integration.contract import SETTINGS
 
 # The second is its name after Megatron 0.19.
 GATED = ("gated_delta_net", "gdn")
+MAMBA = "M"  # in the pattern of a hybrid model
 SPARSE = "dsa"
 _KNOWN = frozenset(setting.name for setting in SETTINGS)
 
@@ -159,6 +160,16 @@ class Settings:
     def is_gated(self) -> bool:
         """Whether Megatron's gated delta net layers are asked for."""
         return self.experimental_attention_variant in GATED
+
+    @property
+    def is_mamba(self) -> bool:
+        """Whether Megatron's Mamba layers are asked for."""
+        return MAMBA in (self.hybrid_layer_pattern or "")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers are asked for whose states pass from rank to rank."""
+        return self.is_gated or self.is_mamba
 
     @property
     def is_sparse(self) -> bool:

@@ -29,7 +29,7 @@ from torch import nn
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import gated_delta_net
+from megatron_cp_plugin.integration import gated_delta_net, mamba
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.groups import set_up_groups
@@ -38,10 +38,11 @@ from megatron_cp_plugin.integration.linear_models import (
     LinearAttentionSubmodules,
     linear_attention_class,
 )
+from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.settings import MAMBA, Settings
 
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 
@@ -73,7 +74,9 @@ def build_model(
     model, config = call.args[0], call.arguments["config"]
     check("model", Settings(config, runtime.config))
     given = call.arguments
-    set_up_groups(runtime, settings, config, given.get("pg_collection"))
+    recurrent = MAMBA in (given.get("hybrid_layer_pattern") or "")
+    groups = given.get("pg_collection")
+    set_up_groups(runtime, settings, config, groups, recurrent=recurrent)
     name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
     given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
     if given.get("mtp_block_spec") is not None:
@@ -81,6 +84,11 @@ def build_model(
     original(*call.args, **call.kwargs)
     pattern = getattr(model, "hybrid_layer_pattern", None)
     check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
+    if MAMBA in (pattern or "") and not recurrent:
+        raise ContextParallelError(
+            f"Mamba layers need their pattern, got --hybrid-layer-pattern {pattern} by another "
+            "argument: give the model hybrid_layer_pattern"
+        )
     use_layout(model, runtime)
     if runtime.config.send_latents:
         send_latents(model)
@@ -183,8 +191,7 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
-            for an algorithm of softmax attention, its multi-latent one; or it is gated delta net
-            and the layout one through which no states pass.
+            for an algorithm of softmax attention, its multi-latent one.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]
@@ -193,18 +200,17 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     linear = registry.kind_of(runtime.config.algo) == "linear"
     if hasattr(layer, "attention_layer"):
         return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
+    mixer: Any = getattr(layer, "mixer", None)
+    if is_mamba(getattr(mixer, "module", mixer)):
+        ours = _recurrent(mamba.served(mixer.module), mixer, runtime)
+        return replace(spec, submodules=replace(layer, mixer=ours))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
     replacements = ColumnParallelLinearGathered.__module__  # Transformer Engine's is there too
     if module is IdentityOp or getattr(module, "__module__", None) == replacements:
         return spec  # no token meets another one
-    if isinstance(module, type) and gated_delta_net.is_layer(module):
-        gated_delta_net.check_layout(runtime.config)
-        ours = ModuleSpec(
-            module=gated_delta_net.served(module),
-            params={**getattr(attention, "params", {}), "runtime": runtime},
-            submodules=getattr(attention, "submodules", None),
-        )
+    if isinstance(module, type) and is_gated_delta_net(module):
+        ours = _recurrent(gated_delta_net.served(module), attention, runtime)
         return replace(spec, submodules=replace(layer, self_attention=ours))
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
@@ -265,10 +271,11 @@ def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
     Args:
         layers: Megatron's HybridStackSubmodules.
         runtime: The run's layout and algorithm.
-        latent: Whether layers with multi-latent attention are served; otherwise they are left as
-            they are, and the rules refuse a model that has some.
+        latent: Whether layers with multi-latent attention and recurrent ones are served;
+            otherwise they are left as they are, and the rules refuse a model that has some.
     """
-    kinds = ("attention_layer", "mla_layer") if latent else ("attention_layer",)
+    others = ("mla_layer", "gdn_layer", "mamba_layer") if latent else ()
+    kinds = ("attention_layer", *others)
     given = {kind: getattr(layers, kind, IdentityOp) for kind in kinds}
     served: dict[str, Any] = {
         kind: with_attention(layer, runtime)
@@ -276,6 +283,15 @@ def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
         if layer is not IdentityOp
     }
     return replace(layers, **served)
+
+
+def _recurrent(module: type, spec: Any, runtime: Runtime) -> ModuleSpec:
+    """The spec of a recurrent layer's part with another module, which takes the runtime."""
+    return ModuleSpec(
+        module=module,
+        params={**getattr(spec, "params", {}), "runtime": runtime},
+        submodules=getattr(spec, "submodules", None),
+    )
 
 
 def _linear(attention: Any, runtime: Runtime) -> Any:

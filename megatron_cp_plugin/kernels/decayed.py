@@ -1,4 +1,4 @@
-"""A Triton kernel that adds what states contribute to the tokens after them."""
+"""Triton kernels of states: what they add to the tokens after them, and how they pass runs."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,7 @@ from megatron_cp_plugin.core.linear.runs import Interval
 
 _TOKENS = 64
 _TILES = 16
+_WIDEST = 128  # a transition fits in shared memory
 
 
 @triton.jit(do_not_specialize=["longest", "batch", "tokens"])
@@ -100,6 +101,89 @@ def add_decayed_(
         OUT_DIM=columns,
         num_warps=8,
     )
+
+
+@triton.jit
+def _pass_kernel(  # type: ignore[no-untyped-def]
+    found_ptr,
+    added_ptr,
+    through_ptr,
+    first_ptr,
+    bound_ptr,
+    order_ptr,
+    begins_ptr,
+    heads,  # of all batch entries
+    dim,
+    width,
+    added_run,
+    added_head,
+    through_run,
+    through_head,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    way = tl.program_id(0) // heads
+    row = tl.arange(0, DIM)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at = row[:, None] * width + column[None, :]
+    inside = (row < dim)[:, None] & (column < width)[None, :]
+    matrix_at = row[:, None] * dim + row[None, :]
+    in_matrix = (row < dim)[:, None] & (row < dim)[None, :]
+    state = tl.zeros([DIM, WIDTH], dtype=tl.float32)
+    if FIRST:  # noqa: SIM102  (the second is of the GPU)
+        if tl.load(begins_ptr + way) != 0:
+            state = tl.load(first_ptr + head * dim * width + at, inside, 0.0)
+    for number in range(tl.load(bound_ptr + way), tl.load(bound_ptr + way + 1)):
+        run = tl.load(order_ptr + number).to(tl.int64)
+        through = tl.load(
+            through_ptr + run * through_run + head * through_head + matrix_at, in_matrix, 0.0
+        )
+        added = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
+        state = tl.dot(through, state, input_precision="tf32x3") + added
+    found = found_ptr + (way.to(tl.int64) * heads + head) * dim * width
+    tl.store(found + at, state, inside)
+
+
+def passed_along(
+    added: Tensor,
+    through: Tensor,
+    first: Tensor | None,
+    bounds: Tensor,
+    order: Tensor,
+    begins: Tensor,
+) -> Tensor | None:
+    """See `core.fused.FusedOperations.passed_along`; products of three TF32 parts, head dims up to
+    128.
+    """
+    _, batch, heads, dim, width = added.shape
+    if dim > _WIDEST:
+        return None
+    found = added.new_empty(len(begins), batch, heads, dim, width)
+    columns = min(32, _power_of_two(width))
+    _pass_kernel[len(begins) * batch * heads, -(-width // columns)](
+        found,
+        added,
+        through,
+        None if first is None else first.contiguous(),
+        bounds,
+        order,
+        begins,
+        batch * heads,
+        dim,
+        width,
+        added.stride(0),
+        added.stride(2),
+        through.stride(0),
+        through.stride(2),
+        FIRST=first is not None,
+        DIM=_power_of_two(dim),
+        WIDTH=columns,
+        num_warps=4,
+        num_stages=2,
+    )
+    return found
 
 
 def _power_of_two(dim: int) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_cp_plugin.core.partial import STAND_IN_TERMS
+from megatron_cp_plugin.kernels.decayed import passed_along as passed_along
 from megatron_cp_plugin.kernels.fused_loss import logit_gradients_ as logit_gradients_
 from megatron_cp_plugin.kernels.fused_loss import logit_statistics as logit_statistics
 

@@ -211,6 +211,17 @@ class OnePass:
     def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
         return torch.empty_like(dout)
 
+    def passed_along(
+        self,
+        added: Tensor,
+        through: Tensor,
+        first: Tensor | None,
+        bounds: Tensor,
+        order: Tensor,
+        begins: Tensor,
+    ) -> Tensor:
+        return added.new_empty((len(begins), *added.shape[1:]))
+
     def logit_statistics(
         self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
     ) -> tuple[Tensor, ...]:

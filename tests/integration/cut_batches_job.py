@@ -1,9 +1,9 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
 It knows nothing of the plugin but the lines that put it in force, by WAY: install, models (several,
-of other KV heads), tensor (beside tensor parallelism), pipeline (of two stages), serve, or
-launcher, which takes FLAGS. It prints what a model and its gradients are off by, compared with
-each document alone through Megatron's own attention, as JSON.
+of other KV heads), recurrent (gated delta nets), tensor (beside tensor parallelism), pipeline (of
+two stages), serve, or launcher, which takes FLAGS. It prints what a model and its gradients are off
+by, compared with each document alone through Megatron's own attention, as JSON.
 """
 
 import gc
@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_cp_plugin.spans import prefix_lm
 from tests.span_masks import dense
@@ -545,6 +547,47 @@ def of_several_models(size: int) -> dict[str, Any]:
     return found
 
 
+RECURRENT = {
+    "num_query_groups": 4,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 3,  # Megatron asks for a multiple of the ranks
+    "linear_num_value_heads": 6,
+    "activation_func": functional.silu,
+}
+
+
+def of_recurrent_models(size: int) -> dict[str, Any]:
+    """Megatron's gated delta nets beside softmax attention, also with multi-token prediction."""
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration import cpu
+    from tests.integration.gated_delta_net_job import block, use_stand_in
+
+    cpu.install()  # Megatron makes their weights on GPUs
+    use_stand_in()
+    groups = set_up(size)
+    rank, found = groups.cp.rank(), {}
+
+    def make(size: int, groups: Any, **settings: Any) -> Any:
+        config = make_config(size, **RECURRENT, **settings)
+        return make_model(config, groups, block(Namespace(transformer=config)))
+
+    ahead = {"": {}, ", one more token": {"mtp_num_layers": 1}}
+    references = {
+        name: Reference(make(1, alone(groups), **settings)) for name, settings in ahead.items()
+    }
+    for algo in ("zigzag", "distflash"):
+        cp_megatron.install(algo, layout="thd")
+        for name, settings in ahead.items():
+            model = make(size, groups, **settings)
+            found[f"{algo}{name}"] = compare_all(references[name], model, rank, size)
+        cp_megatron.uninstall()
+    return found
+
+
 def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     """Two tensor-parallel ranks, with sequence parallelism, which the reference has not."""
     from megatron_cp_plugin.integration import cpu
@@ -860,6 +903,7 @@ def main() -> None:
         ways = {
             "install": by_install,
             "models": of_several_models,
+            "recurrent": of_recurrent_models,
             "tensor": beside_tensor_parallelism,
             "pipeline": beside_pipeline_parallelism,
             "serve": by_serve,

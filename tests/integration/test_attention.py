@@ -334,7 +334,7 @@ def test_spec_of_a_stack(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("layers", "got"),
     [
-        ({"hybrid_layer_pattern": "*M"}, r"\*M"),
+        ({"hybrid_layer_pattern": "G*"}, r"G\*"),
         ({"hybrid_override_pattern": "G*"}, r"G\*"),
         ({"hybrid_attention_ratio": 0.5}, "M"),
     ],

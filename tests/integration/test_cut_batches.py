@@ -68,6 +68,14 @@ def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
             check(errors, f"{case} on rank {rank}")
 
 
+def test_recurrent_models(tmp_path: Path) -> None:
+    """Gated delta nets, whose states pass through the chunks of each document."""
+    for rank, results in enumerate(run(tmp_path, "recurrent", "3", ranks=3)):
+        assert len(results) == 4
+        for case, errors in results.items():
+            check(errors, f"gated delta nets beside {case} on rank {rank}")
+
+
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):

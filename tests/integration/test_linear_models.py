@@ -67,8 +67,12 @@ def attention(model: str, group: dist.ProcessGroup, **changes: Any) -> Any:
 
 def parts_of(module: Any, x: Tensor, count: int) -> list[Tensor]:
     """The projections of x [s,b,hidden], head by head: [b,h,s,d] each."""
-    weight = module.linear_qkv.weight.view(HEADS, count, HEAD_DIM, WIDTH)
-    return [torch.einsum("hdw,sbw->bhsd", weight[:, part], x) for part in range(count)]
+    groups = module.config.num_query_groups
+    shared = HEADS // groups
+    weight = module.linear_qkv.weight.view(groups, -1, HEAD_DIM, WIDTH)
+    queries, key, value, gates = weight.tensor_split((shared, shared + 1, shared + 2), 1)
+    parts = queries, *(x.expand(-1, shared, -1, -1) for x in (key, value)), gates
+    return [torch.einsum("hdw,sbw->bhsd", part.flatten(0, 1), x) for part in parts[:count]]
 
 
 def same_document(starts: tuple[int, ...]) -> Tensor:
@@ -84,7 +88,9 @@ def expected_transnormer(
     q, k, v, gate = parts_of(module, x, 4)
     q, k = q * torch.sigmoid(q), k * torch.sigmoid(k)
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None, :]
-    rates = torch.tensor(transnormer_rates(HEADS, 2, 3), dtype=torch.float64)
+    groups = module.config.num_query_groups
+    rates = torch.tensor(transnormer_rates(groups, 2, 3), dtype=torch.float64)
+    rates = rates.repeat_interleave(HEADS // groups)
     decay = rates[:, None, None] ** distance.abs()
     if causal:
         decay = decay * (distance >= 0)
@@ -115,7 +121,11 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("starts", [(), (1, 5, 9)], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    ("starts", "groups"),
+    [((), HEADS), ((1, 5, 9), HEADS), ((1, 5, 9), 2)],
+    ids=["one document", "documents", "grouped queries"],
+)
 @pytest.mark.parametrize("recompute", [None, "selective"])
 @pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
 @pytest.mark.parametrize("model", LINEAR_MODELS)
@@ -126,6 +136,7 @@ def test_against_the_formula(
     mask: AttnMaskType,
     recompute: str | None,
     starts: tuple[int, ...],
+    groups: int,
 ) -> None:
     calls = []
 
@@ -136,9 +147,8 @@ def test_against_the_formula(
 
     monkeypatch.setattr(tensor_parallel, "checkpoint", checkpoint)
     torch.manual_seed(0)
-    module = attention(
-        model, group, attn_mask_type=mask, config=config(recompute_granularity=recompute)
-    )
+    settings = config(recompute_granularity=recompute, num_query_groups=groups)
+    module = attention(model, group, attn_mask_type=mask, config=settings)
     x = torch.randn(TOKENS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
     packed = DocumentMask(seq_len=TOKENS, starts=starts) if starts else None
     out, bias = module(x, attention_mask=None, rotary_pos_emb=None, packed_seq_params=packed)
@@ -153,13 +163,15 @@ def test_against_the_formula(
         torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-11)
 
 
-def test_linearized_positions_of_the_first_layer(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_linearized_positions_of_the_first_layer(group: dist.ProcessGroup, groups: int) -> None:
     """LRPE by its defining form: a product of features is one of cosines of angle x distance."""
     torch.manual_seed(0)
-    settings = config(use_cpu_initialization=True)
+    settings = config(use_cpu_initialization=True, num_query_groups=groups)
     module = attention("transnormer", group, layer_number=1, config=settings)
     theta = module.positions.theta
-    published = [10000 ** (-2 * channel / WIDTH) for channel in range(WIDTH)]
+    width = groups * HEAD_DIM
+    published = [10000 ** (-2 * channel / width) for channel in range(width)]
     assert theta.flatten().tolist() == pytest.approx(published, rel=1e-6)
     assert attention("transnormer", group, layer_number=2, config=settings).positions is None
     x = torch.randn(TOKENS, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -167,9 +179,12 @@ def test_linearized_positions_of_the_first_layer(group: dist.ProcessGroup) -> No
     q, k, v, gate = parts_of(module, x, 4)
     q, k = q * torch.sigmoid(q), k * torch.sigmoid(k)
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None, :]
-    angles = theta.double()[:, None, None, :] * distance[None, :, :, None]
+    shared = HEADS // groups
+    angles = theta.double().repeat_interleave(shared, 0)[:, None, None, :]
+    angles = angles * distance[None, :, :, None]
     scores = torch.einsum("bhsd,bhtd,hstd->bhst", q, k, angles.cos())
-    rates = torch.tensor(transnormer_rates(HEADS, 1, 3), dtype=torch.float64)
+    rates = torch.tensor(transnormer_rates(groups, 1, 3), dtype=torch.float64)
+    rates = rates.repeat_interleave(shared)
     mixed = (scores * (rates[:, None, None] ** distance.abs()) * (distance >= 0)) @ v
     squares = mixed.square().sum((1, 3), keepdim=True) / WIDTH
     mixed = gate * mixed / (squares + 1e-5).sqrt()
@@ -201,7 +216,8 @@ def test_what_is_kept_for_the_backward(
     """Bytes between the projections, in units of one tensor [s,b,h*d]."""
     module = attention(model, group, layer_number=layer, config=config(use_cpu_initialization=True))
     tokens, batch = 256, 2
-    mixed = torch.randn(tokens, batch, module._parts * WIDTH, dtype=dtype, requires_grad=True)
+    width = module.linear_qkv.out_features
+    mixed = torch.randn(tokens, batch, width, dtype=dtype, requires_grad=True)
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -233,7 +249,10 @@ def test_rates_are_those_of_the_published_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_query_groups": 2}, "no grouped-query attention, got num_query_groups 2"),
+        (
+            {"num_query_groups": 2, "tensor_model_parallel_size": 4},
+            "num_query_groups divisible by tensor_model_parallel_size = 4, got 2",
+        ),
         ({"qk_l2_norm": True}, "does not support --qk-l2-norm"),
     ],
 )
@@ -292,8 +311,13 @@ def test_flags() -> None:
             "has no rotary embeddings, got --position-embedding-type rope",
         ),
         (
-            {"group_query_attention": True, "num_query_groups": 2},
-            "no grouped-query attention, got num_query_groups 2 for 4 heads",
+            {
+                "group_query_attention": True,
+                "num_query_groups": 2,
+                "tensor_model_parallel_size": 4,
+                "world_size": 8,
+            },
+            "num_query_groups divisible by tensor_model_parallel_size = 4, got 2: use more groups",
         ),
         ({"qk_layernorm": True}, "does not support --qk-layernorm"),
     ],
@@ -323,6 +347,8 @@ HYBRID = (*POSITIONS, "--cp-layers", "lasp2*3, zigzag", "--cp-linear-model", "tr
 
 def model_flags(model: str, algo: str, size: int) -> tuple[str, ...]:
     words = f"--cp-linear-model {model} --context-parallel-algo {algo}"
+    if model == "linear_transformer":
+        words += " --group-query-attention --num-query-groups 2"
     return (*POSITIONS, *words.split(), "--context-parallel-size", str(size))
 
 

@@ -70,9 +70,8 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     ),
     "packed documents with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
     "packed conversations with DSA layers": ({"context_parallel_size": 1}, BY_DOCUMENTS),
-    "multi-token prediction with gated delta net layers": ({"mtp_num_layers": 0},),
-    "layers other than attention, MLP and MoE in a hybrid model": (
-        {"hybrid_layer_pattern": "*-+E|*/*"},
+    "layers other than attention, Mamba, MLP and MoE in a hybrid model": (
+        {"hybrid_layer_pattern": "*-+EM|*/M"},
     ),
     "choice of Megatron's attention kernel": (
         {"attention_backend": "flash"},
@@ -207,11 +206,11 @@ CASES: dict[str, Case] = {
         RANKS | {"num_attention_heads": 12},
         near=({"num_query_groups": 2}, {"num_query_groups": 12}, {"group_query_attention": False}),
     ),
-    "has no grouped-query attention": Case(
-        {"num_query_groups": 2},
+    "needs num_query_groups divisible by tensor": Case(
+        {"num_query_groups": 2, "tensor_model_parallel_size": 4},
         RANKS,
         LASP,
-        near=({"num_query_groups": 8}, {"group_query_attention": False}, ZIGZAG),
+        near=({"num_query_groups": 4}, {"group_query_attention": False}, ZIGZAG),
     ),
     **{
         f"does not support --{name}": Case(
@@ -329,7 +328,13 @@ CASES: dict[str, Case] = {
         GATED | {"tensor_model_parallel_size": 2},
         near=({"sequence_parallel": True}, {"tensor_model_parallel_size": 1}),
     ),
+    "build no multi-token prediction beside gated": Case(
+        GATED | {"mtp_num_layers": 1}, near=({"mtp_num_layers": None},)
+    ),
     "cannot split gated delta net layers": Case(GATED, near=(ALONE,)),
+    "has other Mamba layers": Case(
+        {"hybrid_layer_pattern": "M*"}, near=(ALONE, {"hybrid_layer_pattern": "*-"})
+    ),
     "flash-linear-attention": Case(GATED),
     "splits packed documents by its own layout": Case({"sft": True}),
     **{
@@ -508,6 +513,7 @@ def test_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash-linear",
         "splits packed",
         "cannot split gated",
+        "other Mamba layers",
         "weights the losses",
     )
     for key in keys:

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
@@ -223,15 +226,50 @@ for x_dim, out_dim, *intervals in (
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
 """
 
+PASSED = """
+from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.layout import Contiguous, Zigzag
+from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.kernels import decayed
 
-def test_what_a_state_adds_in_the_interpreter():
-    """Triton reads its switch at import, so the kernel runs in a process of its own."""
+launched = []
+register_fused("cpu", lambda: launched.append(1) or decayed)
+for layout, documents, dim, first in (
+    (Contiguous(), (), 20, None),
+    (Zigzag(), (), 16, torch.randn(2, 3, 16, 40)),
+    (Zigzag(), (24, 30, 31, 72), 16, torch.randn(2, 3, 16, 40)),
+):
+    for route in (way := Route.of(layout, 5, 120, documents), way.back):
+        runs = sum(route.counts)
+        states = RunStates(
+            torch.randn(runs, 2, 3, dim, 40), torch.randn(runs, 2, 3, dim, dim) / dim**0.5
+        )
+        states = states.unpacked(states.packed(runs)[:, None], [1] * runs)
+        wide = RunStates(states.added.double(), states.through.double())
+        for places in (range(2), range(runs)):
+            want = wide.reaching(route, first, places, to_the_end=True)
+            got = states.reaching(route, first, places, to_the_end=True)
+            torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+assert sum(launched) == 12
+"""
+
+
+def test_kernels_of_states_in_the_interpreter():
+    """Triton reads its switch at import, so the kernels run in a process of their own."""
     pytest.importorskip("triton")
-    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}"
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}{PASSED}"
     subprocess.run([sys.executable, "-c", command], check=True)
 
 
-def test_what_a_state_adds_compiles_for_gpus(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
+        ("pass", {"FIRST": True, "DIM": 128, "WIDTH": 32}),
+    ],
+)
+def test_kernels_of_states_compile_for_gpus(tmp_path, monkeypatch, name, constants):
     """As far as machine code, without a GPU."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
@@ -239,14 +277,16 @@ def test_what_a_state_adds_compiles_for_gpus(tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    constants = {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}
-    types = dict.fromkeys(decayed._add_kernel.arg_names, "i32")
-    types |= {"out_ptr": "*bf16", "x_ptr": "*bf16", "state_ptr": "*fp32", "log2_rate_ptr": "*fp32"}
-    types["interval_ptr"] = "*i32"
+    kernel = getattr(decayed, f"_{name}_kernel")
+    others = {"out_ptr": "*bf16", "x_ptr": "*bf16"}
+    others |= dict.fromkeys(("interval_ptr", "bound_ptr", "order_ptr", "begins_ptr"), "*i32")
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {name: kind for name, kind in others.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(decayed._add_kernel, types, constants)
+    source = triton.compiler.ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32))
     assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= 227 * 1024
 
 
 def test_any_number_of_sequences_fits_a_grid(monkeypatch):
@@ -268,6 +308,24 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
     (grid,) = grids
     assert prod(grid) == 2048 * 64
     assert all(size <= 65535 for size in grid[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 80)])
+def test_states_that_pass_runs(dim, value_dim):
+    """As exact as float32, on the way through 64 ranks."""
+    route = Route.of(Zigzag(), 64, 128 * 64, (300, 4000))
+    generator = torch.Generator("cuda").manual_seed(0)
+    added, through = (
+        torch.randn(128, 1, 4, dim, width, generator=generator, device="cuda")
+        for width in (value_dim, dim)
+    )
+    states = RunStates(added, through / dim**0.5)
+    wide = RunStates(added.double(), states.through.double())
+    places = range(126, 128)
+    got = states.reaching(route, added[0], places, to_the_end=True)
+    want = wide.reaching(route, added[0].double(), places, to_the_end=True)
+    assert relative_error(got, want) < 1e-5
 
 
 @pytest.mark.gpu

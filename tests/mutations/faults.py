@@ -1258,10 +1258,24 @@ FAULTS = (
     ),
     Fault(
         "integration/rules.py",
-        "if not s.is_gated or s.cp.size == 1 or layout in passed:",
-        "if not s.is_gated or layout in passed:",
+        "if not s.is_recurrent or s.cp.size == 1 or layout in passed:",
+        "if not s.is_recurrent or layout in passed:",
         "gated layers of one rank need a layout",
         "integration/test_rules.py::test_a_rule_refuses_what_it_says_and_serves_what_is_near",
+    ),
+    Fault(
+        "integration/mamba.py",
+        "gate=dt * -self.A_log.to(wide).exp()",
+        "gate=-self.A_log.to(wide).exp().expand_as(dt)",
+        "a Mamba layer forgets by its rate alone, not by its step",
+        "integration/test_mamba.py::test_each_document_is_a_sequence",
+    ),
+    Fault(
+        "integration/spec.py",
+        'if MAMBA in (pattern or "") and not recurrent:',
+        'if MAMBA in (pattern or ""):',
+        "a hybrid model with Mamba layers is refused though its pattern names them",
+        "integration/test_mamba.py::test_equals_the_whole_sequence",
     ),
     Fault(
         "integration/rules.py",

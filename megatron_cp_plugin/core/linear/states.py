@@ -12,12 +12,14 @@ same way back with T^T.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.fused import fused_for
 from megatron_cp_plugin.core.linear.decay import Decay, combine
 from megatron_cp_plugin.core.linear.route import Chains, Route
 
@@ -116,8 +118,14 @@ class RunStates:
         Returns: [places (and one),B,H,D,E].
         """
         few = (len(places) + 1) * len(self.added) <= _PAIRS
-        if few and (isinstance(self.through, Decay) or self.through.dim() == 4):
-            return self._weighed(route, first, places, to_the_end=to_the_end)
+        if isinstance(self.through, Decay) or self.through.dim() == 4:
+            if few:
+                return self._weighed(route, first, places, to_the_end=to_the_end)
+        elif self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
+            ways = _ways(route, tuple(places), to_the_end, self.added.device)
+            found = fused.passed_along(self.added, self.through, first, *ways)
+            if found is not None:
+                return found
         seen, end = self._followed(route.chains, first, places, to_the_end=to_the_end)
         before, count = [], 0
         for round_ in seen:
@@ -228,6 +236,28 @@ def _reach(
     found = order, bounds, [column + 1 for column in columns]
     order_, bounds_, columns_ = (uploaded(torch.tensor(x, device="cpu"), device) for x in found)
     return _Reach(order_, bounds_, columns_, uploaded(reached, device).bool())
+
+
+class _Ways(NamedTuple):
+    """The runs that states pass on their ways to places, as of `FusedOperations.passed_along`."""
+
+    bounds: Tensor
+    order: Tensor
+    begins: Tensor
+
+
+@kept_on_device(maxsize=128)
+def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch.device) -> _Ways:
+    chains = route.chains
+    ends = [chains.arriving[number] for number in places]
+    ends += [(chains.last_round + 1, chains.last)] * to_the_end
+    ways = [[chains.rounds[at][end[1]] for at in range(end[0])] if end else [] for end in ends]
+    bounds = [0, *accumulate(map(len, ways))]
+    begins = [int(end is not None and end[1] == chains.first) for end in ends]
+    lists = bounds, [number for way in ways for number in way], begins
+    return _Ways(
+        *(uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in lists)
+    )
 
 
 @kept_on_device(maxsize=256)

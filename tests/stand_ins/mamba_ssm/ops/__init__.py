@@ -1,0 +1,1 @@
+"""Stands for `mamba_ssm.ops`."""
