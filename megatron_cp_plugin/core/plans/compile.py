@@ -84,16 +84,13 @@ class _Pair(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """Rows of a block that go from one rank to another.
-
-    Attributes: posted, needed: steps, as in `Move`.
-    """
+    """A block, or some rows of it, that goes from one rank to another. Attributes: as of `Move`."""
 
     posted: int
     needed: int
     source: int
     target: int
-    rows: Rows
+    block: Block
 
 
 class _Line:
@@ -170,6 +167,7 @@ class _Route(NamedTuple):
 
     Attributes:
         results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
+        owner: of the block.
         origin: the rank from which the line's distances count.
         end: the rank that has the inputs at first, or to which the results go.
         line: the line.
@@ -181,6 +179,7 @@ class _Route(NamedTuple):
     """
 
     results: bool
+    owner: int
     origin: int
     end: int
     line: _Line
@@ -237,7 +236,6 @@ class _Routes:
         sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
         steps: number of steps of one group of heads, the same on all ranks.
-        hops: hops of inputs (false) and of results (true) of a side, by the owner of the block.
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
         times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
@@ -273,8 +271,10 @@ class _Routes:
         self.segments = segments if len(set(segments)) > 1 else None
         self.sources = [placement.key_source(owner) for owner in range(self.size)]
         self.pairs: list[_Pair] = []
-        ways = product((False, True), Side)
-        self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
+        ways = [*product((False, True), Side)]
+        self._hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
+        self._routes: dict[tuple[bool, Side], list[tuple[_Route, list[_Chain]]]]
+        self._routes = {way: [] for way in ways}
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
@@ -289,8 +289,8 @@ class _Routes:
         else:
             self._meet()
         for side in Side:
-            for owner, hops in self.hops[False, side].items():
-                self.received.update(((side, owner, hop.target), hop.rows) for hop in hops)
+            for owner, hops in self.hops(False, side).items():
+                self.received.update(((side, owner, hop.target), hop.block.rows) for hop in hops)
 
     def home(self, side: Side, owner: int) -> int:
         """The rank that has a block before the first step."""
@@ -306,7 +306,8 @@ class _Routes:
         """Asks the placement for each pair of blocks."""
         asked: Iterable[tuple[int, int]] = product(range(self.size), range(self.size))
         if self.masked and not self.placement.relay:
-            asked = [(query, key) for query, keys in enumerate(self.met(QUERIES)) for key in keys]
+            met = enumerate(self.met(KEYS))
+            asked = sorted((query, key) for key, queries in met for query in queries)
         meetings: dict[tuple[Side, int], list[tuple[int, Place]]] = {}
         pairs = [_Pair(*pair, place) for pair in asked for place in self.placement.place(*pair)]
         self._find_parts(pairs)
@@ -325,9 +326,8 @@ class _Routes:
         """Asks the placement, which is `cyclic`, only for the pairs with the keys of rank 0."""
         size = self.size
         places, lines = _cyclic_lines(self.placement)
-        if not all(place.whole for _, place in places):
-            of_all = product(places, range(size))
-            self._find_parts(_Pair((key + t) % size, key, place) for (t, place), key in of_all)
+        partial = product([each for each in places if not each[1].whole], range(size))
+        self._find_parts(_Pair((key + t) % size, key, place) for (t, place), key in partial)
         for t, place in places:
             keys = [(rank - place.rank) % size for rank in self.ranks]
             # A step in which ranks compute with their own blocks counts for all.
@@ -382,10 +382,10 @@ class _Routes:
                 return
         homes = [self.home(side, owner) for owner in team]
         for owner, home in zip(team, homes, strict=True):
-            rows = given[owner]
+            block = Block((owner,), given[owner])
             ends = [one for one in homes if one != home and self.rank in (None, one, home)]
-            self.hops[False, side][owner] = [_Hop(-1, 0, home, one, rows) for one in ends]
-            self.hops[True, side][owner] = [_Hop(0, 1, one, home, rows) for one in ends]
+            self._hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
+            self._hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
 
     def _away(self, side: Side, owner: int) -> Iterator[Rows]:
         """Rows of a block that meet blocks which its home does not compute it with."""
@@ -411,7 +411,7 @@ class _Routes:
 
     def _sees(self, query: int, key: int) -> bool:
         """Whether any query of a block sees any key of another; true for all if not `masked`."""
-        return key in self.met(QUERIES)[query]
+        return query in self.met(KEYS)[key]
 
     def _rows(self, side: Side, pair: _Pair) -> Rows:
         """Rows of one block of a pair that travel for the pair: all, or those that meet the other
@@ -435,7 +435,6 @@ class _Routes:
         stops = self._stops(origin, line, needed)
         if not stops:
             return
-        self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
         home, gap, whole = self.home(side, owner), longest_gap(self.lengths[owner]), None
         source, sent = home, stops
         retaining = self.placement.retained_by(owner) if side else None
@@ -445,24 +444,29 @@ class _Routes:
                 source, self.received[side, owner, retaining] = retaining, whole
                 own = line.number.get((source - origin) % self.size)
                 sent = tuple([stop for stop in stops if stop != own])
-        here, number = True, _NOWHERE
-        if self.rank is not None:
-            number = line.number.get((self.rank - origin) % self.size, _NOWHERE)
-            here = self.rank in (home, source) or number in stops
+        here = self.rank in (None, home, source) or self._stop(origin, line) in stops
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
-        if not here and kind in self._noted:
+        new = kind not in self._noted
+        if new:
+            self._noted[kind] = 0
+            self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
+        elif not here:
             return
-        self._noted[kind] = 0
         for results, end, reached in ((False, source, sent), (True, home, stops)):
             rows = None if results else whole
-            route = _Route(results, origin, end, line, needed, parts, reached, gap, rows)
+            route = _Route(results, owner, origin, end, line, needed, parts, reached, gap, rows)
             chains = self._chains(route)
-            if self.rank is not None:
+            if new and self.rank is not None:
                 self._note(self.times[results, side], route, chains)
-            at = None if self.rank is None else _HOME if self.rank == end else number
-            if here and (hops := [*self._hops(route, chains, at)]):
-                self.hops[results, side][owner] = hops
+            if here:
+                self._routes[results, side].append((route, chains))
+
+    def _stop(self, origin: int, line: _Line) -> int:
+        """The number of the rank's stop, of a plan of one rank."""
+        if self.rank is None:
+            return _NOWHERE
+        return line.number.get((self.rank - origin) % self.size, _NOWHERE)
 
     def _stops(self, origin: int, line: _Line, needed: Sequence[int]) -> Sequence[int]:
         """Numbers of the stops that a block reaches: a relay goes on, in each node segment, to the
@@ -541,17 +545,23 @@ class _Routes:
                 own = [*map(route.steps.__getitem__, stops)]
                 times.update(pairwise([*own, step] if results else [step, *own]))
 
-    def _hops(self, route: _Route, chains: Sequence[_Chain], at: int | None) -> Iterator[_Hop]:
-        """The hops of chains that begin or end at the rank; all if the plan is of all ranks.
+    def hops(self, result: bool, side: Side) -> Mapping[int, Sequence[_Hop]]:
+        """Hops of the inputs, or of the results, of a side, by the owner of the block."""
+        found, routes = self._hops[result, side], self._routes[result, side]
+        for route, chains in routes:
+            found[route.owner] = [*self._hops_along(route, chains)]
+        routes.clear()
+        return found
 
-        Args: at: the number of the rank's stop; None: the plan is of all ranks.
-        """
-        steps, results = route.steps, route.results
+    def _hops_along(self, route: _Route, chains: Sequence[_Chain]) -> Iterator[_Hop]:
+        """The hops of chains that begin or end at the rank; all if the plan is of all ranks."""
+        steps, results, owners = route.steps, route.results, (route.owner,)
+        at = _HOME if self.rank == route.end else self._stop(route.origin, route.line)
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
             last, heading = len(stops) - 1, not (near or results)
-            numbers: Sequence[int] = range(last + 1)
-            if at is not None:
+            numbers = range(last + 1)
+            if self.rank is not None:
                 number = stops.index(at) - results if at in stops else _NOWHERE
                 if at == end:
                     number = last if results else -1
@@ -562,16 +572,15 @@ class _Routes:
             rows = route.rows_along(stops, wanted)
             if heading:
                 later = rows[0] = union((rows[0], later), route.gap)
-            for number in numbers:
-                stop, beside = stops[number], number + 1 if results else number - 1
-                other, its_step = end, step
-                if 0 <= beside <= last:
-                    other, its_step = stops[beside], steps[stops[beside]]
-                here, there = route.rank_at(stop), route.rank_at(other)
-                if results:
-                    yield _Hop(steps[stop], its_step, here, there, rows[number])
-                else:
-                    yield _Hop(its_step, steps[stop], there, here, rows[number])
+            low, high = numbers.start, numbers.stop
+            some = stops[low : high + 1] if results else stops[max(low - 1, 0) : high]
+            points = [(steps[stop], route.rank_at(stop)) for stop in some]
+            if high > last if results else not low:
+                points.insert(len(points) * results, (step, route.rank_at(end)))
+            for number, ((posted, source), (needed, target)) in zip(
+                numbers, pairwise(points), strict=True
+            ):
+                yield _Hop(posted, needed, source, target, Block(owners, rows[number]))
 
 
 # Both passes of a micro-batch use the same routes if their placements are equal.
@@ -644,17 +653,17 @@ class _Writer:
         """Moves of all blocks for a group of heads."""
         routes, assembled, group = self.routes, self.placement.assembled, self.groups[number]
         most, before = max(routes.lengths), number * routes.steps
-        for (result, side), of_owners in routes.hops.items():
+        for result, side in product((False, True), Side):
             for messages in self._messages(result, side, number):
                 name = messages[0][0]
                 heads = self.all_heads if assembled and name in PER_HEAD else group
-                for owner, hops in of_owners.items():
-                    padded = routes.widths.get((side, owner), most) if assembled else None
-                    for posted, needed, source, target, rows in hops:
+                wide = name in self.wide
+                for owner, hops in routes.hops(result, side).items():
+                    padded = routes.widths.get((side, owner), most) if assembled else 0
+                    for posted, needed, source, target, block in hops:
                         ends = before + posted, before + needed, source, target
-                        tokens = row_count(rows) if padded is None else padded
-                        what = messages, Block((owner,), rows), tokens, heads
-                        yield Move(*ends, *what, wide=name in self.wide)
+                        tokens = padded or row_count(block.rows)
+                        yield Move(*ends, messages, block, tokens, heads, 0, wide)
 
     def _computes(self) -> Iterator[Compute]:
         made = [*(self._joined() if self.placement.assembled else self._by_pairs())]
@@ -678,7 +687,7 @@ class _Writer:
                 held = {
                     owner: self._rows(side, owner, rank)
                     for owner in sorted(owners)
-                    if owner in routes.hops[False, side] or routes.home(side, owner) == rank
+                    if owner in routes.hops(False, side) or routes.home(side, owner) == rank
                 }
                 tokens = sum(routes.lengths[owner] for owner in held)
                 rows = between(0, tokens)
