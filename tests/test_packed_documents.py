@@ -20,9 +20,9 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
         balanced, straight, plain, ulysses = (
             points[label, size]
             for label in (
-                "zigzag, layout=documents",
+                "zigzag, layout=documents, route=ring",
                 "zigzag, layout=documents, route=straight",
-                "zigzag",
+                "zigzag, route=ring",
                 "ulysses",
             )
         )
@@ -31,7 +31,7 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
         assert straight["mean_mib"] < min(plain["mean_mib"], ulysses["mean_mib"])
     said = capsys.readouterr().out
     assert "P = 4" in said
-    assert f"{points['zigzag', 8]['work']:.2f}; " in said
+    assert f"{points['zigzag, route=ring', 8]['work']:.2f}; " in said
 
 
 def test_picture(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def variants(size: int) -> Iterator[tuple[str, Options]]:
         yield name, DEFAULTS.get(name, {}) | options
 
 
-DEFAULTS: dict[str, Options] = {name: {"route": "ring"} for name in ("ring", "zigzag", "usp")}
+DEFAULTS: dict[str, Options] = {
+    **{name: {"route": "ring"} for name in ("ring", "zigzag", "usp")},
+    "distflash": {"helpers": "distance"},
+}
 
 
 def _variants(size: int) -> Iterator[tuple[str, Options]]:

@@ -161,19 +161,20 @@ def gathered(rows: int) -> Callable[[Tokens], Sent]:
     return count
 
 
+RING, DISTANCE = ("route", "ring"), ("helpers", "distance")
 CASES = [
-    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 3, ring),
-    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 5, ring),
+    (Case("zigzag", (("layout", "documents"), RING, ("backward", "kv"))), 3, ring),
+    (Case("zigzag", (("layout", "documents"), RING, ("backward", "kv"))), 5, ring),
     (
         Case("zigzag", (("layout", "documents"), ("route", "straight"), ("backward", "kv"))),
         5,
         straight,
     ),
-    (Case("zigzag", (("backward", "kv"),)), 5, ring),
-    (Case("ring", (("backward", "kv"), ("chunks", 2))), 3, ring),
-    (Case("ring", (("backward", "kv"),)), 5, ring),
-    (Case("distflash"), 3, helped),
-    (Case("distflash"), 5, helped),
+    (Case("zigzag", (RING, ("backward", "kv"))), 5, ring),
+    (Case("ring", (RING, ("backward", "kv"), ("chunks", 2))), 3, ring),
+    (Case("ring", (RING, ("backward", "kv"))), 5, ring),
+    (Case("distflash", (DISTANCE,)), 3, helped),
+    (Case("distflash", (DISTANCE,)), 5, helped),
     (Case("distflash", (("balanced", False), ("last_step", "owner"))), 5, straight),
     (Case("allgather"), 5, straight),  # over peer memory
     (Case("allgather", (("transport", "group"),)), 3, gathered(3)),

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.ranges import (
     Span,
     expanded,
     joined,
+    offsets,
     offsets_of_each,
     runs,
 )
@@ -101,18 +102,19 @@ def rows_of_parts(
     segments = [one for one in pairwise(edges) if one[0][0] == one[1][0]]
     number = {first: index for index, (first, _) in enumerate(segments)}
     number |= {last: index + 1 for index, (_, last) in enumerate(segments)}
-    queries = _Blocks.of([tokens[query].at(row, stop) for (query, row), (_, stop) in segments])
-    keys = _Blocks.of(tokens)
+    owner, start, stop = np.array([(*first, row) for first, (_, row) in segments], np.int64).T
+    before = offsets(np.array(tokens.lengths))[owner]
+    positions, _ = joined(tokens).cut(np.stack((before + start, before + stop)))
+    segment = np.cumsum(stop - start).searchsorted(offsets(positions.lengths), side="right")
+    queries, keys = _Blocks.of_spans(len(segments), segment, positions), _Blocks.of(tokens)
     of_keys = _visible(keys, np.zeros(len(tokens), np.int64), queries, mask.bands)
     of_queries = _visible(queries, np.zeros(len(segments), np.int64), keys, mask.bands.transposed)
-    for query, key, start, stop in parts:
-        some = range(number[query, start], number[query, stop])
+    for query, key, *ends in parts:
+        some = range(number[query, ends[0]], number[query, ends[1]])
         seeing = [(segments[one][0][1], of_queries[one].get(key, ())) for one in some]
         moved = (tuple((n + first, n + last) for first, last in rows) for n, rows in seeing)
-        found[query, key, start, stop] = (
-            union(moved),
-            union(of_keys[key].get(one, ()) for one in some),
-        )
+        seen = union(of_keys[key].get(one, ()) for one in some)
+        found[query, key, ends[0], ends[1]] = union(moved), seen
     return found
 
 
@@ -188,10 +190,14 @@ class _Blocks(NamedTuple):
     def of(cls, blocks: Sequence[Ranges]) -> Self:
         """Args: blocks: of which no two share a position."""
         owner = np.repeat(np.arange(len(blocks)), [len(spans) for spans in blocks])
-        spans = joined(blocks)
+        return cls.of_spans(len(blocks), owner, joined(blocks))
+
+    @classmethod
+    def of_spans(cls, number: int, owner: Numbers, spans: Ranges) -> Self:
+        """Args: number: of blocks. owner: of each span the number of its block, ascending."""
         shift = spans.start - offsets_of_each(owner, spans.lengths)
         order = np.argsort(spans.start)
-        return cls(len(blocks), *(x[order] for x in (owner, spans.start, spans.stop, shift)))
+        return cls(number, *(x[order] for x in (owner, spans.start, spans.stop, shift)))
 
 
 def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> list[dict[int, Rows]]:
