@@ -129,8 +129,8 @@ def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
         return False
     met = rows_met(layout.within(mask.followed), size, seq_len, mask, 1)
     pairs = [(owner, other) for owner, others in enumerate(met) for other in others]
-    distances = {(other - owner) % size for owner, other in pairs}
-    if 2 * len(distances - {0}) > max(distances, default=0):
+    distances = {(other - owner) % size for owner, other in pairs} - {0}
+    if not distances or 2 * len(distances) > max(distances):
         return False
     rows, distance = np.zeros((size, size), np.int64), np.arange(size)  # [owner, distance]
     for owner, other in pairs:

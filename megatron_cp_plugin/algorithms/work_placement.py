@@ -34,6 +34,8 @@ _GRAIN, _MOST_PIECES = 0.005, 1024
 # So many blocks of others come to a rank together. Whoever gives work away sends it before its own
 # first step: what it sent later would wait until that step is done.
 _AT_ONCE = 8
+# Where keys begin if there are none.
+_NONE = 1 << 40
 # Bytes between nodes count as so many.
 _BETWEEN = 2.0
 
@@ -182,7 +184,7 @@ class _Queries:
         self.keys, row = np.unique(counted.key, return_inverse=True)
         shape, at = (len(self.keys), len(self.rows)), (row, counted.piece)
         self.counted = np.zeros(shape)
-        self.first, self.last = np.full(shape, counted.last.max()), np.zeros(shape, np.int64)
+        self.first, self.last = np.full(shape, _NONE), np.zeros(shape, np.int64)
         np.add.at(self.counted, at, counted.work)
         np.minimum.at(self.first, at, counted.first)
         np.maximum.at(self.last, at, counted.last)

@@ -177,7 +177,7 @@ def test_few_pairs_go_straight(size: int, algo: str, mask: Mask) -> None:
     ],
 )
 def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) -> None:
-    made = create(algo, VirtualWorld(size).topology(0))
+    made = create(algo, VirtualWorld(size).topology(0), {})
     for phase in PHASES:
         assert made.plan(Shape(1, 40 * size, 4, 2, 8), mask, phase).relay is not straight
 
@@ -186,7 +186,7 @@ def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) ->
 @pytest.mark.parametrize("rule", ["kv", "query"])
 def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
     seq_len = 8 * size
-    mask = {"causal": True, "window": 5, "cu_seqlens": (0, 17, 18, 40, seq_len)}
+    mask = {"causal": True, "window": 5, "cu_seqlens": torch.tensor([0, 17, 18, 40, seq_len])}
     case = Case("zigzag", (("backward", rule),))
     expected = expected_attention(seq_len=seq_len, heads=4, kv_heads=2, head_dim=8, **mask)
     results, _ = run(case, expected, size, **mask)
