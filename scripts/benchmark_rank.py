@@ -25,6 +25,7 @@ that they make of them, or, with the option send=latents, the latents themselves
 import argparse
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -76,12 +77,14 @@ class Row:
 
     Attributes:
         ranks, tokens: Of the job; of a rank.
+        batch: Sequences.
         rank: The one that ran.
         limit_ms: Of a step, see above.
         share: Of the limit: 1 would be as fast as the kernel alone.
         attention_ms, other_ms, copies_ms, waiting_ms: Of a profiled step.
         captured_ms, captured_share: Of replays of a CUDA graph.
         sent_gb: Of a step, in 10^9 bytes.
+        peak_gib: Allocated in a step, its inputs among it.
     """
 
     ranks: int
@@ -89,6 +92,7 @@ class Row:
     heads: str
     mask: str
     name: str
+    batch: int = 1
     rank: int = 0
     forward_ms: float = 0.0
     step_ms: float = 0.0
@@ -101,6 +105,7 @@ class Row:
     captured_ms: float = 0.0
     captured_share: float = 0.0
     sent_gb: float = 0.0
+    peak_gib: float = 0.0
     note: str = ""
 
 
@@ -183,6 +188,7 @@ class Case:
     heads: str
     words: str
     seed: int
+    batch: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -228,11 +234,11 @@ class Case:
         )
 
 
-def whole(case: Case, tokens: int) -> list[Tensor]:
+def whole(case: Case, tokens: int, batch: int = 1) -> list[Tensor]:
     """q, k, v and dout of so many tokens."""
     heads, kv_heads, dim, value_dim = case.sizes
     return [
-        torch.randn(1, tokens, *sizes, device="cuda", dtype=torch.bfloat16)
+        torch.randn(batch, tokens, *sizes, device="cuda", dtype=torch.bfloat16)
         for sizes in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     ]
 
@@ -266,7 +272,8 @@ class Limit:
         if key not in self._known:
             torch.cuda.empty_cache()
             self._known[key] = self._of_a_pair(case, tokens)
-        return self._known[key] * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
+        pairs = case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len))
+        return self._known[key] * pairs / case.ranks
 
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
@@ -353,11 +360,11 @@ def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) ->
     sent = options.pop("send", "") == "latents"
     if sent and "chunks" in option_names(name):
         options.setdefault("chunks", 1)
-    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, limit_ms=limit_ms)
+    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, case.batch, limit_ms=limit_ms)
     try:
         rank = busiest(name, options, case) if args.rank is None else args.rank
         row = replace(row, rank=rank)
-        q, k, v, dout = whole(case, case.tokens)
+        q, k, v, dout = whole(case, case.tokens, case.batch)
         mask = case.mask(case.seq_len)
         settings: dict[str, Any] = {
             "algo": name,
@@ -386,10 +393,12 @@ def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) ->
 
         forward_ms = median_ms(forward, args.iters)
         step_ms = median_ms(step, args.iters)
+        torch.cuda.reset_peak_memory_stats()
         with cp.record_communication() as log:
             step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
-        row = replace(row, sent_gb=log.bytes() / 1e9)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        row = replace(row, sent_gb=log.bytes() / 1e9, peak_gib=peak)
         row = split(row, step, args)
         if args.graphs:
             row = captured(row, step, args)
@@ -428,19 +437,22 @@ def captured(row: Row, step: Callable[[], object], args: argparse.Namespace) -> 
     return replace(row, captured_ms=took, captured_share=row.limit_ms / took)
 
 
+def problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each problem, by its words."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        words = f"P = {row.ranks}, {row.tokens} tokens a rank, {row.heads} heads, {row.mask}"
+        found[words + (f", batch {row.batch}" if row.batch > 1 else "")].append(row)
+    return found
+
+
 def tables(rows: Sequence[Row]) -> list[Table]:
     """One for each problem."""
     drawn = []
-    for ranks, tokens, heads, mask in dict.fromkeys(
-        (row.ranks, row.tokens, row.heads, row.mask) for row in rows
-    ):
-        own = [
-            r for r in rows if (r.ranks, r.tokens, r.heads, r.mask) == (ranks, tokens, heads, mask)
-        ]
-        words = f"P = {ranks}, {tokens} tokens a rank, {heads} heads, {mask}"
+    for words, own in problems(rows).items():
         table = Table(
             *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
-            *("waiting", "captured", "sent GB", "note"),
+            *("waiting", "captured", "sent GB", "peak GiB", "note"),
             title=f"{words}: limit {own[0].limit_ms:.2f} ms",
         )
         for row in own:
@@ -455,6 +467,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
                 ),
                 f"{row.captured_share:.3f}" if row.captured_ms else "-",
                 f"{row.sent_gb:.2f}",
+                f"{row.peak_gib:.2f}",
                 row.note,
             )
         drawn.append(table)
@@ -464,8 +477,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Bars of each problem, kernels of attention first; the limit is a line."""
     panels = []
-    for ranks, tokens, mask in dict.fromkeys((row.ranks, row.tokens, row.mask) for row in rows):
-        own = [r for r in rows if (r.ranks, r.tokens, r.mask) == (ranks, tokens, mask)]
+    for words, own in problems(rows).items():
         bars = tuple(
             Bar(
                 row.name,
@@ -476,7 +488,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
             )
             for row in own
         )
-        panels.append(Panel(f"P = {ranks}, {mask}", bars, own[0].limit_ms))
+        panels.append(Panel(words, bars, own[0].limit_ms))
     legend = Legend("ms", ("kernels of attention", "the rest of the step"), "limit")
     save([panels], legend, "One rank alone, forward and backward", path)
 
@@ -496,6 +508,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "trees as of packed_documents.py",
     )
     parser.add_argument("--algos", default="all", help="names, each with options")
+    parser.add_argument("--batch", default="1", help="sequences, comma-separated")
     parser.add_argument("--rank", type=int, help="this one; default: the busiest")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of documents")
     parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
@@ -514,11 +527,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
     cases = [
-        Case(int(ranks), tokens_of(tokens), heads, words, args.seed)
+        Case(int(ranks), tokens_of(tokens), heads, words, args.seed, int(batch))
         for tokens in args.tokens.split(",")
         for ranks in args.ranks.split(",")
         for heads in args.heads.split(",")
         for words in args.masks.split(",")
+        for batch in args.batch.split(",")
     ]
     limit, rows = Limit(args.iters), []
     with (args.output / "rows.jsonl").open("a") as file:
