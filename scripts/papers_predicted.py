@@ -712,7 +712,9 @@ def heads_alone() -> list[str]:
         cells = [f"{float(own[algo]['step_ms']):.1f}" if algo in own else "" for algo in algos]
         tensor = f"{float(alone[0]['step_ms']):.1f}" if alone else ""
         rows.append([heads, f"{float(own['zigzag']['limit_ms']):.1f}", *cells, tensor])
-    title = "P = 8, 128K tokens, ms forward + backward; the limit is the kernel's time for all heads"
+    title = (
+        "P = 8, 128K tokens, ms forward + backward; the limit is the kernel's time for all heads"
+    )
     lines = of_cards(every, f"{title} divided by 8")
     return lines + table(["heads", "limit", *algos, "tensor parallel"], rows)
 
