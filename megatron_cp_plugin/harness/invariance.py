@@ -223,8 +223,8 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
         noise = Run(f"CP 1, kernel {kernel}", "noise", plugins, {})
     others = [Run(f"CP {sizes[0]}, {algo}", "ours", tuple(rest), section)]
     for name in filter(None, known.also.split(",")):
-        line = own if name == MEGATRON else of_plugin(name, kernel)
-        others.append(Run(f"CP {sizes[0]}, {name}", name, line, {}))
+        own_words = own if name == MEGATRON else of_plugin(name, kernel)
+        others.append(Run(f"CP {sizes[0]}, {name}", name, own_words, {}))
     if known.also_tensor is not None:
         tensor = ("--tensor-model-parallel-size", str(known.also_tensor))
         name = f"CP {sizes[0]}, TP {known.also_tensor}, {algo}"
