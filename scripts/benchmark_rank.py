@@ -4,6 +4,7 @@
         --masks causal,documents:2K,window:4K --algos zigzag,distflash,ulysses,usp,allgather
     python scripts/benchmark_rank.py --ranks 8,64 --heads 128:latent \
         --algos zigzag,zigzag:send=latents
+    python scripts/benchmark_rank.py --rows docs/data/rank_rows.csv
 
 A rank runs its own program of a job of P ranks, forward and backward. Its messages go nowhere, and
 blocks of others arrive at once: random numbers that a copy on another stream writes, because an
@@ -14,8 +15,11 @@ engines. The rank is the one that computes most pairs of a query and a key, unle
 The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
 for windows and spans, which no kernel here has), times the pairs of a rank in the mean. A profiled
-step splits the time into kernels of attention, other kernels, copies, and the rest, in which
-nothing computes: the GPU waits for the host.
+step splits the time into kernels of attention, other kernels and copies; in what is left of the
+step the GPU is idle and waits for the host.
+
+The rows of docs/data/rank_rows.csv are those that the simulator is compared with
+(`scripts/predictions.py`); which of them it is fitted to was decided before they were measured.
 
 Heads as `128:latent` are those of DeepSeek-V3's multi-latent attention, with queries and keys of
 192 and values of 128 numbers. A step then begins with a rank's own latents: ranks send the K and V
@@ -23,18 +27,25 @@ that they make of them, or, with the option send=latents, the latents themselves
 """
 
 import argparse
+import csv
 import json
+import signal
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import product
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 from bars import Bar, Legend, Panel, save
 from packed_documents import pack, work_of
-from profiles import by_class, device_spans, longest, new_profiler
+from profiles import by_class, class_of, computing, device_spans, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -67,7 +78,9 @@ from megatron_cp_plugin.tokens import tokens_of
 
 MEASURED_AT = 128 * 1024  # tokens of the limit's kernel
 NODE = 8  # ranks of one
+DEVICE = "cuda"
 _NOISE_ELEMENTS = 2**24
+_SECONDS = 0.3  # for which a short call is repeated
 
 
 @dataclass(frozen=True)
@@ -76,12 +89,18 @@ class Row:
 
     Attributes:
         ranks, tokens: Of the job; of a rank.
+        batch: Sequences.
         rank: The one that ran.
         limit_ms: Of a step, see above.
         share: Of the limit: 1 would be as fast as the kernel alone.
-        attention_ms, other_ms, copies_ms, waiting_ms: Of a profiled step.
+        attention_ms, other_ms, copies_ms: Of a profiled step.
+        idle_ms: Of a step in which no kernel runs.
+        host_ms: In which the host launches a step.
+        kernels: Launches and microseconds by (the beginning of) a kernel's name.
+        attention_us: Of each kernel of attention, in order.
         captured_ms, captured_share: Of replays of a CUDA graph.
         sent_gb: Of a step, in 10^9 bytes.
+        peak_gib: Allocated in a step, its inputs among it.
     """
 
     ranks: int
@@ -89,6 +108,7 @@ class Row:
     heads: str
     mask: str
     name: str
+    batch: int = 1
     rank: int = 0
     forward_ms: float = 0.0
     step_ms: float = 0.0
@@ -97,16 +117,21 @@ class Row:
     attention_ms: float = 0.0
     other_ms: float = 0.0
     copies_ms: float = 0.0
-    waiting_ms: float = 0.0
+    idle_ms: float = 0.0
+    host_ms: float = 0.0
     captured_ms: float = 0.0
     captured_share: float = 0.0
     sent_gb: float = 0.0
+    peak_gib: float = 0.0
     note: str = ""
+    use: str = ""
+    kernels: dict[str, tuple[int, int]] = field(default_factory=dict)
+    attention_us: list[int] = field(default_factory=list)
 
 
 @cache
 def _noise(dtype: torch.dtype) -> Tensor:
-    return torch.randn(_NOISE_ELEMENTS, device="cuda").to(dtype)
+    return torch.randn(_NOISE_ELEMENTS, device=DEVICE).to(dtype)
 
 
 @cache
@@ -183,6 +208,7 @@ class Case:
     heads: str
     words: str
     seed: int
+    batch: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -228,28 +254,55 @@ class Case:
         )
 
 
-def whole(case: Case, tokens: int) -> list[Tensor]:
+def whole(case: Case, tokens: int, batch: int = 1) -> list[Tensor]:
     """q, k, v and dout of so many tokens."""
     heads, kv_heads, dim, value_dim = case.sizes
     return [
-        torch.randn(1, tokens, *sizes, device="cuda", dtype=torch.bfloat16)
+        torch.randn(batch, tokens, *sizes, device=DEVICE, dtype=torch.bfloat16)
         for sizes in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     ]
 
 
 def median_ms(body: Callable[[], object], iters: int, warmup: int = 2) -> float:
     """Median time of a call that begins on an idle GPU, the host's time among it."""
-    times = []
-    for index in range(warmup + iters):
+    return medians_ms(body, iters, warmup)[0]
+
+
+def medians_ms(body: Callable[[], object], iters: int, warmup: int = 2) -> tuple[float, float]:
+    """Of a call that begins on an idle GPU: until the GPU is done, and until the host is.
+
+    Args: iters: at least; short calls are repeated for `_SECONDS`.
+    """
+    times, of_host, began = list[float](), list[float](), inf
+    while len(times) < warmup + iters or perf_counter() - began < _SECONDS:
+        if len(times) == warmup:
+            began = perf_counter()
         torch.cuda.synchronize()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        before = perf_counter()
         start.record()
         body()
         stop.record()
+        of_host.append((perf_counter() - before) * 1e3)
         torch.cuda.synchronize()
-        if index >= warmup:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[warmup:]), statistics.median(of_host[warmup:])
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0 if seconds == inf else seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Limit:
@@ -266,7 +319,8 @@ class Limit:
         if key not in self._known:
             torch.cuda.empty_cache()
             self._known[key] = self._of_a_pair(case, tokens)
-        return self._known[key] * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
+        pairs = case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len))
+        return self._known[key] * pairs / case.ranks
 
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
@@ -346,18 +400,26 @@ def of_latents(
     return apart if sent else kept, inputs
 
 
-def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) -> Row:
-    """One row. Args: spec: an algorithm with options, as `name:option=value`."""
+def measure(
+    case: Case, spec: str, limit_ms: float, args: argparse.Namespace, *, graphs: bool
+) -> Row:
+    """One row.
+
+    Args:
+        spec: An algorithm with options, as `name:option=value`.
+        limit_ms: Of a step.
+        graphs: Whether the step is captured as well.
+    """
     name, *pairs = spec.split(":")
     options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
     sent = options.pop("send", "") == "latents"
     if sent and "chunks" in option_names(name):
         options.setdefault("chunks", 1)
-    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, limit_ms=limit_ms)
+    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, case.batch, limit_ms=limit_ms)
     try:
         rank = busiest(name, options, case) if args.rank is None else args.rank
         row = replace(row, rank=rank)
-        q, k, v, dout = whole(case, case.tokens)
+        q, k, v, dout = whole(case, case.tokens, case.batch)
         mask = case.mask(case.seq_len)
         settings: dict[str, Any] = {
             "algo": name,
@@ -385,15 +447,17 @@ def measure(case: Case, spec: str, limit_ms: float, args: argparse.Namespace) ->
             return torch.autograd.grad(attend(), inputs, dout)
 
         forward_ms = median_ms(forward, args.iters)
-        step_ms = median_ms(step, args.iters)
+        step_ms, host_ms = medians_ms(step, args.iters)
+        torch.cuda.reset_peak_memory_stats()
         with cp.record_communication() as log:
             step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
-        row = replace(row, sent_gb=log.bytes() / 1e9)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        row = replace(row, host_ms=host_ms, sent_gb=log.bytes() / 1e9, peak_gib=peak)
         row = split(row, step, args)
-        if args.graphs:
+        if graphs:
             row = captured(row, step, args)
-    except (ContextParallelError, RuntimeError, ValueError) as error:
+    except (ContextParallelError, RuntimeError, ValueError, TimeoutError) as error:
         return replace(row, note=f"{type(error).__name__}: {str(error).splitlines()[0][:90]}")
     return row
 
@@ -408,12 +472,20 @@ def split(row: Row, step: Callable[[], object], args: argparse.Namespace) -> Row
     if args.kernels:
         print(f"{row.ranks} ranks, {row.mask}, {row.name}:", *longest(spans), sep="\n  ")
     known = {"attention", "copies", "waiting"}
+    launches, times = Counter[str](), defaultdict[str, float](float)
+    for name, start, end in spans:
+        launches[name[:120]] += 1
+        times[name[:120]] += end - start
     return replace(
         row,
         attention_ms=found.get("attention", 0.0),
         copies_ms=found.get("copies", 0.0),
-        waiting_ms=found["waiting"],
+        idle_ms=max(0.0, row.step_ms - computing(spans)[0] / 1e3),
         other_ms=sum(ms for kind, ms in found.items() if kind not in known),
+        kernels={name: (launches[name], round(us)) for name, us in times.items()},
+        attention_us=[
+            round(end - start) for name, start, end in spans if class_of(name) == "attention"
+        ],
     )
 
 
@@ -428,33 +500,35 @@ def captured(row: Row, step: Callable[[], object], args: argparse.Namespace) -> 
     return replace(row, captured_ms=took, captured_share=row.limit_ms / took)
 
 
+def problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each problem, by its words."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        words = f"P = {row.ranks}, {row.tokens} tokens a rank, {row.heads} heads, {row.mask}"
+        found[words + (f", batch {row.batch}" if row.batch > 1 else "")].append(row)
+    return found
+
+
 def tables(rows: Sequence[Row]) -> list[Table]:
     """One for each problem."""
     drawn = []
-    for ranks, tokens, heads, mask in dict.fromkeys(
-        (row.ranks, row.tokens, row.heads, row.mask) for row in rows
-    ):
-        own = [
-            r for r in rows if (r.ranks, r.tokens, r.heads, r.mask) == (ranks, tokens, heads, mask)
-        ]
-        words = f"P = {ranks}, {tokens} tokens a rank, {heads} heads, {mask}"
+    for words, own in problems(rows).items():
         table = Table(
             *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
-            *("waiting", "captured", "sent GB", "note"),
+            *("idle", "host", "captured", "sent GB", "peak GiB", "note"),
             title=f"{words}: limit {own[0].limit_ms:.2f} ms",
         )
         for row in own:
+            parts = row.attention_ms, row.other_ms, row.copies_ms, row.idle_ms, row.host_ms
             table.add_row(
                 row.name,
                 str(row.rank),
                 f"{row.step_ms:.2f}",
                 f"{row.share:.3f}",
-                *(
-                    f"{ms:.2f}"
-                    for ms in (row.attention_ms, row.other_ms, row.copies_ms, row.waiting_ms)
-                ),
+                *(f"{ms:.2f}" for ms in parts),
                 f"{row.captured_share:.3f}" if row.captured_ms else "-",
                 f"{row.sent_gb:.2f}",
+                f"{row.peak_gib:.2f}",
                 row.note,
             )
         drawn.append(table)
@@ -464,8 +538,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Bars of each problem, kernels of attention first; the limit is a line."""
     panels = []
-    for ranks, tokens, mask in dict.fromkeys((row.ranks, row.tokens, row.mask) for row in rows):
-        own = [r for r in rows if (r.ranks, r.tokens, r.mask) == (ranks, tokens, mask)]
+    for words, own in problems(rows).items():
         bars = tuple(
             Bar(
                 row.name,
@@ -476,7 +549,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
             )
             for row in own
         )
-        panels.append(Panel(f"P = {ranks}, {mask}", bars, own[0].limit_ms))
+        panels.append(Panel(words, bars, own[0].limit_ms))
     legend = Legend("ms", ("kernels of attention", "the rest of the step"), "limit")
     save([panels], legend, "One rank alone, forward and backward", path)
 
@@ -496,13 +569,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "trees as of packed_documents.py",
     )
     parser.add_argument("--algos", default="all", help="names, each with options")
+    parser.add_argument("--batch", default="1", help="sequences, comma-separated")
     parser.add_argument("--rank", type=int, help="this one; default: the busiest")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of documents")
     parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels by name")
     parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        help="a CSV file with the rows to measure, in place of --ranks, --tokens, --heads, "
+        "--masks, --algos and --graphs",
+    )
+    parser.add_argument("--row-seconds", type=float, default=inf, help="a row is given up then")
+    parser.add_argument("--seconds", type=float, default=inf, help="no row begins later")
     parser.add_argument("--output", type=Path, default=Path("results/rank"))
     return parser.parse_args(argv)
+
+
+def asked_rows(args: argparse.Namespace) -> Iterator[tuple[Case, str, bool, str]]:
+    """Each row's problem, algorithm, whether it is captured as well, and its use."""
+    if args.rows is not None:
+        with args.rows.open() as lines:
+            for row in csv.DictReader(lines):
+                sizes = int(row["ranks"]), tokens_of(row["tokens"])
+                case = Case(*sizes, row["heads"], row["mask"], args.seed)
+                yield case, row["algorithm"], bool(int(row["captured"])), row["use"]
+        return
+    algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
+    lists = (args.tokens, args.ranks, args.heads, args.masks, args.batch)
+    for tokens, ranks, heads, words, batch in product(*(given.split(",") for given in lists)):
+        case = Case(int(ranks), tokens_of(tokens), heads, words, args.seed, int(batch))
+        for spec in algos:
+            yield case, spec, args.graphs, ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -512,27 +611,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("benchmark_rank.py needs a GPU, got none: run it where there is one")
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
-    algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
-    cases = [
-        Case(int(ranks), tokens_of(tokens), heads, words, args.seed)
-        for tokens in args.tokens.split(",")
-        for ranks in args.ranks.split(",")
-        for heads in args.heads.split(",")
-        for words in args.masks.split(",")
-    ]
-    limit, rows = Limit(args.iters), []
+    rows, began = list[Row](), perf_counter()
+    asked = list(asked_rows(args))
+    limit = Limit(args.iters)
     with (args.output / "rows.jsonl").open("a") as file:
-        for case in cases:
-            limit_ms = limit.step_ms(case)
-            for spec in algos:
-                torch.cuda.empty_cache()
-                rows.append(measure(case, spec, limit_ms, args))
-                file.write(json.dumps(asdict(rows[-1])) + "\n")
-                file.flush()
+        for number, (case, spec, graphs, use) in enumerate(asked, 1):
+            if perf_counter() - began > args.seconds:
+                print(f"{args.seconds:g} s are over: {len(asked) - number + 1} rows not measured")
+                break
+            torch.cuda.empty_cache()
+            limit_ms, start = limit.step_ms(case), perf_counter()
+            with at_most(args.row_seconds):
+                row = measure(case, spec, limit_ms, args, graphs=graphs)
+            rows.append(replace(row, use=use))
+            file.write(json.dumps(asdict(rows[-1])) + "\n")
+            file.flush()
+            print(
+                f"{perf_counter() - began:5.0f} s, row {number} of {len(asked)} in "
+                f"{perf_counter() - start:.1f} s: P {case.ranks}, {case.tokens}, {case.words}, "
+                f"{spec}: {row.step_ms:.2f} ms, {row.share:.3f}, idle {row.idle_ms:.2f}, captured "
+                f"{row.captured_ms:.2f} {row.note}",
+                flush=True,
+            )
     console = Console(width=140)
     for table in tables(rows):
         console.print(table)
-    picture(rows, args.output / "rows.png")
+    if rows:
+        picture(rows, args.output / "rows.png")
 
 
 if __name__ == "__main__":
