@@ -252,8 +252,8 @@ FAULTS = (
     ),
     Fault(
         "core/blocks/visible_rows.py",
-        "tuple((start + first, start + last) for first, last in rows)",
-        "tuple((first, start + last) for first, last in rows)",
+        "of_block = tuple((start + first, start + last) for first, last in rows)",
+        "of_block = tuple((first, start + last) for first, last in rows)",
         "a helper gets rows that it does not compute, on layouts with gaps",
         "core/test_visible_rows.py::test_rows_of_parts",
     ),

@@ -94,8 +94,8 @@ def rows_of_parts(
     if tokens.gaps:
         for query, key, start, stop in parts:
             rows, cols = visible_rows(tokens[query].at(start, stop), tokens[key], mask)
-            moved = tuple((start + first, start + last) for first, last in rows)
-            found[query, key, start, stop] = moved, cols
+            of_block = tuple((start + first, start + last) for first, last in rows)
+            found[query, key, start, stop] = of_block, cols
         return found
     cuts = {(query, row) for query, _, *rows in parts for row in rows}
     edges = sorted(cuts | {(query, 0) for query, _ in cuts})

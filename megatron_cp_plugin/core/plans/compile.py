@@ -399,11 +399,12 @@ class _Routes:
         see it or are seen; of other blocks only those that it meets.
         """
         if side not in self._met:
-            every: Sequence[Iterable[int]] = [range(self.size)] * self.size
-            met = rows_met(*self.tokens, self.mask, side.value) if self.masked else every
+            others: Sequence[Iterable[int]] = [range(self.size)] * self.size
+            if self.masked:
+                others = self._met[side] = rows_met(*self.tokens, self.mask, side.value)
             if not self.selective:
-                met = [dict.fromkeys(some, self._whole(owner)) for owner, some in enumerate(met)]
-            self._met[side] = met
+                blocks = enumerate(others)
+                self._met[side] = [dict.fromkeys(some, self._whole(n)) for n, some in blocks]
         return self._met[side]
 
     def _whole(self, owner: int) -> Rows:
