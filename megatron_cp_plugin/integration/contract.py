@@ -270,7 +270,7 @@ SETTINGS: tuple[Setting, ...] = (
         "num_dataset_builder_threads num_experts perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
-        "sft skip_train spec swiglu tensorboard_dir "
+        "sft skip_train spec split swiglu tensorboard_dir "
         "train_iters train_samples "
         "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
         "use_rotary_position_embeddings use_torch_fsdp2 use_tp_pp_dp_mapping "
