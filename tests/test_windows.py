@@ -91,7 +91,8 @@ def test_the_plan_stops_where_the_window_ends(window: int, steps: int, size: int
 
 
 def distflash(size: int, window: int) -> Plan:
-    algorithm = create("distflash", VirtualWorld(size).topology(0), {"helpers": "distance"})
+    options = {"helpers": "distance", "last_step": "owner"}
+    algorithm = create("distflash", VirtualWorld(size).topology(0), options)
     return algorithm.plan(Shape(1, BLOCK * size, 1, 1, 8), Mask(window=window))
 
 

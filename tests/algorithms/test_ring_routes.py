@@ -186,10 +186,18 @@ def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) ->
 @pytest.mark.parametrize("rule", ["kv", "query"])
 def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
     seq_len = 8 * size
-    mask = {"causal": True, "window": 5, "cu_seqlens": torch.tensor([0, 17, 18, 40, seq_len])}
+    lengths = [0, 17, 18, 40, seq_len]
     case = Case("zigzag", (("backward", rule),))
-    expected = expected_attention(seq_len=seq_len, heads=4, kv_heads=2, head_dim=8, **mask)
-    results, _ = run(case, expected, size, **mask)
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=True,
+        window=5,
+        cu_seqlens=lengths,
+    )
+    results, _ = run(case, expected, size, window=5, cu_seqlens=torch.tensor(lengths))
     assert_matches(case, results, expected, bound=1e-10)
 
 
