@@ -103,8 +103,13 @@ def places_of(tokens: int, *, images: bool) -> Tensor:
 
 
 def with_images(model: Any, ids: Tensor) -> Tensor:
-    """Embeddings [S,1,H] of ids [1,S], every fifth of which stands for a part of an image."""
+    """Embeddings of ids [1,S], every fifth of which stands for a part of an image: [S,1,H], or this
+    rank's part of them in sequence parallelism.
+    """
     embeddings = model.embedding(ids, None)
+    if model.config.sequence_parallel:
+        group = model.pg_collection.tp
+        ids = ids.chunk(group.size(), dim=1)[group.rank()]
     image = torch.outer(ids[0].double(), torch.arange(1.0, 1 + embeddings.size(2))).sin()
     return torch.where((ids[0] % 5 == 0)[:, None, None], image[:, None].float(), embeddings)
 
@@ -221,27 +226,36 @@ class Reference:
 
     def _in_turn(self, batch: "Batch", spanned: bool) -> Expected:
         model, loss, log_probs = self.model, 0.0, []
+        # Sequence parallelism splits each document evenly: what follows it changes nothing.
+        split = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
         model.zero_grad()
         predicted = sum(len(ids) - 1 for ids in batch.ids)
         masks = batch.masks(spanned=spanned)
         images = bool(model.config.mrope_section)
         for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
+            tokens = len(ids)
+            counts = torch.ones(1, tokens)
+            if further := -tokens % split:
+                ids, labels = (functional.pad(each, (0, further)) for each in (ids, labels))
+                counts = functional.pad(counts, (0, further))
             places = places_of(len(ids), images=images)[None]
             more: dict[str, Any] = {}
             if images:
                 places = places.permute(2, 0, 1)
                 more = {"decoder_input": with_images(model, ids[None])}
-            settings: dict[str, Any] = more | {
-                "labels": labels[None],
-                "loss_mask": torch.ones(1, len(ids)),
-            }
-            part = model(ids[None], places, mask, **settings)[0].sum() / batch.tokens
-            weigh_further_tokens((len(ids) - 1) / max(1, predicted))
+            settings: dict[str, Any] = more | {"labels": labels[None], "loss_mask": counts}
+            losses = model(ids[None], places, mask, **settings)[0, :tokens]
+            part = losses.sum() / batch.tokens
+            weigh_further_tokens((tokens - 1) / max(1, predicted))
             torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
             loss += float(part.detach())
             with torch.no_grad():
-                log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask, **more))
+                found = log_probs_of(model, ids[None], places, labels, mask=mask, **more)
+                log_probs.append(found[:tokens])
         gradients = {name: gradient_of(each) for name, each in model.named_parameters()}
+        for name, each in model.named_parameters():
+            if getattr(each, "sequence_parallel", False):
+                dist.all_reduce(gradients[name], group=model.pg_collection.tp)
         return Expected(loss, log_probs, gradients)
 
 
@@ -401,14 +415,23 @@ def left_by_log_probs(model: Any, batch: Batch) -> int:
     return living[1] - living[0]
 
 
-def set_up(size: int, tensor: int = 1, stages: int = 1) -> Any:
-    """Process groups, as a worker of a framework makes them; returns them."""
+def set_up(size: int, tensor: int = 1, stages: int = 1, experts: int = 1) -> Any:
+    """Process groups, as a worker of a framework makes them; returns them.
+
+    Args: experts: Ranks that share experts, of which each has its own whole.
+    """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size)
+    parallel_state.initialize_model_parallel(
+        tensor,
+        stages,
+        context_parallel_size=size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=1 if experts > 1 else None,
+    )
     model_parallel_cuda_manual_seed(7)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -713,7 +736,7 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
         dist.all_reduce(loss, group=group)
         off["loss"] = max(off["loss"], abs(float(loss) - wanted.loss) / wanted.loss)
     for name, parameter in pipeline.named_parameters():
-        gradient = parameter.grad.clone()
+        gradient = gradient_of(parameter)
         theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
         dist.all_reduce(gradient, group=group)
         scale = theirs.abs().max().clamp_min(1e-3)
