@@ -390,7 +390,7 @@ def beside(how: str, name: str, size: int, groups: Any) -> dict[str, Any]:
     settings = small(dict(public.settings))
     path = f"{how} parallelism"
     if how == "pipeline" and (
-        {"hybrid_layer_pattern", "mrope_section"} & settings.keys()
+        {"hybrid_layer_pattern", "mrope_section", "mtp_num_layers"} & settings.keys()
         or not settings["untie_embeddings_and_output_weights"]
     ):
         return {"off": {}, "refused": {}}  # of these the job has no stages
