@@ -369,12 +369,14 @@ def _of_verl(command: Command) -> Recipe:
         if own:
             name = own[1].removeprefix("override_transformer_config.")
             inner = name != own[1]
+            if name == "dynamic_context_parallel":
+                continue  # its engine has a loop of its own, whose micro-batches say their ranks
             if name in _NPU and value:
                 recipe.beyond = (
                     f"{word.place}: {name} is a flag of MindSpeed, for NPUs, got it: leave it out "
                     "on GPUs"
                 )
-            elif name in known or name in ("dynamic_context_parallel", "use_megatron_fsdp"):
+            elif name in known or name == "use_megatron_fsdp":
                 _set(recipe, name, value, word)
             elif inner or not _VERL.fullmatch(name):
                 recipe.unknown.append(f"{word.text} ({word.place})")

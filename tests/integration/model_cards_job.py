@@ -460,7 +460,8 @@ def main() -> None:
         from megatron_cp_plugin.integration import cpu
 
         cpu.install()  # Megatron asks for GPUs in sequence parallelism and in its schedules
-        others = {"tensor": {"tensor": 2, "experts": 2}, "pipeline": {"stages": 2}}
+        experts = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        others = {"tensor": {"tensor": 2} | experts, "pipeline": {"stages": 2}}
         groups = set_up(size, **others[how])
     for name in sys.argv[4:]:
         try:
