@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -468,6 +469,22 @@ def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
     return said
 
 
+def with_gathering_layer(config: Any) -> Any:
+    """The spec of all layers, the first of which is as slime has them of its own."""
+    from dataclasses import replace
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))
+    from slime_plugins.models.hf_attention import HuggingfaceAttention
+
+    block = get_gpt_decoder_block_spec(config, False)
+    first, *others = block.layer_specs
+    own = replace(first.submodules, self_attention=ModuleSpec(HuggingfaceAttention))
+    return replace(block, layer_specs=[replace(first, submodules=own), *others])
+
+
 def by_install(size: int) -> dict[str, Any]:
     """Every algorithm after another in one process; an actor and a reference share each."""
     from megatron_cp_plugin import megatron as cp_megatron
@@ -479,6 +496,8 @@ def by_install(size: int) -> dict[str, Any]:
     latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
     further = Reference(make_model(make_config(1, mtp_num_layers=1), alone(groups)))
     pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
+    config = make_config(1)
+    gathered = Reference(make_model(config, alone(groups), with_gathering_layer(config)))
     found: dict[str, Any] = {}
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
@@ -505,6 +524,9 @@ def by_install(size: int) -> dict[str, Any]:
             )
             seeing = make_model(make_config(size, **IMAGES), groups)
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
+        if algo == "zigzag":
+            gathers = make_model(config := make_config(size), groups, with_gathering_layer(config))
+            found[f"{algo}, layers that gather"] = compare_all(gathered, gathers, rank, size)
         cp_megatron.uninstall()
     cp_megatron.install("auto", **CHOICE)
     cp_megatron.install("auto", **CHOICE)
