@@ -281,10 +281,11 @@ _SLIME_OWN = (
 
 def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
     settings = recipe.settings
-    nodes, each = own.get("--actor-num-nodes"), own.get("--actor-num-gpus-per-node")
-    if str(nodes).isdecimal() and str(each).isdecimal():
+    names = ("--actor-num-nodes", "--actor-num-gpus-per-node", "--max-tokens-per-gpu")
+    nodes, each, tokens = (str(own.get(name)) for name in names)
+    if nodes.isdecimal() and each.isdecimal():
         recipe.gpus = int(nodes) * int(each)
-    if str(tokens := own.get("--max-tokens-per-gpu")).isdecimal():
+    if tokens.isdecimal():
         recipe.tokens = int(tokens) * recipe.size
     recipe.layout = "contiguous" if own.get("--allgather-cp") else "thd"
     settings |= {"bf16": not settings["fp16"], "use_distributed_optimizer": True, "sft": True}
@@ -297,8 +298,10 @@ def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
         recipe.unknown.append(f"--spec {name}: its layers ({recipe.places.get('spec')})")
     settings |= _SLIME_SPECS.get(name, {})
     if name in _GATHERED:
-        own = "slime computes its gated delta nets of whole documents on all ranks"
-        recipe.notes.append(f"{own}: the plugin serves the other layers")
+        recipe.notes.append(
+            "slime computes its gated delta nets of whole documents on all ranks: the plugin "
+            "serves the other layers"
+        )
         if recipe.layout != "thd":
             recipe.unknown.append("--allgather-cp: slime gathers by another layout")
 
