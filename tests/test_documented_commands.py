@@ -115,7 +115,6 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp check recipe.py:llama3_8b_pretrain_config model.context_parallel_size=4": (
         "tests/test_check_recipe.py"
     ),
-    "megatron-cp check swift.sh": "tests/test_check_recipe.py",
     "megatron-cp check verl.yaml --machine h200 --gpus 64": "tests/test_check_recipe.py",
     "megatron-cp plan --model llama3-8b --gpus 8 --machine h100 --tokens ...": (
         "tests/planner/test_command.py"

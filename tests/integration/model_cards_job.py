@@ -396,6 +396,8 @@ def beside(how: str, name: str, size: int, groups: Any) -> dict[str, Any]:
         return {"off": {}, "refused": {}}  # of these the job has no stages
     if how == "tensor":
         settings |= {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+        if "linear_num_key_heads" in settings:
+            settings |= {"linear_num_key_heads": 2 * size}  # a multiple of all ranks
         if "num_experts" in settings:
             settings |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     reference = make_model(settings, 1, alone(groups))
