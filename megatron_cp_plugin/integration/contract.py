@@ -224,7 +224,7 @@ SETTINGS: tuple[Setting, ...] = (
         "experimental_attention_variant expert_model_parallel_size external_cuda_graph "
         "fine_grained_activation_offloading fp16 hidden_size hybrid_context_parallel kv_channels "
         "linear_attention_freq linear_num_key_heads linear_num_value_heads log_max_attention_logit "
-        "microbatch_group_size_per_vp_stage moe_expert_capacity_factor "
+        "microbatch_group_size_per_vp_stage moe_aux_loss_coeff moe_expert_capacity_factor "
         "moe_router_load_balancing_type mtp_num_layers multi_latent_attention num_attention_heads "
         "num_layers num_query_groups overlap_moe_expert_parallel_comm perform_initialization "
         "pipeline_model_parallel_size qk_clip qk_l2_norm qk_layernorm recompute_granularity "

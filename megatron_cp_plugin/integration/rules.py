@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
@@ -487,7 +487,11 @@ def comm_type(algo: str) -> str:
 
 _ZIGZAG = "Megatron splits it by its own zigzag layout"
 _PACKED = "its documents are split and padded for Megatron's own layout"
-_OTHER_GROUPS = "it changes the group of ranks from sample to sample"
+_OTHER_GROUPS = {
+    "hybrid": "Megatron's own loop stops in its first step, see its pull request 6816; option "
+    "layout=documents balances packs",
+    "dynamic": "no release of Megatron has its loop; option layout=documents balances packs",
+}
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
 _UNTESTED = "never tested with the plugin"
@@ -573,8 +577,9 @@ FEATURES: tuple[Rule, ...] = (
              _other_than("position_embedding_type", "rope", "mrope", "yarn", "learned_absolute",
                          "none")),
     # Other kinds of context parallelism.
-    _feature("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
-    _feature("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
+    # Programs that call models by themselves may: see `documents.group_of`.
+    *(replace(_feature(f"{kind} context parallelism", f"{kind}_context_parallel", reason),
+              doors=("arguments",)) for kind, reason in _OTHER_GROUPS.items()),
     # What depends on which tokens are together on a rank.
     _feature("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
     _feature("Sinkhorn routing", "moe_router_load_balancing_type", _BY_RANK, "use aux_loss",

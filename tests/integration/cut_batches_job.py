@@ -404,14 +404,14 @@ def left_by_log_probs(model: Any, batch: Batch) -> int:
     return living[1] - living[0]
 
 
-def set_up(size: int, tensor: int = 1, stages: int = 1) -> Any:
+def set_up(size: int, tensor: int = 1, stages: int = 1, **more: Any) -> Any:
     """Process groups, as a worker of a framework makes them; returns them."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size)
+    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size, **more)
     model_parallel_cuda_manual_seed(7)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -610,6 +610,158 @@ def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     return found
 
 
+# Of each step the ranks that share a batch, and its documents.
+STEPS: dict[int, list[dict[tuple[int, ...], tuple[int, ...]]]] = {
+    2: [{(0, 1): (13, 1, 27)}, {(0,): (5, 3), (1,): (9,)}, {(0, 1): (6, 21)}],
+    4: [
+        {(0, 1, 2, 3): (13, 1, 27)},
+        {(0, 1): (9, 4), (2, 3): (21,)},
+        {(0,): (5,), (1,): (3, 7), (2, 3): (11, 2)},
+    ],
+}
+
+
+def own_batch(
+    step: dict[tuple[int, ...], tuple[int, ...]], ranks: Any, layout: str
+) -> tuple[Batch, Any]:
+    """What this one of some ranks has of a step, and packed_seq_params that say who shares it."""
+    from megatron.core import parallel_state
+
+    me = ranks.rank()
+    members, lengths = next((m, lengths) for m, lengths in step.items() if me in m)
+    batch = Batch(lengths, members.index(me), len(members), layout)
+    packed = batch.packed(real=True)
+    packed.local_cp_size = len(members)
+    if len(members) > 1:
+        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=len(members))
+        packed.cp_group = group
+    return batch, packed
+
+
+def compare_steps(
+    reference: Reference, model: Any, ranks: Any, layout: str = "thd"
+) -> dict[str, float]:
+    """What a model is off by whose batches have ranks of their own, all taken together.
+
+    Args:
+        ranks: All data- and context-parallel ranks.
+    """
+    model.load_state_dict(reference.model.state_dict(), strict=False)
+    steps = STEPS[ranks.size()]
+    whole = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
+    tokens = sum(batch.tokens for batch in whole)
+    expected = [(batch.tokens / tokens, reference.expected(batch)) for batch in whole]
+    model.zero_grad()
+    total, furthest = torch.zeros(()), 0.0
+    for step in steps:
+        batch, packed = own_batch(step, ranks, layout)
+        ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
+        counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
+        places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+        settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
+        loss = (model(ids, places, None, **settings) * counts).sum() / tokens
+        weigh_further_tokens(batch.tokens / tokens / batch.size)
+        torch.autograd.backward(loss)
+        total += loss.detach()
+        with torch.no_grad():
+            found = log_probs_of(model, ids, places, labels[0], packed)
+        theirs = reference.expected(batch).log_probs
+        off = (found - batch.cut(theirs)[0]) * counts[0]
+        furthest = max(furthest, float(off.abs().max()))
+    dist.all_reduce(total, group=ranks)
+    loss = sum(weight * each.loss for weight, each in expected)
+    worst = 0.0
+    for name, ours in model.named_parameters():
+        gradient = gradient_of(ours)
+        dist.all_reduce(gradient, group=ranks)
+        if getattr(ours, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=model.pg_collection.tp)
+        right = sum(weight * each.gradients[name] for weight, each in expected)
+        scale = right.abs().max().clamp_min(1e-3)
+        worst = max(worst, float((gradient - right).abs().max() / scale))
+    return {"loss": abs(float(total) - loss) / loss, "log-probs": furthest, "gradients": worst}
+
+
+DYNAMIC = {"hybrid_context_parallel": True}
+
+
+def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
+    """Micro-batches that some of the ranks have, of a group that Megatron has made.
+
+    Args:
+        size: Context-parallel ranks of the run.
+        tensor: Tensor-parallel ranks; the others are data-parallel.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.errors import ContextParallelError
+    from megatron_cp_plugin.integration import cpu
+    from tests.integration.gated_delta_net_job import block, use_stand_in
+
+    cpu.install()
+    use_stand_in()
+    groups = set_up(size, tensor, **DYNAMIC)
+    single = alone(groups)
+    split = {"tensor_model_parallel_size": tensor}
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def make(size: int, groups: Any, **settings: Any) -> Any:
+        config = make_config(size, **split, **settings)
+        spec = None
+        if config.experimental_attention_variant:
+            spec = block(Namespace(transformer=config))
+        return make_model(config, groups, spec)
+
+    whole_layers = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "": {},
+        "latent": {"latent": True},
+        "one more token": {"mtp_num_layers": 1},
+        "recomputed": whole_layers,
+        "gated delta nets": RECURRENT | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    }
+    if tensor > 1:  # the CPU has local layers, which lose gradients of latents
+        kinds = {name: kinds[name] for name in ("", "one more token", "recomputed")}
+    references = {name: Reference(make(1, single, **kinds[name])) for name in kinds}
+    cases: dict[str, list[str]] = {"zigzag": list(kinds), "distflash": list(kinds)}
+    cases |= {"ring": [""], "allgather": [""], "attention2d": [""], "ulysses": [""], "usp": [""]}
+    if tensor == 1:
+        cases["latents sent by zigzag"] = ["latent"]
+    found: dict[str, Any] = {}
+    for algo, served in cases.items():
+        for layout in ("thd", "contiguous") if algo == "zigzag" else ("thd",):
+            sends = {"send_latents": True} if "latents" in algo else {}
+            cp_megatron.install(algo.split()[-1], layout=layout, **sends)
+            for name in served if layout == "thd" else [""]:
+                asked = kinds[name] | DYNAMIC | {"sequence_parallel": tensor > 1}
+                model = make(size, groups, **asked)
+                found[f"{algo}, {layout}, {name}"] = compare_steps(
+                    references[name], model, ranks, layout
+                )
+            cp_megatron.uninstall()
+    cp_megatron.install("zigzag")
+    model = make(size, groups, **DYNAMIC)
+    batch = Batch((13, 5), ranks.rank(), ranks.size())
+    ids, said = batch.cut(batch.ids), {}
+    members = dist.get_process_group_ranks(ranks)
+    another = dist.new_group(members, use_local_synchronization=True)
+    tries = {"another group": (another, None), "another size": (ranks, 99)}
+    for name, (group, local) in tries.items():
+        packed = batch.packed(real=True)
+        packed.cp_group, packed.local_cp_size = group, local
+        try:
+            model(ids, torch.zeros_like(ids), None, packed_seq_params=packed)
+            said[name] = ""
+        except ContextParallelError as error:
+            said[name] = str(error)
+    return {"compared": found, "refused": said}
+
+
 class Pipeline:
     """A model in two stages, or in four of which each rank has two, driven as frameworks do."""
 
@@ -726,6 +878,38 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
         error = float((mine - batch.cut(wanted.log_probs)[0]).abs().max())
         off["log-probs"] = max(off["log-probs"], error)
     return off | {"seen": float(len(found))}
+
+
+def of_dynamic_sizes_in_stages(size: int) -> dict[str, Any]:
+    """Two stages, whose micro-batches choose their ranks."""
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration import cpu
+
+    cpu.install()
+    groups = set_up(size, stages=2, **DYNAMIC)
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    whole = make_model(make_config(1), alone(groups))
+    dist.broadcast_object_list(weights := [whole.state_dict()])
+    whole.load_state_dict(weights[0])
+    reference, steps = Reference(whole), STEPS[ranks.size()]
+    batches = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
+    expected = [reference.expected(batch) for batch in batches]
+    cp_megatron.install("zigzag")
+    pipeline, parts = Pipeline(size, groups, **DYNAMIC), dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            parameter.copy_(parts[name])
+    pipeline.step([own_batch(step, ranks, "thd") for step in steps])
+    off = {"gradients": 0.0}
+    for name, parameter in pipeline.named_parameters():
+        gradient = parameter.grad.clone()
+        dist.all_reduce(gradient, group=ranks)
+        theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
+        scale = theirs.abs().max().clamp_min(1e-3)
+        off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
+    return off
 
 
 def refused_stages(size: int, groups: Any) -> dict[str, str]:
@@ -907,11 +1091,13 @@ def main() -> None:
             "install": by_install,
             "models": of_several_models,
             "recurrent": of_recurrent_models,
+            "dynamic": of_dynamic_sizes,
+            "dynamic pipeline": of_dynamic_sizes_in_stages,
             "tensor": beside_tensor_parallelism,
             "pipeline": beside_pipeline_parallelism,
             "serve": by_serve,
         }
-        found = ways[way](int(sys.argv[1]))
+        found = ways[way](*map(int, sys.argv[1:]))
     print("FOUND" + json.dumps(found), flush=True)
 
 
