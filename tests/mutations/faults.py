@@ -1688,8 +1688,8 @@ FAULTS = (
     # rotary embeddings
     Fault(
         "integration/rope.py",
-        "key = (max_seq_len, offset)",
-        "key = (max_seq_len, 0)",
+        "key = (max_seq_len, offset, group)",
+        "key = (max_seq_len, 0, group)",
         "angles of another offset are taken",
         "integration/test_rope.py::test_angles_of_any_length_and_offset",
     ),
@@ -1717,15 +1717,15 @@ FAULTS = (
     # states of runs
     Fault(
         "core/linear/states.py",
-        "end[1] == chains.first)",
-        "end[1] != chains.first)",
+        "0 if end[1] == chains.first else -1",
+        "-1",
         "the first state is not at the beginning of the route",
         "core/linear/test_states.py::test_ways_of_a_kernel_that_passes_runs_by_itself",
     ),
     Fault(
         "core/linear/states.py",
-        "for at in range(end[0])] if end else []",
-        "for at in range(1, end[0])] if end else []",
+        "for at in range(end[0])]",
+        "for at in range(1, end[0])]",
         "the first run adds nothing to the states behind it",
         "core/linear/test_states.py::test_ways_of_a_kernel_that_passes_runs_by_itself",
     ),

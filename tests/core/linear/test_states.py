@@ -310,7 +310,9 @@ def passed_along(
     """See `core.fused.FusedOperations.passed_along`."""
     found = []
     for way, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-        state = torch.zeros_like(added[0]) if first is None or not begins[way] else first
+        state = (
+            torch.zeros_like(added[0]) if first is None or begins[way] < 0 else first[begins[way]]
+        )
         for run in order[start:stop].tolist():
             state = through[run] @ state + added[run]
         found.append(state)
