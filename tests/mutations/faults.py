@@ -1623,13 +1623,6 @@ FAULTS = (
     ),
     Fault(
         "integration/linear_models.py",
-        "first = tensor_rank * self._groups",
-        "first = 0",
-        "every tensor-parallel rank has the rates of the first",
-        "integration/test_linear_models.py::test_splitting_changes_no_loss",
-    ),
-    Fault(
-        "integration/linear_models.py",
         "transnormer_rates(groups, self.layer_number",
         "transnormer_rates(2 * groups, self.layer_number",
         "groups have the rates of the first of as many heads",
