@@ -723,7 +723,8 @@ class _Folded:
         kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
         rule = kinds[of_heads and not widened]
         whole = beta is None or k.shape[3] > _WIDEST
-        cut = cut_of(self.runs, self.batch, _WHOLE if whole else k.shape[2])
+        # Half as many segments as without transitions: more columns fill a GPU.
+        cut = cut_of(self.runs, self.batch, _WHOLE if whole else 2 * k.shape[2])
         sequences = _sequences(cut, CHUNK, q.device)
         return rule(q, k, v, gate, beta, sequences), widened
 
