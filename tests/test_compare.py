@@ -12,6 +12,7 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import compare
 from megatron_cp_plugin.harness.compare import Printed, commands, report
+from megatron_cp_plugin.harness.train import CommandLine
 from tests.integration.megatron_job import TINY
 
 CP = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
@@ -75,7 +76,9 @@ def test_both_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> Non
     path.write_text(yaml.safe_dump({"megatron": megatron, "context_parallel": plugin}))
     words = ["--config", str(path), "--cp-kernel", "reference", "--tensor-model-parallel-size", "3"]
     for kind, ranks in (("cp1", "3"), ("te", "6")):
-        reference, ours = commands(words, known(tmp_path, reference=kind))
+        reference, ours = commands(
+            CommandLine.read("compare", words), known(tmp_path, reference=kind)
+        )
         assert reference[:2] == ["--nproc-per-node", ranks]
         assert ours[:2] == ["--nproc-per-node", "6"]
         assert ("--context-parallel-size" in reference) == (kind == "cp1")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_cp_plugin.spans import prefix_lm
@@ -385,6 +386,67 @@ def _look_at_scores(core: Any, args: tuple[Tensor, ...]) -> None:
     largest = scores.masked_fill(later, -torch.inf).amax((1, 2))
     before = getattr(core, "current_max_attn_logits", None)
     core.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+
+
+OFFLOADED = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["qkv_linear", "core_attn", "attn_proj"],
+    "min_offloaded_tensor_size": 1,
+}
+
+
+class OnHost(saved_tensors_hooks):
+    """Stands for Transformer Engine's context: what layers save is elsewhere until it is used.
+
+    Attributes:
+        inside_context: Whether it marks what Transformer Engine's own layers save, of which there
+            are none here.
+        bytes: Of all that was saved.
+    """
+
+    inside_context = False
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        super().__init__(self.away, lambda kept: kept.view_as(kept))
+
+    def away(self, tensor: Tensor) -> Tensor:
+        self.bytes += tensor.nbytes
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Takes the place of what waits for a layer's tensors."""
+    return x
+
+
+def use_offloading(model: Any) -> list[int]:
+    """Makes Megatron offload what a model's layers save on this CPU, from where it frees it.
+
+    Returns:
+        How many bytes it has freed in each pass so far.
+    """
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    transformer_engine.cpu_offload = Namespace()  # which says only that it is there
+    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+    handler, manager = offload.ChunkOffloadHandler, offload.PipelineOffloadManager
+    handler._can_manage_tensor_for_offload = staticmethod(
+        lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+    )
+    freed: list[int] = []
+
+    def count(tensor: Tensor, group: Any) -> None:
+        freed[-1] += tensor.nbytes
+
+    def begin(*given: Any) -> None:
+        freed.append(0)
+        manager.reset_instance()
+
+    offload.OffloadTensorGroup.update_offload_info = lambda group, tensor: count(tensor, group)
+    model.register_forward_pre_hook(begin)
+    return freed
 
 
 def left_by_log_probs(model: Any, batch: Batch) -> int:
@@ -968,8 +1030,10 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
 def by_serve(size: int) -> dict[str, Any]:
     """One model only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import transformer_block
 
     from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration import cpu
 
     groups = set_up(size)
     reference = Reference(make_model(make_config(1), alone(groups)))
@@ -994,6 +1058,21 @@ def by_serve(size: int) -> dict[str, Any]:
             seeing = cp_megatron.adopt(make_model(shown, groups, spec))
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size, layout)
         if algo == "zigzag":
+            cpu.install()  # Megatron's offloading asks for streams
+            moved = make_config(size, **OFFLOADED)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
+            moving = cp_megatron.adopt(make_model(moved, groups, spec))
+            freed = use_offloading(moving)
+            found["zigzag, offloaded"] = compare_all(reference, moving, rank, size, layout)
+            assert min(freed[::2]) > 0, freed
+            host, one = OnHost(), {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+            transformer_block.get_cpu_offload_context = lambda *given, host=host: (host, as_it_is)
+            moved = make_config(size, **one)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
+            moving = cp_megatron.adopt(make_model(moved, groups, spec))
+            found["zigzag, layers offloaded"] = compare_all(reference, moving, rank, size, layout)
+            assert host.bytes > 0
+            transformer_block.get_cpu_offload_context = None
             clipping = make_config(size, **CLIPPED)
             spec = cp_megatron.serve(get_gpt_layer_local_spec(), clipping, algo, **how)
             other = cp_megatron.adopt(make_model(clipping, groups, spec))

@@ -101,12 +101,13 @@ def test_micro_batches_of_a_pipeline_choose_their_ranks(tmp_path: Path) -> None:
         assert off["gradients"] <= BOUNDS["gradients"]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
         images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
-        assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned | images
+        more = {"auto", "zigzag, offloaded", "zigzag, layers offloaded"}
+        assert results["compared"].keys() == SERVED.keys() | more | spanned | images
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
         said = (
