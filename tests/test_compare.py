@@ -37,12 +37,13 @@ def test_what_megatron_prints_is_read() -> None:
         "[Rank 4] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 3072.00 | x",
         "[INFO     | DotProductAttention]: Selected backend = FusedAttention (sub-backend 1)",
         "[INFO     | DotProductAttention]: Selected backend = FusedAttention (sub-backend 1)",
+        "INFO:DotProductAttention:Running with FlashAttention backend (version 2.8.3)",
     )
     assert found == Printed(
         {"lm loss": [5.5, 5.25], "mtp_1 loss": [11, 10.5]},
         [900.0, 12.5],
         3072.0,
-        "FusedAttention (sub-backend 1)",
+        "FusedAttention (sub-backend 1); FlashAttention backend (version 2.8.3)",
     )
 
 

@@ -17,6 +17,9 @@ class FusedOperations(Protocol):
     ) -> None:
         """As `partial.merge_into`, with lse in float32."""
 
+    def merge_all_into(self, out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
+        """As `partial.merge_all_into`, with lse in float32."""
+
     def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
         """out = a + the others, two at most; out may be a; a copy if there are none.
 

@@ -36,7 +36,7 @@ _LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")
 _PEAK = re.compile(r"memory \(MB\).* max allocated: ([\d.]+)")
 _KERNELS = (
     re.compile(r"megatron_cp_plugin: (context parallelism by .*)"),
-    re.compile(r"Selected backend = (.*)"),
+    re.compile(r"(?:Selected backend =|DotProductAttention:Running with) (.*)"),
 )
 _HELP = """usage: megatron-cp compare [--iters N] [--reference auto|te|cp1] [--gradients]
                            [--output DIR] [--nproc-per-node N] [--config FILE] [flags]

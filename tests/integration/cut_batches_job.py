@@ -1038,6 +1038,7 @@ def by_serve(size: int) -> dict[str, Any]:
     groups = set_up(size)
     reference = Reference(make_model(make_config(1), alone(groups)))
     pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
+    latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
     config = make_config(size)
     found, left = {}, {}
     for algo, layout in (SERVED | {"auto": "thd"}).items():
@@ -1058,6 +1059,13 @@ def by_serve(size: int) -> dict[str, Any]:
             seeing = cp_megatron.adopt(make_model(shown, groups, spec))
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size, layout)
         if algo == "zigzag":
+            sending, spec = make_config(size, latent=True), get_gpt_layer_local_spec
+            spec = spec(multi_latent_attention=True)
+            spec = cp_megatron.serve(spec, sending, algo, send_latents=True, **how)
+            sender = cp_megatron.adopt(make_model(sending, groups, spec))
+            linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
+            assert ("forward" in vars(linear)) == (size > 1)
+            found["zigzag, latents"] = compare_all(latent, sender, rank, size, layout)
             cpu.install()  # Megatron's offloading asks for streams
             moved = make_config(size, **OFFLOADED)
             spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)

@@ -106,7 +106,7 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
         images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
-        more = {"auto", "zigzag, offloaded", "zigzag, layers offloaded"}
+        more = {"auto", "zigzag, latents", "zigzag, offloaded", "zigzag, layers offloaded"}
         assert results["compared"].keys() == SERVED.keys() | more | spanned | images
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
