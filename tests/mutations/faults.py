@@ -576,9 +576,9 @@ FAULTS = (
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
     Fault(
-        "core/linear/decay.py",
-        "0.0 if n is None else rate**n",
-        "0.0 if n is None else rate ** (n + 1)",
+        "core/linear/states.py",
+        "decay.logarithms(device) * tokens[:, None]",
+        "decay.logarithms(device) * (tokens[:, None] + 1)",
         "states decay by one token too many between ranks",
         "test_linear_conformance.py::test_equals_the_recurrence",
     ),
