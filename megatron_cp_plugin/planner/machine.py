@@ -94,7 +94,8 @@ class Host:
     Attributes:
         operation: a kernel of torch. kernel, kernel_backward: an attention kernel. peer: an
             exchange by copy engines. group: an operation of a process group. call,
-            call_backward: of a pass of attention, beside all these.
+            call_backward: of a pass of attention, beside all these. fused: a kernel of ours in
+            Triton, which merges or adds partial results.
     """
 
     operation: float = 0.0
@@ -104,6 +105,7 @@ class Host:
     group: float = 0.0
     call: float = 0.0
     call_backward: float = 0.0
+    fused: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,18 @@ from megatron_cp_plugin.planner.meta import OnMeta, run
 
 
 class Tile(NamedTuple):
-    """An attention kernel. Attributes: area: pairs of a query and a key, for each head."""
+    """An attention kernel.
+
+    Attributes:
+        rows, columns: Of a document, in the mean over pairs: harmonic, because what a kernel loses
+            is in inverse proportion.
+        area: Pairs of a query and a key, for each head.
+    """
 
     phase: Pass
     batch: int
-    rows: int
-    columns: int
+    rows: float
+    columns: float
     area: float
     heads: int
     kv_heads: int
@@ -191,13 +197,27 @@ class _Operations(OnMeta):
         if name in self._SILENT:
             return func(*args, **kwargs)
         result, size = run(func, args, kwargs)
-        if name != "empty_like":  # slow on meta, but it launches nothing either
+        # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
+        # indices and lengths, only a first call does.
+        if name != "empty_like" and not _of_host(args):
             self._events.append(Memory(name, size))
         return result
 
 
+def _of_host(args: Sequence[Any]) -> bool:
+    """Whether a tensor among them has values."""
+    return any(
+        not x.is_meta if isinstance(x, Tensor) else isinstance(x, list | tuple) and _of_host(x)
+        for x in args
+    )
+
+
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+# Names of what `_Fused` notes.
+FUSED = frozenset(("merge", "sum", "rows", "delta"))
 
 
 class _Fused(OnePass):
@@ -236,8 +256,7 @@ class _Kernel(SizesOnly):
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
         packing = call.packing or Packing.adjacent((0, rows), (0, columns))
-        pieces = len(packing)
-        size = rows // pieces, columns // pieces  # of a document, in the mean
+        size = _area_over_lengths(packing, causal=call.causal)
         phase: Pass = "forward" if statistics is None else "backward"
         area = _area(packing, causal=call.causal)
         _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
@@ -251,6 +270,18 @@ def _area(packing: Packing, *, causal: bool) -> float:
     return sum(
         rows * (columns - (rows - 1) / 2) if causal else rows * columns for rows, columns in sizes
     )
+
+
+def _area_over_lengths(packing: Packing, *, causal: bool) -> tuple[float, float]:
+    """Rows and columns of a document, harmonic means over pairs."""
+    area = by_row = by_column = 0.0
+    for q, kv in zip(packing.q, packing.kv, strict=True):
+        rows, columns = q.stop - q.start, kv.stop - kv.start
+        if not rows or not columns:
+            continue
+        each = rows * (columns - (rows - 1) / 2) if causal else rows * columns
+        area, by_row, by_column = area + each, by_row + each / rows, by_column + each / columns
+    return (area / by_row, area / by_column) if area else (1.0, 1.0)
 
 
 def _linear_flop(q: Tensor, v: Tensor) -> float:
