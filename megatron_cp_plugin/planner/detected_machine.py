@@ -26,7 +26,13 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import measure, shortlist, timer_on
 from megatron_cp_plugin.registry import AUTO, layout_of
 
-_OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
+_OF_GPU = {
+    "h200": "h200_nvlink",
+    "h100": "h100_400g",
+    "a800": "a800_4x200g",
+    "a100": "a100_8x200g",
+    "b200": "b200",
+}
 _DEFAULT = "h200"
 _KERNEL = "flash4"
 _DRAWS = 32  # of documents, of which one is taken

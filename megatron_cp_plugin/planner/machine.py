@@ -117,7 +117,8 @@ class Machine:
             share a GPU. ranks_per_gpu: which share its time.
         memory_gib: of a GPU. memory_bytes_per_second: of operations bound by memory, reads and
             writes together. operation_seconds: such an operation takes at least.
-        matmul_flops: of a model's matrix products.
+        matmul_flops: of a model's matrix products. peak_flops: of the data sheet, dense in
+            bfloat16, for MFU; None: not known.
         kernels: by kernel's name. linear_flops: of a kernel of linear attention, by pass.
         copy: by copy engines over peer memory, inside a node; None: there are none.
         inside, between: over the process group, inside a node; between nodes, of one network card.
@@ -141,6 +142,7 @@ class Machine:
     cards_per_node: int = 1
     between_total: float | None = None
     ranks_per_gpu: int = 1
+    peak_flops: float | None = None
     group_share: float = 1.0
     host: Host = Host()
 

@@ -174,6 +174,8 @@ def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: 
     assert "documents of 4096 tokens on average, by default" in said
     _, said = choose(TINY + "--dataloader-inter-document-masking --cp-explain", 4)
     assert "│ algorithm " in said[1]
+    table = said[1].partition("\nMiB")[0]
+    assert max(map(len, table.splitlines())) <= 100
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document="16")
     assert "on average" not in said
     assert "; documents exponential, mean 16)" in said
