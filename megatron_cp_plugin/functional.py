@@ -22,7 +22,7 @@ from megatron_cp_plugin.context import (
     not_compiled,
     softmax_algorithm,
 )
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_predictions
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, token_losses
 from megatron_cp_plugin.core.communication.process_groups import release_topologies
 from megatron_cp_plugin.errors import ContextParallelError, brief
 
@@ -244,7 +244,7 @@ def chunked_cross_entropy(
         sequence_parallel=sequence_parallel,
         into_main_grad=into_main_grad,
     )
-    losses, _ = losses_and_predictions(hidden, weight, labels, **settings, predict=False)
+    losses = token_losses(hidden, weight, labels, **settings).losses
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.mean()

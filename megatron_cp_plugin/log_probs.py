@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.arguments import fixed_number, flag, of_output_layer
 from megatron_cp_plugin.context import not_compiled
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, losses_and_entropies
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, token_losses
 from megatron_cp_plugin.errors import ContextParallelError, brief
 
 
@@ -99,7 +99,7 @@ def chunked_log_probs(
         "temperature": _temperature(temperature, labels),
         "entropy": flag("entropy", entropy),
     }
-    losses, entropies = losses_and_entropies(hidden, weight, labels, **settings)
+    losses, entropies, _ = token_losses(hidden, weight, labels, **settings)
     return -losses if entropies is None else (-losses, entropies)
 
 

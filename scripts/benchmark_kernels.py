@@ -12,11 +12,13 @@ What `kernel="auto"` prefers follows this table (docs/benchmarks.md).
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from itertools import product
 from math import log2
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -262,6 +264,7 @@ def main() -> None:
     parser.add_argument(
         "--merges", default="", metavar="RANKS", help="shares of merges and sums only, 2,4,8,16"
     )
+    parser.add_argument("--json", type=Path, help="adds the shares to this file, a line a row")
     args = parser.parse_args()
     take_gpu("run it on a machine that has one")
     lists = (args.heads.split(","), args.tokens.split(","), args.head_dims.split(","))
@@ -276,6 +279,10 @@ def main() -> None:
             ranks = [int(size) for size in args.merges.split(",")]
             for row in share_rows(ranks, length, (n_heads, kv_heads), dim):
                 table.add_row(*row)
+                if args.json is not None:
+                    found = {"tokens": length, "heads": heads, "row": row}
+                    with args.json.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
             Console(width=120).print(table)
             continue
         table = Table(title=title)

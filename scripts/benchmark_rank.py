@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -88,6 +89,7 @@ class Row:
 
     Attributes:
         ranks, tokens: Of the job; of a rank.
+        batch: Sequences.
         rank: The one that ran.
         limit_ms: Of a step, see above.
         share: Of the limit: 1 would be as fast as the kernel alone.
@@ -98,6 +100,7 @@ class Row:
         attention_us: Of each kernel of attention, in order.
         captured_ms, captured_share: Of replays of a CUDA graph.
         sent_gb: Of a step, in 10^9 bytes.
+        peak_gib: Allocated in a step, its inputs among it.
     """
 
     ranks: int
@@ -105,6 +108,7 @@ class Row:
     heads: str
     mask: str
     name: str
+    batch: int = 1
     rank: int = 0
     forward_ms: float = 0.0
     step_ms: float = 0.0
@@ -118,6 +122,7 @@ class Row:
     captured_ms: float = 0.0
     captured_share: float = 0.0
     sent_gb: float = 0.0
+    peak_gib: float = 0.0
     note: str = ""
     use: str = ""
     kernels: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -203,6 +208,7 @@ class Case:
     heads: str
     words: str
     seed: int
+    batch: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -248,11 +254,11 @@ class Case:
         )
 
 
-def whole(case: Case, tokens: int) -> list[Tensor]:
+def whole(case: Case, tokens: int, batch: int = 1) -> list[Tensor]:
     """q, k, v and dout of so many tokens."""
     heads, kv_heads, dim, value_dim = case.sizes
     return [
-        torch.randn(1, tokens, *sizes, device=DEVICE, dtype=torch.bfloat16)
+        torch.randn(batch, tokens, *sizes, device=DEVICE, dtype=torch.bfloat16)
         for sizes in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     ]
 
@@ -313,7 +319,8 @@ class Limit:
         if key not in self._known:
             torch.cuda.empty_cache()
             self._known[key] = self._of_a_pair(case, tokens)
-        return self._known[key] * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
+        pairs = case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len))
+        return self._known[key] * pairs / case.ranks
 
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
@@ -408,11 +415,11 @@ def measure(
     sent = options.pop("send", "") == "latents"
     if sent and "chunks" in option_names(name):
         options.setdefault("chunks", 1)
-    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, limit_ms=limit_ms)
+    row = Row(case.ranks, case.tokens, case.heads, case.words, spec, case.batch, limit_ms=limit_ms)
     try:
         rank = busiest(name, options, case) if args.rank is None else args.rank
         row = replace(row, rank=rank)
-        q, k, v, dout = whole(case, case.tokens)
+        q, k, v, dout = whole(case, case.tokens, case.batch)
         mask = case.mask(case.seq_len)
         settings: dict[str, Any] = {
             "algo": name,
@@ -441,11 +448,12 @@ def measure(
 
         forward_ms = median_ms(forward, args.iters)
         step_ms, host_ms = medians_ms(step, args.iters)
+        torch.cuda.reset_peak_memory_stats()
         with cp.record_communication() as log:
             step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
-        row = replace(row, host_ms=host_ms)
-        row = replace(row, sent_gb=log.bytes() / 1e9)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        row = replace(row, host_ms=host_ms, sent_gb=log.bytes() / 1e9, peak_gib=peak)
         row = split(row, step, args)
         if graphs:
             row = captured(row, step, args)
@@ -492,19 +500,22 @@ def captured(row: Row, step: Callable[[], object], args: argparse.Namespace) -> 
     return replace(row, captured_ms=took, captured_share=row.limit_ms / took)
 
 
+def problems(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each problem, by its words."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        words = f"P = {row.ranks}, {row.tokens} tokens a rank, {row.heads} heads, {row.mask}"
+        found[words + (f", batch {row.batch}" if row.batch > 1 else "")].append(row)
+    return found
+
+
 def tables(rows: Sequence[Row]) -> list[Table]:
     """One for each problem."""
     drawn = []
-    for ranks, tokens, heads, mask in dict.fromkeys(
-        (row.ranks, row.tokens, row.heads, row.mask) for row in rows
-    ):
-        own = [
-            r for r in rows if (r.ranks, r.tokens, r.heads, r.mask) == (ranks, tokens, heads, mask)
-        ]
-        words = f"P = {ranks}, {tokens} tokens a rank, {heads} heads, {mask}"
+    for words, own in problems(rows).items():
         table = Table(
             *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
-            *("idle", "host", "captured", "sent GB", "note"),
+            *("idle", "host", "captured", "sent GB", "peak GiB", "note"),
             title=f"{words}: limit {own[0].limit_ms:.2f} ms",
         )
         for row in own:
@@ -517,6 +528,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
                 *(f"{ms:.2f}" for ms in parts),
                 f"{row.captured_share:.3f}" if row.captured_ms else "-",
                 f"{row.sent_gb:.2f}",
+                f"{row.peak_gib:.2f}",
                 row.note,
             )
         drawn.append(table)
@@ -526,8 +538,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Bars of each problem, kernels of attention first; the limit is a line."""
     panels = []
-    for ranks, tokens, mask in dict.fromkeys((row.ranks, row.tokens, row.mask) for row in rows):
-        own = [r for r in rows if (r.ranks, r.tokens, r.mask) == (ranks, tokens, mask)]
+    for words, own in problems(rows).items():
         bars = tuple(
             Bar(
                 row.name,
@@ -538,7 +549,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
             )
             for row in own
         )
-        panels.append(Panel(f"P = {ranks}, {mask}", bars, own[0].limit_ms))
+        panels.append(Panel(words, bars, own[0].limit_ms))
     legend = Legend("ms", ("kernels of attention", "the rest of the step"), "limit")
     save([panels], legend, "One rank alone, forward and backward", path)
 
@@ -558,6 +569,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "trees as of packed_documents.py",
     )
     parser.add_argument("--algos", default="all", help="names, each with options")
+    parser.add_argument("--batch", default="1", help="sequences, comma-separated")
     parser.add_argument("--rank", type=int, help="this one; default: the busiest")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of documents")
     parser.add_argument("--graphs", action="store_true", help="captured in CUDA graphs as well")
@@ -585,13 +597,11 @@ def asked_rows(args: argparse.Namespace) -> Iterator[tuple[Case, str, bool, str]
                 yield case, row["algorithm"], bool(int(row["captured"])), row["use"]
         return
     algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")
-    for tokens in args.tokens.split(","):
-        for ranks in args.ranks.split(","):
-            for heads in args.heads.split(","):
-                for words in args.masks.split(","):
-                    case = Case(int(ranks), tokens_of(tokens), heads, words, args.seed)
-                    for spec in algos:
-                        yield case, spec, args.graphs, ""
+    lists = (args.tokens, args.ranks, args.heads, args.masks, args.batch)
+    for tokens, ranks, heads, words, batch in product(*(given.split(",") for given in lists)):
+        case = Case(int(ranks), tokens_of(tokens), heads, words, args.seed, int(batch))
+        for spec in algos:
+            yield case, spec, args.graphs, ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

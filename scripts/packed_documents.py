@@ -6,13 +6,18 @@ No processes are needed. Of several packs the mean: the work of the rank that ha
 multiple of the mean of all, and what a rank sends, forward and backward. Padding to multiples of
 2P, which the layout thd needs, is left out there. `images` are documents of 16K in which images of
 256 to 4K tokens see all of themselves; `trees` are prefixes of 8K that 4 to 16 sequences share.
+`dynamic sizes` is Megatron's scheduler (`--hybrid-context-parallel`), which gives each document of
+all packs together a number of ranks, and lets all ranks wait for one another several times a step.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from random import Random
@@ -94,6 +99,53 @@ def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point 
         mean(max(of_ranks) for of_ranks in sent) / 2**20,
         mean(mean(of_ranks) for of_ranks in sent) / 2**20,
     )
+
+
+def dynamic_sizes(words: str, size: int, args: argparse.Namespace) -> Point | None:
+    """Of documents that each have ranks of their own, by zigzag; None: of other masks."""
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    seq_len = size * args.tokens
+    masks = [pack(words, seq_len, seed) for seed in range(args.packs)]
+    if any(mask.slices is not None for mask in masks):
+        return None
+    edges = [(0, *mask.documents, seq_len) for mask in masks]
+    lengths = [stop - start for each in edges for start, stop in pairwise(each)]
+    scheduler = BalancedCPScheduler(args.tokens, VirtualGroup(size))
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
+    busiest, every, sent = 0.0, 0.0, [0.0] * size
+    for group in groups:  # of documents by rank; all ranks wait at its end
+        work = [0.0] * size
+        shared = Counter(document for of_rank in group for document in of_rank)
+        for rank, of_rank in enumerate(group):
+            for document in of_rank:
+                length, ranks = lengths[document], shared[document]
+                work[rank] += length * (length + 1) / 2 / ranks
+                sent[rank] += zigzag_bytes(length, ranks, args.heads) / args.packs
+        busiest += max(work)
+        every += mean(work)
+    found = busiest / every, max(sent) / 2**20, mean(sent) / 2**20
+    return Point(words, size, "dynamic sizes, zigzag", *found)
+
+
+@cache
+def zigzag_bytes(length: int, ranks: int, heads: tuple[int, int]) -> float:
+    """What a rank sends in both passes of one document."""
+    if ranks == 1:
+        return 0.0
+    shape = Shape(1, 2 * ranks * ceil(length / 2 / ranks), *heads, 128)
+    return mean(bytes_of(planned("zigzag", ranks, shape, Mask(), {}), shape, Mask()))
+
+
+@dataclass(frozen=True)
+class VirtualGroup:
+    """Stands for a process group where only its size is asked for."""
+
+    ranks: int
+
+    def size(self) -> int:
+        """See ProcessGroup."""
+        return self.ranks
 
 
 def pack(words: str, seq_len: int, seed: int) -> Mask:
@@ -184,7 +236,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     )
     for column, words in enumerate(columns):
         above, below = panels[0][column], panels[1][column]
-        for line in LINES:
+        for line in (*LINES, Line("dynamic sizes, zigzag", "zigzag", style="-.")):
             own = [p for p in points if (p.lengths, p.label) == (words, line.label)]
             sizes = [found.size for found in own]
             (drawn,) = above.plot(
@@ -238,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size in map(int, args.sizes.split(",")):
             found = (point(line, words, size, args) for line in LINES)
             points += [each for each in found if each is not None]
+            if by_megatron := dynamic_sizes(words, size, args):
+                points.append(by_megatron)
             print(f"{words}: {size} ranks done", file=sys.stderr, flush=True)
         Console(width=160).print(table(points, words, args.tokens))
     if args.output is None:

@@ -1,4 +1,5 @@
-"""What is counted and predicted of the papers' experiments: the tables of docs/papers/.
+"""What is counted and predicted of the papers' experiments, and what one rank alone measured: the
+tables of docs/papers/.
 
     python scripts/papers_predicted.py                 # all blocks of the pages, some minutes
     python scripts/papers_predicted.py --only figure6
@@ -9,6 +10,7 @@ off is read from docs/predictions.md: write that page first.
 """
 
 import argparse
+import csv
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -99,6 +101,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def length(tokens: int) -> str:
     """128K for 131072."""
     return f"{tokens // K}K"
+
+
+def measured(name: str, **wanted: object) -> list[dict[str, str]]:
+    """Rows of docs/data/papers_NAME.csv that have these values."""
+    with (ROOT / "docs" / "data" / f"papers_{name}.csv").open() as lines:
+        return [
+            row
+            for row in csv.DictReader(lines)
+            if all(row[column] == str(value) for column, value in wanted.items())
+        ]
+
+
+def of_cards(rows: Iterable[Mapping[str, str]], title: str) -> list[str]:
+    """A line above a table."""
+    cards = " and ".join(sorted({row["card"] for row in rows}))
+    return [f"**Measured**, one rank alone on one {cards}, without a network, {title}:", ""]
 
 
 # ---- what takes how long
@@ -682,6 +700,43 @@ def irregular_heads() -> list[str]:
     return lines + table(["", *algos], rows)
 
 
+def heads_alone() -> list[str]:
+    """A rank of 8, its own 16K tokens; a share of tensor parallelism, all 128K."""
+    rows, found = [], measured("rank", ranks=8, tokens=16 * K)
+    every = [row for row in found if row["heads"] != "32:32"]
+    algos = list(dict.fromkeys(row["algorithm"] for row in every))
+    for heads in dict.fromkeys(row["heads"] for row in every):
+        own = {row["algorithm"]: row for row in every if row["heads"] == heads}
+        n_heads, kv_heads = (-(-int(n) // 8) for n in heads.split(":"))
+        alone = measured("rank", ranks=1, heads=f"{n_heads}:{kv_heads}")
+        cells = [f"{float(own[algo]['step_ms']):.1f}" if algo in own else "" for algo in algos]
+        tensor = f"{float(alone[0]['step_ms']):.1f}" if alone else ""
+        rows.append([heads, f"{float(own['zigzag']['limit_ms']):.1f}", *cells, tensor])
+    title = (
+        "P = 8, 128K tokens, ms forward + backward; the limit is the kernel's time for all heads"
+    )
+    lines = of_cards(every, f"{title} divided by 8")
+    return lines + table(["heads", "limit", *algos, "tensor parallel"], rows)
+
+
+def distflash_owner() -> list[str]:
+    """The busiest rank's step, by who helps in the last step."""
+    found = measured("rank", tokens=16 * K, heads="32:32")
+    algos = list(dict.fromkeys(row["algorithm"] for row in found))
+    rows = []
+    for size in dict.fromkeys(row["ranks"] for row in found):
+        own = {row["algorithm"]: row for row in found if row["ranks"] == size}
+        cells = [
+            f"{(ms := float(own[algo]['step_ms'])):.1f}, {ms / float(own[algo]['limit_ms']):.2f}"
+            if algo in own
+            else ""
+            for algo in algos
+        ]
+        rows.append([size, f"{float(own['distflash']['limit_ms']):.1f}", *cells])
+    title = "16K tokens a rank, 32:32 heads, the busiest rank's forward + backward, ms and over the"
+    return of_cards(found, f"{title} limit") + table(["P", "limit", *algos], rows)
+
+
 def few_heads() -> list[str]:
     """The longest sequence on 16 A100 of 40 GB, and on 2 H200."""
     rows = []
@@ -882,7 +937,18 @@ def distflash_merges() -> list[str]:
                 both = (*found.forward, *found.backward)
                 row.append(f"{_merging(found.forward):.1%}, {_merging(both):.1%}")
             rows.append(row)
+            ran = measured("merges", tokens=kilo * K, algorithm=algo)
+            if ran:
+                rows.append([f"the same, {ran[0]['card']}", *map(_merged, ran)])
     return table(["", "P = 2", "P = 4", "P = 8", "P = 16"], rows)
+
+
+def _merged(row: Mapping[str, str]) -> str:
+    """As `_merging`, of the forward and of both passes, of what a profiler has seen."""
+    names = ("forward_ms", "merges_ms", "backward_ms", "sums_ms")
+    forward, merges, backward, sums = (float(row[name]) for name in names)
+    both = merges + sums
+    return f"{merges / (forward + merges):.1%}, {both / (forward + backward + both):.1%}"
 
 
 def _merging(events: Sequence[Event]) -> float:
@@ -998,8 +1064,8 @@ def burst_prefill_here() -> list[str]:
     """Seconds to the first token on 2 H200."""
     on, rows = machine("h200_nvlink"), []
     errors: dict[str, list[str]] = {name: [] for name in FIRST_TOKEN}
-    for model, lengths in ((LLAMA, (16, 32, 64, 128, 256)), (LLAMA_13B, (16, 32, 64, 128))):
-        for kilo in lengths:
+    for model in (LLAMA, LLAMA_13B):
+        for kilo in (16, 32, 64, 128, 256):
             tokens = kilo * K
             times = {"tp": prefill(model, Split(tensor=2), tokens, on)}
             for algo in ("ring", "zigzag"):
@@ -1012,7 +1078,8 @@ def burst_prefill_here() -> list[str]:
                 if model is LLAMA and kilo in measured:
                     errors[name].append(f"{times[name] / measured[kilo] - 1:+.0%}")
     said = "; ".join(f"{name} {', '.join(found)}" for name, found in errors.items())
-    lines = [f"2 H200, seconds, **predicted** (of the 7B to 128K, above: {said}):", ""]
+    what = f"of the 7B to 128K, above: {said}; no row of 256K and none of the 13B was measured"
+    lines = [f"2 H200, seconds, **predicted** ({what}):", ""]
     return lines + table(["", "tp", "ring", "zigzag", "one GPU"], rows)
 
 
@@ -1094,6 +1161,39 @@ def burst_batches() -> list[str]:
     return table(["batch", *map(str, batches)], [*rows, ring, by_heads])
 
 
+def burst_lao() -> list[str]:
+    """All pairs, with local attention optimisation and without."""
+    rows, used = [], measured("rank", ranks=8, mask="full", rank=7)
+    for tokens in dict.fromkeys(row["tokens"] for row in used):
+        fused, plain = (row for row in used if row["tokens"] == tokens)
+        times = [float(row["step_ms"]) for row in (fused, plain)]
+        gib = [float(row["peak_gib"]) for row in (fused, plain)]
+        rows.append(
+            [
+                f"{length(int(tokens))}, {length(8 * int(tokens))}",
+                *(f"{ms:.1f}" for ms in times),
+                f"{times[1] / times[0]:.1f}x",
+                *(f"{x:.2f}" for x in gib),
+            ]
+        )
+    title = "the last of 8, 32:32 heads, no mask, forward + backward"
+    header = ["tokens a rank, in all", "`burst`, ms", "`burst:kernel=reference`", "slower"]
+    return of_cards(used, title) + table([*header, "GiB", "GiB without LAO"], rows)
+
+
+def burst_batches_alone() -> list[str]:
+    """What a rank of 8 takes for its part of 4K tokens."""
+    found = measured("rank", ranks=8, tokens=512, mask="full")
+    rows = []
+    for algo in dict.fromkeys(row["algorithm"] for row in found):
+        own = [row for row in found if row["algorithm"] == algo]
+        cells = (f"{float(row['step_ms']):.1f}, {float(row['idle_ms']):.1f}" for row in own)
+        rows.append([algo, *cells])
+    title = "P = 8, 4K tokens, 32:32 heads, no mask, ms forward + backward, and of them idle"
+    batches = dict.fromkeys(row["batch"] for row in found)
+    return of_cards(found, title) + table(["batch", *batches], rows)
+
+
 def burst_backward() -> list[str]:
     """What travels in the backward, 128K tokens, 2 GPUs."""
     on, rows = machine("h200_nvlink"), []
@@ -1132,6 +1232,8 @@ BLOCKS: Mapping[str, Callable[[], list[str]]] = {
         distflash_table1,
         distflash_table1_here,
         irregular_heads,
+        heads_alone,
+        distflash_owner,
         few_heads,
         ring_self_attention,
         pipeline_stages,
@@ -1146,6 +1248,8 @@ BLOCKS: Mapping[str, Callable[[], list[str]]] = {
         burst_training,
         burst_figure4a,
         burst_batches,
+        burst_batches_alone,
+        burst_lao,
         burst_backward,
     )
 }

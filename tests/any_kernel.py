@@ -6,7 +6,10 @@ from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.reference import Reference
 
-ABILITIES = ("rectangular_causal", "packs", "gaps", "places_outputs", "places_gradients")
+ABILITIES = (
+    *("rectangular_causal", "packs", "gaps", "places_outputs", "places_gradients"),
+    "windows",
+)
 
 
 class AnyKernel(Reference):
@@ -18,6 +21,7 @@ class AnyKernel(Reference):
         self.name = f"any{number}"
         for bit, ability in enumerate(ABILITIES):
             setattr(self, ability, bool(number >> bit & 1))
+        self.windows &= self.rectangular_causal
         self._takes_out = bool(number >> len(ABILITIES) & 1)
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -37,6 +41,7 @@ class AnyKernel(Reference):
 
     def _check(self, call: KernelCall) -> None:
         q, k, packing = call.q, call.k, call.packing
+        assert self.windows or not call.window
         if packing is None:
             rows, cols = q.shape[1], k.shape[1]
             assert rows > 0

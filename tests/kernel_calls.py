@@ -23,9 +23,10 @@ def forward_of(
     causal: bool,
     packing: Packing | None = None,
     into: tuple[Tensor, ...] | None = None,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See SoftmaxKernel.forward and KernelCall."""
-    return run_forward(kernel, KernelCall(q, k, v, scale, causal, packing, into))
+    return run_forward(kernel, KernelCall(q, k, v, scale, causal, packing, into, window))
 
 
 def backward_of(
@@ -40,7 +41,8 @@ def backward_of(
     causal: bool,
     packing: Packing | None = None,
     into: tuple[Tensor, ...] | None = None,
+    window: int = 0,
 ) -> Gradients:
     """See SoftmaxKernel.backward and KernelCall."""
-    call = KernelCall(q, k, v, scale, causal, packing, into)
+    call = KernelCall(q, k, v, scale, causal, packing, into, window)
     return run_backward(kernel, call, dout, statistics)

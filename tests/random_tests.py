@@ -1,6 +1,12 @@
 """How many examples a random test tries."""
 
 from hypothesis import settings
+from hypothesis import strategies as st
+
+# Of `plan_tiles`: causal squares alone, all causal tiles, windows too.
+TILE_KINDS = st.sampled_from(
+    [{"rectangular": False}, {"rectangular": True}, {"rectangular": True, "windows": True}]
+)
 
 
 def examples(count: int) -> settings:

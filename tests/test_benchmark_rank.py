@@ -45,6 +45,8 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**29)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     monkeypatch.setattr(benchmark, "arrive", lambda *buffers: lambda: None)
     monkeypatch.setattr(benchmark, "new_profiler", FakeProfiler)
@@ -77,6 +79,20 @@ def test_rows_of_a_file_are_measured_in_order(made_up_gpu, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "row 4 of 4" in printed
     assert (output / "rows.png").is_file()
+
+
+def test_batches_and_blocks_through_memory(made_up_gpu, tmp_path):
+    """What BurstAttention's ablation asks of a rank, and its figure of batches."""
+    asked = "--ranks 4 --rank 3 --tokens 16 --heads 4:4 --masks full --batch 1,2 --iters 1"
+    specs = "burst,burst:kernel=reference"
+    benchmark.main([*asked.split(), "--algos", specs, "--output", str(tmp_path)])
+    rows = [*map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())]
+    assert [(row["batch"], row["name"]) for row in rows] == [
+        (batch, spec) for batch in (1, 2) for spec in specs.split(",")
+    ]
+    assert all(not row["note"] and row["peak_gib"] == 0.5 for row in rows), rows
+    assert rows[2]["limit_ms"] == pytest.approx(2 * rows[0]["limit_ms"])
+    assert rows[2]["sent_gb"] == pytest.approx(2 * rows[0]["sent_gb"])
 
 
 def test_no_row_begins_when_the_time_is_over(made_up_gpu, tmp_path, capsys):

@@ -147,7 +147,7 @@ def test_a_script_of_slime(
     [
         ("", 0, "qwen3-8b, 36 layers"),
         ("actor_rollout_ref.model.path=nobody/knows-1b", 0, "qwen3-8b"),
-        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel=True", 1, "dynamic context"),
+        ("actor_rollout_ref.actor.megatron.dynamic_context_parallel=True", 0, "qwen3-8b"),
         ("model_engine=fsdp", 1, "fsdp builds no GPTModel"),
         ("actor_rollout_ref.actor.megatron.brand_new=1", 2, "megatron.brand_new=1 (run.sh:7)"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.brand_new=1", 2, "new=1"),

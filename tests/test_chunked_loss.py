@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
+from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.integration.ranks import on_ranks
 
@@ -210,7 +210,7 @@ def test_predictions(size: int, chunk_tokens: int) -> None:
     weight[4] = weight[25]  # the first one of equally probable ids
 
     def body(group: Any) -> Tensor:
-        _, predicted = losses_and_predictions(
+        _, _, predicted = token_losses(
             hidden,
             weight.chunk(size)[group.rank()],
             labels,

@@ -12,6 +12,7 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import compare
 from megatron_cp_plugin.harness.compare import Printed, commands, report
+from megatron_cp_plugin.harness.train import CommandLine
 from tests.integration.megatron_job import TINY
 
 CP = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
@@ -36,12 +37,13 @@ def test_what_megatron_prints_is_read() -> None:
         "[Rank 4] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 3072.00 | x",
         "[INFO     | DotProductAttention]: Selected backend = FusedAttention (sub-backend 1)",
         "[INFO     | DotProductAttention]: Selected backend = FusedAttention (sub-backend 1)",
+        "INFO:DotProductAttention:Running with FlashAttention backend (version 2.8.3)",
     )
     assert found == Printed(
         {"lm loss": [5.5, 5.25], "mtp_1 loss": [11, 10.5]},
         [900.0, 12.5],
         3072.0,
-        "FusedAttention (sub-backend 1)",
+        "FusedAttention (sub-backend 1); FlashAttention backend (version 2.8.3)",
     )
 
 
@@ -75,7 +77,9 @@ def test_both_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> Non
     path.write_text(yaml.safe_dump({"megatron": megatron, "context_parallel": plugin}))
     words = ["--config", str(path), "--cp-kernel", "reference", "--tensor-model-parallel-size", "3"]
     for kind, ranks in (("cp1", "3"), ("te", "6")):
-        reference, ours = commands(words, known(tmp_path, reference=kind))
+        reference, ours = commands(
+            CommandLine.read("compare", words), known(tmp_path, reference=kind)
+        )
         assert reference[:2] == ["--nproc-per-node", ranks]
         assert ours[:2] == ["--nproc-per-node", "6"]
         assert ("--context-parallel-size" in reference) == (kind == "cp1")

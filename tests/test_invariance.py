@@ -3,6 +3,7 @@
 import json
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import invariance
-from megatron_cp_plugin.harness.invariance import LogProbs, check_same, plan_of
-from megatron_cp_plugin.harness.train import parallel_sizes
+from megatron_cp_plugin.harness.invariance import LogProbs, Plan, check_same, plan_of
+from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
 from megatron_cp_plugin.log_prob_report import LogProbReport
 from tests.integration.megatron_job import TINY, run_warm
 
@@ -79,6 +80,10 @@ def known(**changes: Any) -> Namespace:
     return Namespace(**(settings | changes))
 
 
+def planned(words: Sequence[str], **changes: Any) -> Plan:
+    return plan_of(CommandLine.read("invariance", words), known(**changes))
+
+
 def flags(words: tuple[str, ...]) -> dict[str, str]:
     """The last value of each."""
     pairs = zip(words, (*words[1:], "--"), strict=True)
@@ -91,7 +96,7 @@ def test_runs_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> Non
     megatron = {"context_parallel_size": 4, "tensor-model-parallel-size": 3, "lr": "${a.b}"}
     path.write_text(yaml.safe_dump({"megatron": megatron, "context_parallel": section}))
     words = ["--config", str(path), "--cp-platform", "cpu", "--seed", "3"]
-    plan = plan_of(words, known(also="ring,megatron", also_tensor=2))
+    plan = planned(words, also="ring,megatron", also_tensor=2)
     ours, ring, own, tensor = plan.others
     assert [run.name for run in plan.others] == [
         "CP 4, usp",
@@ -127,13 +132,13 @@ def test_runs_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> Non
 
 def test_what_the_reference_is(tmp_path: Path) -> None:
     def names(*words: str) -> list[str | None]:
-        plan = plan_of(words, known())
+        plan = planned(words)
         return [plan.reference.name, plan.noise and plan.noise.name]
 
     assert names(*CP) == ["CP 1, Megatron's own attention", "CP 1, kernel auto"]
     documents = "--dataloader-inter-document-masking"
     assert names(*CP, documents) == ["CP 1, kernel reference", "CP 1, kernel auto"]
-    experts = plan_of([*CP, "--expert-model-parallel-size", "2", "--load", "x"], known())
+    experts = planned([*CP, "--expert-model-parallel-size", "2", "--load", "x"])
     assert experts.split_experts
     sizes = [parallel_sizes(run.words) for run in (experts.reference, *experts.others)]
     assert [size["context_parallel_size"] for size in sizes] == [1, 2]
@@ -141,10 +146,10 @@ def test_what_the_reference_is(tmp_path: Path) -> None:
     assert names(*LINEAR, *CP[2:]) == ["CP 1", None]
     batch = tmp_path / "batch.pt"
     torch.save(cp.pack_rollouts([[1, 2, 3], [1, 2, 4]])[0].batch(), batch)
-    plan = plan_of(CP, known(batch=batch))
+    plan = planned(CP, batch=batch)
     assert plan.reference.name == "CP 1, kernel reference"
     with pytest.raises(ConfigError, match="megatron knows no attention_spans, got --also megatron"):
-        plan_of(CP, known(batch=batch, also="megatron"))
+        planned(CP, batch=batch, also="megatron")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
 from tests.plan_check import check
-from tests.random_tests import examples
+from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
     Spans,
     dense,
@@ -177,15 +177,17 @@ def compare(
     assert_plan_is_kept(case, size, shape, mask, log)
 
 
-def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, *, rectangular: bool) -> Tensor:
+def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:
     """[N,N]: how often tiles compute a query and a key of two blocks of at most 64 tokens."""
     rows, cols = (torch.tensor([p for s in spans for p in s.positions]) for spans in (q, kv))
     found = torch.zeros(64, 64, dtype=torch.int64)
-    for tile in plan_tiles(q, kv, mask, rectangular=rectangular):
-        assert rectangular or not tile.causal or tile.rows == tile.cols
+    for tile in plan_tiles(q, kv, mask, **kinds):
+        assert kinds["rectangular"] or not tile.causal or tile.rows == tile.cols
         pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
         if tile.causal:
             pairs = pairs.triu() if tile.reverse else pairs.tril(tile.cols - tile.rows)
+        if tile.window:
+            pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1)
         for start in tile.document_bounds:
             pairs[start:, :start] = 0
         assert pairs.sum() == tile.area > 0
@@ -217,7 +219,7 @@ LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]
     st.integers(1, 5),
     st.integers(1, 60),
     st.randoms(use_true_random=False),
-    st.booleans(),
+    TILE_KINDS,
 )
 def test_tiles_cover_every_pair_once(
     beside: bool,
@@ -226,7 +228,7 @@ def test_tiles_cover_every_pair_once(
     size: int,
     seq_len: int,
     source: Random,
-    rectangular: bool,
+    kinds: dict[str, bool],
 ) -> None:
     """Args: kv_layout: None: that of queries."""
     layouts = q_layout, kv_layout or q_layout
@@ -246,7 +248,7 @@ def test_tiles_cover_every_pair_once(
     total = torch.zeros(64, 64, dtype=torch.int64)
     for q in queries:
         for kv in keys:
-            met = computed(q, kv, mask, rectangular=rectangular)
+            met = computed(q, kv, mask, kinds)
             assert sees(q, kv, mask) == met.any()
             assert_visible(q, kv, mask, met)
             total += met

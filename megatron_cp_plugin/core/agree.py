@@ -339,20 +339,19 @@ def _check_lengths(held: list[tuple[int, int, int | None, int | None]], layout: 
 
 
 class CallChecks:
-    """Checks of the calls of a model, over the ranks of a group.
+    """Checks of the calls of a model, each over the ranks of a group.
 
-    The first call of training, and that of evaluation, are compared at once; later ones while the
-    model runs, and `finish` asks for what was found.
+    A group's first call of training, and that of evaluation, are compared at once; later ones while
+    the model runs, and `finish` asks for what was found.
     """
 
     def __init__(self) -> None:
-        self._compared: set[bool] = set()
+        self._compared: set[tuple[dist.ProcessGroup, bool]] = set()
         self._begun: list[Callable[[], str | None]] = []
 
-    @property
-    def is_first(self) -> bool:
-        """Whether none with, or without, gradients was compared yet."""
-        return torch.is_grad_enabled() not in self._compared
+    def is_first(self, group: dist.ProcessGroup) -> bool:
+        """Whether a group has compared none with, or without, gradients yet."""
+        return (group, torch.is_grad_enabled()) not in self._compared
 
     def compare(
         self,
@@ -374,14 +373,14 @@ class CallChecks:
         Raises: ContextParallelError if something is wrong; CommunicationError if another rank does
         not come.
         """
-        compares = self.is_first and group.size() > 1
+        compares = group.size() > 1 and self.is_first(group)
         if compares:
             faults, holding = zip(*gathered((fault, held), group), strict=True)
             _check_faults(faults)
             for rank, theirs in enumerate(holding):
                 if theirs != holding[0]:
                     raise ContextParallelError(difference(rank, theirs, holding[0]))
-            self._compared.add(torch.is_grad_enabled())
+            self._compared.add((group, torch.is_grad_enabled()))
         if fault:
             raise ContextParallelError(fault)
         return compares

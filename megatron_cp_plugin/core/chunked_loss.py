@@ -37,82 +37,68 @@ _LEAST = -1e30  # of a log-probability: 0 times it is 0
 _IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def losses_and_predictions(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    chunk_tokens: int,
-    tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-    into_main_grad: bool,
-    predict: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The losses as `functional.chunked_cross_entropy` has them, and the most probable ids.
+class TokenLosses(NamedTuple):
+    """[...] as labels each, None where not wanted.
 
-    Args:
-        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
-        predict: whether the ids are wanted, [...] as labels.
+    Attributes:
+        losses: Negated log-probabilities.
+        entropies: In nats.
+        predicted: The most probable ids.
     """
-    head = _Head.of(
-        weight, chunk_tokens, tp_group, sequence_parallel, into_main_grad, predict=predict
-    )
-    losses, _, predicted = _of_tokens(hidden, weight, labels, None, head)
-    return losses, predicted
+
+    losses: Tensor
+    entropies: Tensor | None
+    predicted: Tensor | None
 
 
-def losses_and_entropies(
+def token_losses(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
-    temperature: float | Tensor,
-    entropy: bool,
     chunk_tokens: int,
     tp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
     into_main_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The negated log-probabilities, and the entropies, as `log_probs.chunked_log_probs` has them.
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    predict: bool = False,
+) -> TokenLosses:
+    """The losses of tokens, and what else is wanted of them.
 
     Args:
-        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as there.
+        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as
+            `log_probs.chunked_log_probs` has them.
         temperature: as there; a tensor [...] as labels, or of one element.
-        entropy: whether the entropies are wanted.
+        entropy, predict: whether entropies and predictions are wanted.
     """
-    head = _Head.of(
-        weight, chunk_tokens, tp_group, sequence_parallel, into_main_grad, entropy=entropy
+    alone = tp_group is None or tp_group.size() == 1
+    head = _Head(
+        chunk_tokens,
+        None if alone else tp_group,
+        sequence_parallel and not alone,
+        _main_grad(weight) if into_main_grad else None,
+        predict,
+        entropy,
     )
-    scale = None
-    if isinstance(temperature, Tensor):
-        scale = temperature.detach().to(accumulation_dtype(hidden.dtype)).reciprocal()
-        scale = scale.expand(labels.shape).reshape(-1)
-    elif temperature != 1.0:
-        wide = accumulation_dtype(hidden.dtype)
-        scale = hidden.new_full((labels.numel(),), 1 / temperature, dtype=wide)
-    losses, entropies, _ = _of_tokens(hidden, weight, labels, scale, head)
-    return losses, entropies
-
-
-def _of_tokens(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses, entropies and predictions, [...] as labels each; None: not wanted.
-
-    Args: scale: [T], what the logits of each token are multiplied by; None: 1.
-    """
     hidden, weight = cast_inputs(hidden, weight)
     check_devices("hidden, weight, labels", hidden, weight, labels)
     head.check(hidden, weight, labels)
+    scale = None  # [T], what the logits of each token are multiplied by
+    wide = accumulation_dtype(hidden.dtype)
+    if isinstance(temperature, Tensor):
+        scale = temperature.detach().to(wide).reciprocal().expand(labels.shape).reshape(-1)
+    elif temperature != 1.0:
+        scale = hidden.new_full((labels.numel(),), 1 / temperature, dtype=wide)
     tokens = hidden.reshape(-1, hidden.size(-1)).contiguous()
     losses, entropies, predicted = _ChunkedCrossEntropy.apply(
         tokens, weight, labels.reshape(-1), scale, head
     )
     shape = labels.shape
-    return (
+    return TokenLosses(
         losses.view(shape),
-        entropies.view(shape) if head.entropy else None,
-        predicted.view(shape) if head.predict else None,
+        entropies.view(shape) if entropy else None,
+        predicted.view(shape) if predict else None,
     )
 
 
@@ -133,7 +119,7 @@ class _Head:
     """How a head's tokens are cut, who has the rest of its vocabulary, what is wanted of it.
 
     Attributes:
-        chunk_tokens, sequence_parallel: as in `losses_and_predictions`.
+        chunk_tokens, sequence_parallel: as in `token_losses`.
         group: None where this rank has the whole vocabulary.
         main_grad: what the gradient of the weight is added to, if not to one of its own.
         predict, entropy: whether predictions and entropies are wanted.
@@ -145,22 +131,6 @@ class _Head:
     main_grad: Tensor | None
     predict: bool = False
     entropy: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        weight: Tensor,
-        chunk_tokens: int,
-        tp_group: dist.ProcessGroup | None,
-        sequence_parallel: bool,
-        into_main_grad: bool,
-        **wanted: bool,
-    ) -> _Head:
-        """Args: as in `losses_and_predictions`. wanted: `predict`, `entropy`."""
-        main_grad = _main_grad(weight) if into_main_grad else None
-        alone = tp_group is None or tp_group.size() == 1
-        group = None if alone else tp_group
-        return cls(chunk_tokens, group, sequence_parallel and not alone, main_grad, **wanted)
 
     @property
     def size(self) -> int:

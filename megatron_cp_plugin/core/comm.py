@@ -154,11 +154,16 @@ class Communicator(ABC):
     All ranks post the same operations in the same order. Those in which they do nothing they post
     too, or they `skip` them.
 
-    Attributes: rank, size: within the group. global_rank: for the log. channel: its name. strided:
-        whether `exchange` sends tensors that are not contiguous.
+    Attributes:
+        rank, size: within the group.
+        global_rank: for the log.
+        channel: its name.
+        strided: whether `exchange` sends tensors that are not contiguous.
+        lends: later exchanges overwrite what `buffers` gave.
     """
 
     strided: bool = False
+    lends: bool = False
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
         self.channel = channel

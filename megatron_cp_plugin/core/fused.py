@@ -17,6 +17,9 @@ class FusedOperations(Protocol):
     ) -> None:
         """As `partial.merge_into`, with lse in float32."""
 
+    def merge_all_into(self, out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
+        """As `partial.merge_all_into`, with lse in float32."""
+
     def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
         """out = a + the others, two at most; out may be a; a copy if there are none.
 
@@ -57,9 +60,10 @@ class FusedOperations(Protocol):
     ) -> Tensor | None:
         """The states behind ways of runs, one after another: T S + added; None: not served.
 
-        Args: added: [M,B,H,D,E], through: T [M,B,H,D,D], of all runs; float32, in rows of D*E and
-            D*D numbers. first: [B,H,D,E]; None: 0. bounds: of the ways in order [n+1]. order:
-            numbers of runs. begins: 1 for ways that begin with first, others with 0 [n]; int32.
+        Args: added: [M,B,H,D,E], through: T [M,B,H,D,D], of all runs, with heads of B next to each
+            other; float32, added in rows of D*E numbers. first: [F,B,H,D,E]; None: 0. bounds: of
+            the ways in order [n+1]. order: numbers of runs. begins: of each way which of `first` it
+            begins with, -1 where with 0 [n]; int32.
 
         Returns: [n,B,H,D,E] float32.
         """

@@ -244,6 +244,8 @@ class KernelCall(NamedTuple):
         packing: the sequences, each computed by itself; None: S queries see T keys.
         into: memory of the results, perhaps some heads of wider tensors, for kernels that place
             results, and where nothing is packed; None: in new tensors.
+        window: row i sees no column j <= i + T - S - window, of packed sequences in each; 0: it
+            sees the first column too. For kernels that know `windows`.
     """
 
     q: Tensor
@@ -253,6 +255,7 @@ class KernelCall(NamedTuple):
     causal: bool
     packing: Packing | None = None
     into: tuple[Tensor, ...] | None = None
+    window: int = 0
 
     def placed[T: tuple[Tensor, ...]](self, results: T) -> T:
         """Results where they belong. Copies those that the kernel has not written there."""
@@ -269,6 +272,7 @@ class SoftmaxKernel(Kernel[Problem]):
 
     Attributes:
         rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
+        windows: takes tiles with a `window`, causal or not, and these.
         packs: takes calls with a `packing`, of any number of sequences at once, so that it pays to
             copy small tiles together for it.
         gaps: of packed sequences: there may be queries and keys between them, with anything in
@@ -277,6 +281,7 @@ class SoftmaxKernel(Kernel[Problem]):
     """
 
     rectangular_causal: bool = False
+    windows: bool = False
     packs: bool = False
     gaps: bool = False
     places_outputs: bool = False
@@ -315,7 +320,7 @@ def forward_by_sequence(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor
     assert call.packing is not None
     q, k, v, packing = call.q, call.k, call.v, call.packing
     pieces = [
-        kernel.forward(KernelCall(q[:, rows], k[:, cols], v[:, cols], call.scale, call.causal))
+        kernel.forward(call._replace(q=q[:, rows], k=k[:, cols], v=v[:, cols], packing=None))
         for rows, cols in zip(packing.q, packing.kv, strict=True)
     ]
     outs, lses = zip(*pieces, strict=True)
@@ -329,7 +334,7 @@ def backward_by_sequence(
     assert call.packing is not None
     q, k, v, packing, found = call.q, call.k, call.v, call.packing, list[Gradients]()
     for rows, cols in zip(packing.q, packing.kv, strict=True):
-        one = KernelCall(q[:, rows], k[:, cols], v[:, cols], call.scale, call.causal)
+        one = call._replace(q=q[:, rows], k=k[:, cols], v=v[:, cols], packing=None)
         found.append(kernel.backward(one, dout[:, rows], statistics.rows(rows)))
     places = packing.q, packing.kv, packing.kv
     dq, dk, dv = (

@@ -71,6 +71,10 @@ def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None
     if len(outs) == 2:
         merge_into(out, lse, outs[0], lses[0], outs[1], lses[1])
         return
+    fused = fused_for(out)
+    if fused is not None and lse.dtype == torch.float32:
+        fused.merge_all_into(out, lse, outs, lses)
+        return
     merged = torch.logsumexp(lses, 0)
     total = outs[0] * _weight(lses[0], merged)
     for part, part_lse in zip(outs[1:], lses[1:], strict=True):

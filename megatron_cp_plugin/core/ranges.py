@@ -158,9 +158,10 @@ class Ranges(Sequence[Span]):
         """Some of the ranges, in the order of their numbers."""
         return type(self)(self.table[:, wanted])
 
-    def moved(self, by: int) -> Self:
-        """Ranges of elements that are larger by a number."""
-        return type(self)(self.table + np.array([[by], [by], [0]]))
+    def moved(self, by: int | Numbers) -> Self:
+        """Ranges of elements that are larger by a number. Args: by: of all, or of each [n]."""
+        start, stop, step = self.table
+        return type(self)(np.stack((start + by, stop + by, step)))
 
     def reversed_where(self, flags: Flags) -> Self:
         """Some of the ranges in reverse order."""

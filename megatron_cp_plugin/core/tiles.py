@@ -8,9 +8,9 @@ lies between two staircases: row i sees the local keys m(i) to n(i). Both are pi
 grow by one a row, so a few rectangles and triangles cover what is between them exactly.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_cp_plugin.core.layout import Documents
 from megatron_cp_plugin.core.masks.bands import (
+    FAR,
     KEYS,
     QUERIES,
     BandRows,
@@ -26,7 +27,16 @@ from megatron_cp_plugin.core.masks.bands import (
     stretched,
 )
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.ranges import Flags, Numbers, Ranges, Span, expanded, offsets, runs
+from megatron_cp_plugin.core.ranges import (
+    Flags,
+    Numbers,
+    Ranges,
+    Span,
+    expanded,
+    joined,
+    offsets,
+    runs,
+)
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -115,6 +125,8 @@ class Tile:
             the lower edge of a window, with kernels that know only the upper one.
         document_bounds: where whole documents begin and end, one after the other: attention is
             causal within each, of rows and columns of the same range. (): no such documents.
+        window: row i, of each document, sees no column j <= i + cols - rows - window; 0: it sees
+            the first column too. For kernels that know windows, in place of `reverse`.
     """
 
     q: slice
@@ -124,28 +136,46 @@ class Tile:
     causal: bool
     reverse: bool = False
     document_bounds: tuple[int, ...] = ()
+    window: int = 0
 
     @property
     def area(self) -> int:
         """Number of (query, key) pairs that the tile computes."""
-        if not self.causal:
-            return self.rows * self.cols
-        if self.document_bounds:
-            return sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(self.document_bounds))
-        return self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2
+        lengths = np.diff(self.document_bounds) if self.document_bounds else None
+        rows, cols = (self.rows, self.cols) if lengths is None else (lengths, lengths)
+        return int(np.sum(pairs_within(rows, cols, self.causal, self.window)))
+
+
+def pairs_within(
+    rows: Numbers | int, cols: Numbers | int, causal: Flags | bool, window: Numbers | int
+) -> Numbers:
+    """Number of (query, key) pairs of tiles. Args: of each, as of `Tile`."""
+    later = np.where(causal, rows * (rows - 1) // 2, 0)
+    hidden = np.where(np.asarray(window) > 0, np.maximum(cols - np.asarray(window), 0), 0)
+    found: Numbers = rows * cols - later - hidden * (hidden + 1) // 2
+    return found
 
 
 class TileTable:
     """Tiles, whose objects are made when they are asked for; equal only to itself.
 
     Attributes:
-        q, kv: the rows and the columns of each. causal, reverse: bool [n]. Tiles of several
-            documents are one for each here.
+        q, kv: the rows and the columns of each. causal, reverse: bool [n]; window: int64 [n]. Tiles
+            of several documents are one for each here.
         joined: bool [n]: whether it is one tile with the one before, of whole documents.
     """
 
-    def __init__(self, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags, joined: Flags) -> None:
-        self.q, self.kv, self.causal, self.reverse, self.joined = q, kv, causal, reverse, joined
+    def __init__(
+        self,
+        q: Ranges,
+        kv: Ranges,
+        causal: Flags,
+        reverse: Flags,
+        window: Numbers,
+        joined: Flags,
+    ) -> None:
+        self.q, self.kv, self.causal, self.reverse = q, kv, causal, reverse
+        self.window, self.joined = window, joined
 
     @classmethod
     def of(cls, tiles: Iterable[Tile]) -> Self:
@@ -156,24 +186,28 @@ class TileTable:
             for side in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
         )
         flags = np.array([(tile.causal, tile.reverse, False) for tile in tiles], np.bool_)
-        return cls(Ranges(q), Ranges(kv), *flags.reshape(-1, 3).T)
+        causal, reverse, joined = flags.reshape(-1, 3).T
+        window = np.array([tile.window for tile in tiles], np.int64)
+        return cls(Ranges(q), Ranges(kv), causal, reverse, window, joined)
 
     @cached_property
     def _tiles(self) -> tuple[Tile, ...]:
         return tuple(self._made())
 
     def _made(self) -> Iterator[Tile]:
-        columns = (*self.q.table, self.rows, *self.kv.table, self.cols, self.causal, self.reverse)
+        flags = self.causal, self.reverse, self.window
+        columns = (*self.q.table, self.rows, *self.kv.table, self.cols, *flags)
         numbers = list(zip(*(column.tolist() for column in columns), strict=True))
         for start, stop in pairwise(self.bounds):
-            q, _, q_step, rows, kv, _, kv_step, cols, causal, reverse = numbers[start]
+            q, _, q_step, rows, kv, _, kv_step, cols, causal, reverse, window = numbers[start]
             _, q_stop, _, _, _, kv_stop, *_ = numbers[stop - 1]
             places = _slice(q, q_stop, q_step), _slice(kv, kv_stop, kv_step)
             if stop == start + 1:
-                yield Tile(*places, rows, cols, causal, reverse)
+                yield Tile(*places, rows, cols, causal, reverse, window=window)
             else:
                 bounds = (0, *np.cumsum(self.rows[start:stop]).tolist())
-                yield Tile(*places, bounds[-1], bounds[-1], True, document_bounds=bounds)
+                sizes = bounds[-1], bounds[-1]
+                yield Tile(*places, *sizes, True, document_bounds=bounds, window=window)
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -199,29 +233,44 @@ class TileTable:
     @property
     def areas(self) -> Numbers:
         """Of each tile, as `Tile.area`."""
-        whole = self.rows * self.cols
-        return np.where(self.causal, whole - self.rows * (self.rows - 1) // 2, whole)
+        return pairs_within(self.rows, self.cols, self.causal, self.window)
 
     @property
     def single(self) -> Self:
         """The same tiles, one for each document."""
-        joined = np.zeros_like(self.joined)
-        return type(self)(self.q, self.kv, self.causal, self.reverse, joined)
+        flags = self.causal, self.reverse, self.window, np.zeros_like(self.joined)
+        return type(self)(self.q, self.kv, *flags)
 
     def some(self, wanted: Flags | Numbers | slice) -> Self:
         """Some of the tiles, as they are or in another order."""
-        flags = (self.causal[wanted], self.reverse[wanted], self.joined[wanted])
+        flags = self.causal[wanted], self.reverse[wanted], self.window[wanted], self.joined[wanted]
         return type(self)(self.q.some(wanted), self.kv.some(wanted), *flags)
 
     def moved(self, rows: int, cols: int) -> Self:
         """The same tiles of blocks that have so many rows and columns more before them."""
         if not rows and not cols:
             return self
-        flags = self.causal, self.reverse, self.joined
+        flags = self.causal, self.reverse, self.window, self.joined
         return type(self)(self.q.moved(rows), self.kv.moved(cols), *flags)
+
+    def excerpt(self, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Self:
+        """The same tiles, of blocks of which some rows and columns alone are left, in their order.
+
+        Args: rows, cols: All that a tile has is in one range of them.
+        """
+        q, kv = (x.moved(_shift(x.start, some)) for x, some in ((self.q, rows), (self.kv, cols)))
+        return type(self)(q, kv, self.causal, self.reverse, self.window, self.joined)
 
 
 NO_TILES = TileTable.of(())
+
+
+def _shift(starts: Numbers, some: Sequence[tuple[int, int]]) -> Numbers:
+    """How far elements move when only some ranges of elements are left."""
+    first, stop = np.array(some).T
+    number = first.searchsorted(starts, side="right") - 1
+    found: Numbers = (offsets(stop - first) - first)[number]
+    return found
 
 
 def _slice(start: int, stop: int, step: int) -> slice:
@@ -234,6 +283,7 @@ def plan_tiles(
     mask: Mask,
     *,
     rectangular: bool = False,
+    windows: bool = False,
 ) -> TileTable:
     """Covers every visible (query, key) pair of two blocks exactly once.
 
@@ -242,35 +292,45 @@ def plan_tiles(
         mask: who sees whom.
         rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
             aligned). Otherwise such a tile becomes a full one and a causal square.
+        windows: the kernel, which takes these, takes tiles with a `window` too. Otherwise such a
+            tile becomes triangles, of which those at its lower edge are in reverse order.
 
     Returns: tiles; none if no query sees any key. Raises: ValueError if spans are not ascending.
     """
-    return _planned_once(Ranges.of(q_spans), Ranges.of(kv_spans), mask, rectangular)
+    spans = Ranges.of(q_spans), Ranges.of(kv_spans)
+    return _planned_once(*spans, mask, rectangular, windows)
 
 
 @lru_cache(maxsize=4096)
-def _planned_once(q_spans: Ranges, kv_spans: Ranges, mask: Mask, rectangular: bool) -> TileTable:
-    (tiles,) = plan_pairs([(q_spans, kv_spans)], mask, rectangular=rectangular)
+def _planned_once(
+    q_spans: Ranges, kv_spans: Ranges, mask: Mask, rectangular: bool, windows: bool
+) -> TileTable:
+    (tiles,) = plan_pairs([(q_spans, kv_spans)], mask, rectangular=rectangular, windows=windows)
     return tiles
 
 
 def plan_pairs(
-    pairs: Sequence[tuple[Ranges, Ranges]], mask: Mask, *, rectangular: bool
+    pairs: Sequence[tuple[Ranges, Ranges]],
+    mask: Mask,
+    *,
+    rectangular: bool,
+    windows: bool = False,
 ) -> list[TileTable]:
     """As `plan_tiles`, of many pairs of blocks: almost as fast as of one pair.
 
     Args: pairs: positions of queries and of keys; no range is empty.
     """
     found, plain = [NO_TILES] * len(pairs), []
+    cover = _with_windows if windows else partial(_cover, rectangular=rectangular)
     for number, (q, kv) in enumerate(pairs):
         if not len(q) or not len(kv):
             continue
         if q.plain and kv.plain:
             plain.append(number)
             continue
-        found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), rectangular)
+        found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), cover)
     if plain:
-        columns = _cover(_stairs([pairs[number] for number in plain], mask.bands), rectangular)
+        columns = cover(_stairs([pairs[number] for number in plain], mask.bands))
         tiles = _with_documents_joined(*columns)
         edges = np.searchsorted(columns[0], np.arange(len(plain) + 1)).tolist()
         for number, start, stop in zip(plain, edges, edges[1:], strict=False):
@@ -285,14 +345,14 @@ def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
     return list(numbers), np.array(number)
 
 
-def _with_steps(blocks: SteppedBlocks, rectangular: bool) -> TileTable:
+def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Columns]") -> TileTable:
     """Tiles of two blocks of which some spans have steps."""
-    pair, q, kv, *flags = _cover(_stairs([(blocks.q, blocks.kv)], blocks.bands), rectangular)
+    pair, q, kv, causal, reverse, window = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
     q, kv = (
         stretched(x, spans.packed, rows)
         for x, spans, rows in ((q, blocks.q, blocks.rows), (kv, blocks.kv, blocks.cols))
     )
-    return _with_documents_joined(pair, q, kv, *flags)
+    return _with_documents_joined(pair, q, kv, causal, reverse, window)
 
 
 class _Stairs(NamedTuple):
@@ -417,12 +477,67 @@ def _split(stairs: _Stairs) -> _Stairs:
     return found._replace(rows=np.where(long[run], np.minimum(found.rows, width[run]), found.rows))
 
 
-def _cover(stairs: _Stairs, rectangular: bool) -> tuple[Numbers, Ranges, Ranges, Flags, Flags]:
-    """Tiles of runs of rows.
+# Of each tile the number of its pair of blocks, its rows, its columns, whether it is causal,
+# whether in reverse, and its window.
+_Columns = tuple[Numbers, Ranges, Ranges, Flags, Flags, Numbers]
 
-    Returns: of each tile the number of its pair of blocks, its rows, its columns, whether it is
-        causal, and whether in reverse.
+
+def _with_windows(stairs: _Stairs) -> _Columns:
+    """Tiles of runs of rows, for kernels that know windows.
+
+    There is one for each run, or for two of which the first sees all keys that its window leaves,
+    until the window begins to hide some. As a call of several sequences has one window, pairs of
+    blocks with windows of several widths are left to `_cover`.
     """
+    pair, row, rows, first, last, lower, upper = stairs
+    several = rows > 1
+    has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
+    # Another slope may begin in the last row of a run, or behind it.
+    shift = np.append(first[1:] - first[:-1], first[:1])[: len(first)]
+    joins = (pair[1:] == pair[:-1]) & (row[1:] == (row + rows)[:-1])
+    joins &= (shift[:-1] >= 0) & (shift[:-1] <= 1) & (last[1:] == (last + rows)[:-1])
+    joins &= has_upper[1:] & has_lower[1:] & has_upper[:-1] & ~has_lower[:-1]
+    begins = np.append(True, ~joins)[: len(rows)]
+    joins = np.append(joins, False)[: len(rows)]
+    # Of each run with the one that it is joined with: rows, columns, and the window.
+    total = rows + np.where(joins, np.append(rows[1:], 0)[: len(rows)], 0)
+    cols = last - first + np.where(has_upper, total - 1, 0)
+    edge = np.where(joins, rows - shift, 0)
+    window = np.where(joins | has_lower, edge + cols - total + 1, 0)
+    # The narrowest and the widest of each pair: of windows, and of lower edges by themselves.
+    extremes = np.zeros((2, 2, pair.max(initial=-1) + 1), np.int64)
+    extremes[0] = FAR
+    for kind, some in enumerate((has_upper, ~has_upper)):
+        some = some & (window > 0) & begins
+        np.minimum.at(extremes[0, kind], pair[some], window[some])
+        np.maximum.at(extremes[1, kind], pair[some], window[some])
+    narrowest, (widest, _) = extremes
+    served = (narrowest >= extremes[1]).all(0)[pair]
+    # A window that hides nothing, as of a short document, lets tiles be computed together.
+    hides_nothing = (window == 0) & (has_upper | ~several) & (cols <= widest[pair])
+    window = np.where(hides_nothing, widest[pair], window)
+    q, kv = Ranges.between(row, row + total), Ranges.between(first, first + cols)
+    no = np.zeros(len(rows), np.bool_)
+    columns = pair, q, kv, has_upper | hides_nothing, no, window
+    found = _some(columns, served & begins)
+    if served.all():
+        return found
+    others = _cover(_Stairs(*(x[~served] for x in stairs)), rectangular=True)
+    pair = np.concatenate((found[0], others[0]))
+    q, kv = joined((found[1], others[1])), joined((found[2], others[2]))
+    causal, reverse = (np.concatenate(x) for x in zip(found[3:5], others[3:5], strict=True))
+    window = np.concatenate((found[5], others[5]))
+    return _some((pair, q, kv, causal, reverse, window), np.argsort(pair, kind="stable"))
+
+
+def _some(columns: _Columns, wanted: Flags | Numbers) -> _Columns:
+    pair, q, kv, causal, reverse, window = columns
+    flags = causal[wanted], reverse[wanted], window[wanted]
+    return pair[wanted], q.some(wanted), kv.some(wanted), *flags
+
+
+def _cover(stairs: _Stairs, rectangular: bool) -> _Columns:
+    """Tiles of runs of rows, for kernels that know causal and full ones."""
     pair, row, rows, first, last, lower, upper = _split(stairs)
     several = rows > 1
     has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
@@ -448,11 +563,12 @@ def _cover(stairs: _Stairs, rectangular: bool) -> tuple[Numbers, Ranges, Ranges,
         Ranges.between(start, stop),
         kind != 1,
         is_below,
+        np.zeros(len(run), np.int64),
     )
 
 
 def _with_documents_joined(
-    pair: Numbers, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags
+    pair: Numbers, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags, window: Numbers
 ) -> TileTable:
     """Causal tiles, each a whole document, that follow each other are one.
 
@@ -463,11 +579,11 @@ def _with_documents_joined(
     whole = (rows == kv.lengths) & (causal | (rows == 1)) & ~reverse
     whole &= (q.step == 1) & (kv.step == 1)
     joined = np.zeros(len(rows), np.bool_)
-    joined[1:] = whole[1:] & whole[:-1] & (pair[1:] == pair[:-1])
+    joined[1:] = whole[1:] & whole[:-1] & (pair[1:] == pair[:-1]) & (window[1:] == window[:-1])
     joined[1:] &= (q.stop[:-1] == q.start[1:]) & (kv.stop[:-1] == kv.start[1:])
     causal = causal | joined
     causal[:-1] |= joined[1:]
-    return TileTable(q, kv, causal, reverse, joined)
+    return TileTable(q, kv, causal, reverse, window, joined)
 
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:

@@ -11,7 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf, isfinite, nan
@@ -24,9 +24,8 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
-from megatron_cp_plugin.harness.train import parallel_sizes, ranks_of
-from megatron_cp_plugin.integration import launch
-from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
+from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes, ranks_of
+from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
 from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
@@ -37,7 +36,7 @@ _LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")
 _PEAK = re.compile(r"memory \(MB\).* max allocated: ([\d.]+)")
 _KERNELS = (
     re.compile(r"megatron_cp_plugin: (context parallelism by .*)"),
-    re.compile(r"Selected backend = (.*)"),
+    re.compile(r"(?:Selected backend =|DotProductAttention:Running with) (.*)"),
 )
 _HELP = """usage: megatron-cp compare [--iters N] [--reference auto|te|cp1] [--gradients]
                            [--output DIR] [--nproc-per-node N] [--config FILE] [flags]
@@ -114,12 +113,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=None)
     parser.add_argument("--save")
     known, words = parser.parse_known_args(list(argv))
-    if "RANK" in os.environ:
-        raise ConfigError("compare starts its own ranks, got those of torchrun: call it without")
     if known.iters < 2:
         raise ConfigError(f"--iters must be at least 2, got {known.iters}")
+    line = CommandLine.read("compare", words)
     known.output.mkdir(parents=True, exist_ok=True)
-    reference, ours = commands(words, known)
+    reference, ours = commands(line, known)
     logs = [
         _run(name, line, known.output) for name, line in (("reference", reference), ("ours", ours))
     ]
@@ -127,32 +125,23 @@ def main(argv: Sequence[str]) -> int:
     return _compare_gradients(known.output) if known.gradients else 0
 
 
-def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
+def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     """The flags of both runs, the reference first; writes their run files.
 
     Args:
-        words: Flags of `megatron-cp train`.
+        line: Flags of `megatron-cp train`.
         known: Those of this command.
 
     Raises:
-        ConfigError: No algorithm of the plugin is chosen, or the ranks do not fit.
+        ConfigError: The run is recorded already, or the ranks do not fit.
     """
-    path, rest = launch.split_run_file(words)
-    launch.check_run_file(path, rest)
-    flags, of_megatron = split_flags(rest)
-    content = read_run_file(path, ("save",))
-    section = content.get("context_parallel") or {}
-    if flags.algo is None and section.get("algo", MEGATRON) == MEGATRON:
-        raise ConfigError(
-            "compare needs an algorithm of the plugin, got none: add --context-parallel-algo zigzag"
-        )
-    if flags.record is not None or "record" in section:
+    if line.flags.record is not None or "record" in line.section:
         raise ConfigError("compare records runs itself, got --cp-record: use --gradients")
-    size = parallel_sizes(words)["context_parallel_size"]
-    ranks = ranks_of(words) if known.nproc_per_node is None else known.nproc_per_node
+    size = parallel_sizes(line.words)["context_parallel_size"]
+    ranks = ranks_of(line.words) if known.nproc_per_node is None else known.nproc_per_node
     if ranks % size:
         raise ConfigError(f"--nproc-per-node must be a multiple of {size} ranks, got {ranks}")
-    platform = flags.platform or section.get("platform")
+    platform = line.of_plugin("platform")
     against = known.reference
     if against == "auto":
         has_engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
@@ -162,42 +151,17 @@ def commands(words: Sequence[str], known: Any) -> tuple[list[str], list[str]]:
     if against == "cp1":
         own += ["--context-parallel-size", "1"]
     both = ["--train-iters", str(known.iters), "--log-interval", "1"]
-    sections: dict[str, Mapping[str, Any]] = {"reference": {}, "ours": section}
     found = []
-    for name, line in (("reference", [*of_megatron, *own]), ("ours", rest)):
+    for name, section, flags in (
+        ("reference", {}, [*line.of_megatron, *own]),
+        ("ours", line.section, line.rest),
+    ):
         here = ranks // size if (name, against) == ("reference", "cp1") else ranks
-        line = [
-            "--nproc-per-node",
-            str(here),
-            *run_file(known.output / f"{name}.yaml", content, sections[name]),
-            *line,
-        ]
+        of_file = line.run_file(known.output / f"{name}.yaml", section, ("save",))
         record = ["--cp-record", str(known.output / name)] if known.gradients else []
-        found.append([*line, *both, *record])
+        found.append(["--nproc-per-node", str(here), *of_file, *flags, *both, *record])
     print(f"reference: {_REFERENCES[against]}", flush=True)
     return found[0], found[1]
-
-
-def read_run_file(path: str | None, dropped: Collection[str]) -> dict[str, Any]:
-    """A run file as it is written, without some settings of Megatron; {} if there is none."""
-    if path is None:
-        return {}
-    from megatron_cp_plugin.integration.yaml_config import as_written
-
-    content = as_written(path)
-    of_megatron = (content.get("megatron") or {}).items()
-    kept = {key: v for key, v in of_megatron if str(key).replace("-", "_") not in dropped}
-    return content | {"megatron": kept}
-
-
-def run_file(path: Path, content: Mapping[str, Any], section: Mapping[str, Any]) -> list[str]:
-    """Writes a run file, if there is one, with another section of the plugin. Returns: flags."""
-    if not content:
-        return []
-    import yaml
-
-    path.write_text(yaml.safe_dump({**content, "context_parallel": dict(section)}))
-    return ["--config", str(path)]
 
 
 def _run(name: str, words: Sequence[str], folder: Path) -> Printed:

@@ -297,7 +297,7 @@ USED: tuple[Used, ...] = (
           takes="required_pgs"),
     *_names(f"{_CORE}.parallel_state",
             "get_context_parallel_group get_context_parallel_world_size "
-            "model_parallel_is_initialized"),
+            "get_data_parallel_group model_parallel_is_initialized"),
     _used(f"{_CORE}.parallel_state", "create_group", first="ranks",
           takes="timeout pg_options group_desc"),
     _used(f"{_CORE}.parallel_state", "get_nccl_options", first="pg_name nccl_comm_cfgs"),

@@ -7,7 +7,6 @@ of them is printed, and written as JSON and as a picture.
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,10 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.harness.compare import logged, read_run_file, run_file
+from megatron_cp_plugin.harness.compare import logged
 from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
-from megatron_cp_plugin.harness.train import parallel_sizes
-from megatron_cp_plugin.integration import launch
-from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser, split_flags
+from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
+from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
 from megatron_cp_plugin.log_prob_report import LogProbReport, draw, log_prob_report, tables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -148,18 +146,15 @@ def main(argv: Sequence[str]) -> int:
     for name in _VALUES:
         parser.add_argument("--" + name.replace("_", "-"))
     known, words = parser.parse_known_args(list(argv))
-    if "RANK" in os.environ:
-        raise ConfigError("invariance starts its own ranks, got those of torchrun: call it without")
     dtypes = known.dtypes.split(",")
     if unknown := [each for each in dtypes if each not in _DTYPES]:
         raise ConfigError(f"--dtypes takes {' or '.join(_DTYPES)}, got {unknown[0]}: leave it out")
     if known.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {known.samples}")
-    plan = plan_of(words, known)
+    line = CommandLine.read("invariance", words)
+    plan = plan_of(line, known)
     known.output.mkdir(parents=True, exist_ok=True)
-    unread = (*_SWITCHES, *_VALUES, "fp8", "fp4", *(_OF_DATA if known.batch else ()))
-    content = read_run_file(launch.split_run_file(words)[0], unread)
-    reports = [report_of(plan, dtype, content, known) for dtype in dtypes]
+    reports = [report_of(plan, dtype, line, known) for dtype in dtypes]
     print(tables(reports))
     path = known.output / "report.json"
     path.write_text(json.dumps([report.as_dict() for report in reports], indent=1) + "\n")
@@ -171,34 +166,25 @@ def main(argv: Sequence[str]) -> int:
     return int(not all(report.passed for report in reports))
 
 
-def plan_of(words: Sequence[str], known: Namespace) -> Plan:
+def plan_of(line: CommandLine, known: Namespace) -> Plan:
     """The runs that a command line asks for.
 
     Args:
-        words: Flags of `megatron-cp train`.
+        line: Flags of `megatron-cp train`.
         known: Those of this command.
 
     Raises:
-        ConfigError: No algorithm of the plugin is chosen, or the sizes do not fit.
+        ConfigError: The sizes do not fit.
     """
-    path, rest = launch.split_run_file(words)
-    launch.check_run_file(path, rest)
-    flags, of_megatron = split_flags(rest)
-    content = read_run_file(path, ())
-    section = content.get("context_parallel") or {}
-    algo = flags.algo or section.get("algo", MEGATRON)
-    if algo == MEGATRON:
-        raise ConfigError(
-            "invariance needs an algorithm of the plugin, got none: add --context-parallel-algo "
-            "zigzag"
-        )
-    sizes = [parallel_sizes(words)[name] for name in _SIZES]
+    section, rest, of_megatron = line.section, line.rest, line.of_megatron
+    algo = line.of_plugin("algo")
+    sizes = [parallel_sizes(line.words)[name] for name in _SIZES]
     if sizes[0] < 2:
         raise ConfigError(
             f"invariance needs 2 or more context-parallel ranks, got {sizes[0]}: add "
             "--context-parallel-size 2"
         )
-    given = _given(of_megatron, content.get("megatron") or {})
+    given = line.given
     if (experts := given("expert_model_parallel_size", 1)) > 1 and not given("load", ""):
         raise ConfigError(
             f"new weights of experts depend on the rank, got expert_model_parallel_size {experts}: "
@@ -207,9 +193,8 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
     spans = bool(known.batch and read_batch(known.batch)[1])
     if spans and MEGATRON in known.also.split(","):
         raise ConfigError(f"{MEGATRON} knows no attention_spans, got --also {known.also}")
-    kernel = flags.kernel if flags.kernel != "auto" else section.get("kernel", "auto")
-    chunk = flags.chunked_loss or section.get("chunked_loss")
-    platform = flags.platform or section.get("platform")
+    kernel = line.of_plugin("kernel", "auto")
+    chunk, platform = line.of_plugin("chunked_loss"), line.of_plugin("platform")
     of_platform = ("--cp-platform", platform) if platform else ()
     alone = ("--context-parallel-size", "1", "--expert-model-parallel-size", "1")
 
@@ -219,9 +204,11 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
         return (*of_megatron, *ours, *of_platform)
 
     own = (*of_megatron, "--context-parallel-algo", MEGATRON, *of_platform)
-    mixed = flags.layers or section.get("layers")
     noise: Run | None = None
-    if mixed or registry.kind_of("zigzag" if algo == registry.AUTO else algo) == "linear":
+    if (
+        line.of_plugin("layers")
+        or registry.kind_of("zigzag" if algo == registry.AUTO else algo) == "linear"
+    ):
         reference = Run("CP 1", "cp1", (*rest, *alone), section)
         if torch.cuda.is_available() and platform != "cpu":
             words_of_noise = (*rest, *alone, "--cp-kernel", "chunked")
@@ -236,8 +223,8 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
         noise = Run(f"CP 1, kernel {kernel}", "noise", plugins, {})
     others = [Run(f"CP {sizes[0]}, {algo}", "ours", tuple(rest), section)]
     for name in filter(None, known.also.split(",")):
-        line = own if name == MEGATRON else of_plugin(name, kernel)
-        others.append(Run(f"CP {sizes[0]}, {name}", name, line, {}))
+        own_words = own if name == MEGATRON else of_plugin(name, kernel)
+        others.append(Run(f"CP {sizes[0]}, {name}", name, own_words, {}))
     if known.also_tensor is not None:
         tensor = ("--tensor-model-parallel-size", str(known.also_tensor))
         name = f"CP {sizes[0]}, TP {known.also_tensor}, {algo}"
@@ -258,29 +245,12 @@ def plan_of(words: Sequence[str], known: Namespace) -> Plan:
     return Plan(initialized(reference), noise, tuple(map(initialized, others)))
 
 
-def _given(words: Sequence[str], of_file: Mapping[str, Any]) -> Any:
-    """A function that says what flags, or else a run file, give for a setting of Megatron."""
-    named = {str(key).replace("-", "_"): value for key, value in of_file.items()}
-
-    def value(name: str, default: Any) -> Any:
-        flag = "--" + name.replace("_", "-")
-        if flag not in words:
-            return named.get(name, default)
-        following = words[words.index(flag) + 1 :][:1]
-        has_value = following and not following[0].startswith("--")
-        return type(default)(following[0]) if has_value else True
-
-    return value
-
-
-def report_of(
-    plan: Plan, dtype: str, content: Mapping[str, Any], known: Namespace
-) -> LogProbReport:
+def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:
     """Runs all jobs of one dtype.
 
     Args:
         dtype: A name of `_DTYPES`.
-        content: The run file; {}: there is none.
+        line: Flags of `megatron-cp train`.
         known: Flags of this command.
 
     Raises:
@@ -288,7 +258,7 @@ def report_of(
             reference.
     """
     reference, *found = (
-        _computed(run, dtype, content, known)
+        _computed(run, dtype, line, known)
         for run in (plan.reference, *([plan.noise] if plan.noise else []), *plan.others)
     )
     noise = found.pop(0) if plan.noise else None
@@ -329,7 +299,7 @@ def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | No
         )
 
 
-def _computed(run: Run, dtype: str, content: Mapping[str, Any], known: Namespace) -> LogProbs:
+def _computed(run: Run, dtype: str, line: CommandLine, known: Namespace) -> LogProbs:
     """Starts a job, and reads what it wrote."""
     name = f"{run.file}-{dtype}"
     folder = known.output / name
@@ -342,8 +312,9 @@ def _computed(run: Run, dtype: str, content: Mapping[str, Any], known: Namespace
         rows, _ = read_batch(known.batch)
         samples, batch = len(rows), str(known.batch)
         of_batch = ["--mock-data", "--seq-length", str(len(rows[0]["tokens"]))]
+    unread = (*_SWITCHES, *_VALUES, "fp8", "fp4", *(_OF_DATA if known.batch else ()))
     words = [
-        *run_file(known.output / f"{name}.yaml", content, run.section),
+        *line.run_file(known.output / f"{name}.yaml", run.section, unread),
         *(*run.words, *of_batch, *_FORWARD.split(), "--global-batch-size", str(samples)),
         *(["--bf16"] if dtype == "bfloat16" else []),
     ]

@@ -339,7 +339,9 @@ def _of_verl(command: Command) -> Recipe:
         if own:
             name = own[1].removeprefix("override_transformer_config.")
             inner = name != own[1]
-            if name in known or name in ("dynamic_context_parallel", "use_megatron_fsdp"):
+            if name == "dynamic_context_parallel":
+                continue  # its engine has a loop of its own, whose micro-batches say their ranks
+            if name in known or name == "use_megatron_fsdp":
                 _set(recipe, name, value, word)
             elif inner or not _VERL.fullmatch(name):
                 recipe.unknown.append(f"{word.text} ({word.place})")

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration import launch
-from megatron_cp_plugin.integration.args import OneLineParser, split_flags
+from megatron_cp_plugin.integration.args import (
+    MEGATRON,
+    OneLineParser,
+    PluginFlags,
+    split_flags,
+)
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -118,15 +126,103 @@ def ranks_of(words: Sequence[str]) -> int:
 def parallel_sizes(words: Sequence[str]) -> dict[str, int]:
     """What flags or the run file give, by the names of Megatron's settings; 1 for other words."""
     path, rest = launch.split_run_file(words)
-    of_file: dict[str, object] = {}
-    if path is not None:
-        from megatron_cp_plugin.integration.yaml_config import as_written
-
-        section = as_written(path).get("megatron") or {}
-        of_file = {str(key).replace("-", "_"): value for key, value in section.items()}
+    of_file = _megatron(_written(path))
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     for name in _SIZES:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
     given = vars(parser.parse_known_args(rest)[0])
     sizes = {n: of_file.get(n, 1) if given[n] is None else given[n] for n in _SIZES}
     return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
+
+
+def _written(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    from megatron_cp_plugin.integration.yaml_config import as_written
+
+    return as_written(path)
+
+
+def _megatron(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The section, by names with underscores."""
+    section = content.get("megatron") or {}
+    return {str(key).replace("-", "_"): value for key, value in section.items()}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Flags of `megatron-cp train` that another command starts runs with.
+
+    Attributes:
+        words: All of them.
+        rest: Those but --config.
+        flags: The plugin's.
+        of_megatron: Megatron's.
+        content: The run file as it is written; {}: there is none.
+    """
+
+    words: Sequence[str]
+    rest: list[str]
+    flags: PluginFlags
+    of_megatron: list[str]
+    content: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, command: str, words: Sequence[str]) -> Self:
+        """Reads and checks it.
+
+        Raises:
+            ConfigError: It chooses no algorithm of the plugin, or cannot be read.
+        """
+        if "RANK" in os.environ:
+            raise ConfigError(
+                f"{command} starts its own ranks, got those of torchrun: call it without"
+            )
+        path, rest = launch.split_run_file(words)
+        launch.check_run_file(path, rest)
+        found = cls(words, rest, *split_flags(rest), _written(path))
+        if found.of_plugin("algo", MEGATRON) == MEGATRON:
+            raise ConfigError(
+                f"{command} needs an algorithm of the plugin, got none: add "
+                "--context-parallel-algo zigzag"
+            )
+        return found
+
+    @property
+    def section(self) -> Mapping[str, Any]:
+        """The run file's settings of the plugin."""
+        return self.content.get("context_parallel") or {}
+
+    def of_plugin(self, name: str, default: Any = None) -> Any:
+        """What a flag of the plugin gives, else the run file."""
+        given = getattr(self.flags, name)
+        is_unset = given == {"kernel": "auto", "layers": ()}.get(name)
+        return self.section.get(name, default) if is_unset else given
+
+    def given(self, name: str, default: Any) -> Any:
+        """What a flag of Megatron gives, of default's type, else the run file."""
+        flag = "--" + name.replace("_", "-")
+        if flag not in self.of_megatron:
+            return _megatron(self.content).get(name, default)
+        following = self.of_megatron[self.of_megatron.index(flag) + 1 :][:1]
+        has_value = following and not following[0].startswith("--")
+        return type(default)(following[0]) if has_value else True
+
+    def run_file(
+        self, path: Path, section: Mapping[str, Any], dropped: Collection[str]
+    ) -> list[str]:
+        """Writes the run file, if there is one, with another section of the plugin.
+
+        Args: dropped: settings of Megatron that it lacks then.
+
+        Returns: flags.
+        """
+        if not self.content:
+            return []
+        import yaml
+
+        written = (self.content.get("megatron") or {}).items()
+        kept = {key: v for key, v in written if str(key).replace("-", "_") not in dropped}
+        content = {**self.content, "megatron": kept, "context_parallel": dict(section)}
+        path.write_text(yaml.safe_dump(content))
+        return ["--config", str(path)]

@@ -113,7 +113,6 @@ class ContextParallelAttention(MegatronModule):
         self._kernel_for = resolver(runtime.config.kernel)
         self._keeps_largest = config.qk_clip or config.log_max_attention_logit
         self._cp_group = pg_collection.cp
-        self._cp_size = pg_collection.cp.size()
         self.algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
 
@@ -181,8 +180,9 @@ class ContextParallelAttention(MegatronModule):
                 f"attention needs as many queries as keys, got {query.size(0)} and "
                 f"{key.size(0)}, as with a KV cache: generate with a model without the plugin"
             )
-        seq_len = query.size(0) * self._cp_size
         packed = self.packed if packed_seq_params is None else packed_seq_params
+        group = getattr(packed, "group", None) or self._cp_group
+        seq_len = query.size(0) * group.size()
         documents = starts_of(packed, seq_len)
         causal = self._causal
         if attn_mask_type is not None:
@@ -192,9 +192,9 @@ class ContextParallelAttention(MegatronModule):
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
         if self._keeps_largest:
-            self._keep_largest(q, k, packed, seq_len, causal=causal)
+            self._keep_largest(q, k, packed, group, seq_len, causal=causal)
         settings: dict[str, Any] = {
-            "algorithm": self.algorithm,
+            "algorithm": self.runtime.algorithm(group),
             "seq_len": seq_len,
             "causal": causal,
             "scale": self._scale,
@@ -215,13 +215,18 @@ class ContextParallelAttention(MegatronModule):
         return out.transpose(0, 1).flatten(2)
 
     def _keep_largest(
-        self, q: Tensor, k: Tensor, packed: DocumentMask | None, seq_len: int, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        packed: DocumentMask | None,
+        group: dist.ProcessGroup,
+        seq_len: int,
+        *,
+        causal: bool,
     ) -> None:
         mask = mask_of_tokens(packed, seq_len, causal=causal, window=self._window)
         layout = self.algorithm.layout.within(packed.followed(seq_len) if packed else ())
-        found = largest_scores(
-            q, k, scale=self._scale, mask=mask, layout=layout, group=self._cp_group
-        )
+        found = largest_scores(q, k, scale=self._scale, mask=mask, layout=layout, group=group)
         before = self.current_max_attn_logits
         self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 

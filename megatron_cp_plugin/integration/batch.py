@@ -99,7 +99,7 @@ class Batches:
                 the first one's attention_mask is another.
         """
         self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
-        if self.checks.is_first and self.spans is None:
+        if self.checks.is_first(group) and self.spans is None:
             _check_mask(batch.get("attention_mask"))
         if group.size() == 1:
             _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
@@ -186,7 +186,7 @@ class Batches:
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
-        if self.checks.is_first:
+        if self.checks.is_first(group):
             held = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
             held[_SPANS] = [self._sum_of_spans()]
             self.checks.compare(fault or (order() if order else None), group, held, _other_samples)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.chunked_loss import losses_and_entropies, losses_and_predictions
+from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.chunked_logits import ChunkedLogits, Head
 
@@ -117,8 +117,8 @@ class _Loss:
         """The output layer: its logits, what they will be made of, or what is made of them.
 
         Args:
-            wanted: Beside labels, as `losses_and_entropies` takes it; nothing: losses and
-                predictions.
+            wanted: Beside labels, a temperature, and whether entropies are wanted, as
+                `token_losses` takes them; nothing: losses and predictions.
         """
         if labels is not None:
             return self._chunked(
@@ -134,16 +134,16 @@ class _Loss:
         self, hidden: Tensor, weight: Tensor, labels: Tensor, wanted: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         layer = self._layer
+        predict = bool(self._model.config.mtp_num_layers) and self._model.training
         settings = {
             "chunk_tokens": self._chunk_tokens,
             "tp_group": layer.tp_group,
             "sequence_parallel": layer.sequence_parallel,
             "into_main_grad": _has_main_grad(weight),
+            **(wanted or {"predict": predict}),
         }
-        if wanted:
-            return losses_and_entropies(hidden, weight, labels, **settings | wanted)
-        predict = bool(self._model.config.mtp_num_layers) and self._model.training
-        return losses_and_predictions(hidden, weight, labels, **settings, predict=predict)
+        losses, entropies, predicted = token_losses(hidden, weight, labels, **settings)
+        return losses, entropies if wanted else predicted
 
     def _losses(self, labels: Tensor, logits: PendingLogits | Tensor) -> Tensor:
         """The model's method: losses [B,S] of labels [B,S]."""

@@ -222,9 +222,9 @@ SETTINGS: tuple[Setting, ...] = (
         "context_parallel_size cp_comm_type cross_entropy_loss_fusion cuda_graph_impl "
         "defer_embedding_wgrad_compute deterministic_mode enable_cuda_graph "
         "experimental_attention_variant expert_model_parallel_size external_cuda_graph "
-        "fine_grained_activation_offloading fp16 hidden_size hybrid_context_parallel kv_channels "
+        "fp16 hidden_size hybrid_context_parallel kv_channels "
         "linear_attention_freq linear_num_key_heads linear_num_value_heads log_max_attention_logit "
-        "microbatch_group_size_per_vp_stage moe_expert_capacity_factor "
+        "microbatch_group_size_per_vp_stage moe_aux_loss_coeff moe_expert_capacity_factor "
         "moe_router_load_balancing_type mtp_num_layers multi_latent_attention num_attention_heads "
         "num_layers num_query_groups overlap_moe_expert_parallel_comm perform_initialization "
         "pipeline_model_parallel_size qk_clip qk_l2_norm qk_layernorm recompute_granularity "
@@ -250,7 +250,7 @@ SETTINGS: tuple[Setting, ...] = (
         since=(0, 19),
     ),
     *_settings(
-        "cpu_offloading fp8_dot_product_attention fp8_multi_head_attention "
+        "fp8_dot_product_attention fp8_multi_head_attention "
         "hetereogenous_dist_checkpoint init_method layernorm_epsilon mtp_loss_scaling_factor "
         "output_layer_init_method",
         "config",
@@ -260,7 +260,7 @@ SETTINGS: tuple[Setting, ...] = (
     *_settings(
         "check_for_nan_in_loss_and_grad ckpt_format create_attention_mask_in_dataloader "
         "data_cache_path data_parallel_sharding_strategy "
-        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss eval_iters "
+        "data_path distributed_timeout_minutes encoder_seq_length eod_mask_loss "
         "fake_process_group "
         "ffn_hidden_size fim_data finetune global_batch_size group_query_attention "
         "high_priority_stream_groups hybrid_override_pattern load micro_batch_size "
@@ -270,10 +270,10 @@ SETTINGS: tuple[Setting, ...] = (
         "num_dataset_builder_threads num_experts perform_rl_step "
         "position_embedding_type rampup_batch_size rank recompute_activations "
         "reset_attention_mask reset_position_ids rl_use_sequence_packing save seed seq_length "
-        "sft skip_train spec split swiglu tensorboard_dir test_data_path train_data_path "
+        "sft skip_train spec split swiglu tensorboard_dir "
         "train_iters train_samples "
         "untie_embeddings_and_output_weights use_distributed_optimizer use_megatron_fsdp "
-        "use_rotary_position_embeddings use_torch_fsdp2 use_tp_pp_dp_mapping valid_data_path "
+        "use_rotary_position_embeddings use_torch_fsdp2 use_tp_pp_dp_mapping "
         "vocab_size world_size yaml_cfg",
         "args",
     ),

@@ -37,6 +37,19 @@ _OF_CALLERS = ("thd", "contiguous", "zigzag")
 RawSpans = tuple[tuple[object, ...], ...]
 
 
+class OneRank:
+    """Stands for a context-parallel group where there is nothing to split."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE: Any = OneRank()
+
+
 @dataclass
 class DocumentMask(PackedSeqParams):
     """What the plugin's attention makes of packed_seq_params.
@@ -49,6 +62,7 @@ class DocumentMask(PackedSeqParams):
             None: the model's causal mask says it.
         positions: Of all tokens [N], for rotary embeddings; None: by their order.
         packed: Documents that the above do not have yet, as a model would be given them alone.
+        group: The context-parallel ranks of this micro-batch; None: those of the run.
     """
 
     qkv_format: str = "bshd"
@@ -58,6 +72,7 @@ class DocumentMask(PackedSeqParams):
     spans: RawSpans | None = None
     positions: Tensor | None = None
     packed: PackedSeqParams | None = None
+    group: dist.ProcessGroup | None = None
     _checked: tuple[int, Slices] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -197,7 +212,7 @@ def mask_of_cut(
     Args:
         packed: What a model was given; all that the caller added to it is in the result too.
         layout: By which the batch was cut.
-        group: The context-parallel group.
+        group: The context-parallel ranks that have it, see `group_of`.
 
     Raises:
         ContextParallelError: It was cut otherwise, or its numbers contradict each other.
@@ -207,7 +222,7 @@ def mask_of_cut(
     if packed is None:
         return None
     lengths = _lengths(packed)
-    _check_cutting(packed, layout, group)
+    _check_cutting(packed, layout)
     padded = packed.cu_seqlens_q_padded
     pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
     for of_queries, of_keys in pairs:
@@ -221,7 +236,9 @@ def mask_of_cut(
     real = lengths.flatten().tolist()
     bounds = real if padded is None else padded.flatten().tolist()
     starts = document_starts(bounds, bounds[-1])
-    mask = DocumentMask(seq_len=bounds[-1], starts=starts, padding=_padding(real, bounds))
+    mask = DocumentMask(
+        seq_len=bounds[-1], starts=starts, padding=_padding(real, bounds), group=group
+    )
     longest = packed.max_seqlen_q
     needed = max((stop - start for start, stop in pairwise(real)), default=0)
     if longest is not None and int(longest) < needed:
@@ -230,9 +247,33 @@ def mask_of_cut(
             f"{int(longest)}: give lengths of whole documents, not of a rank's part"
         )
     for name, value in vars(packed).items():
-        if name not in ("qkv_format", "cp_group"):  # by which embeddings of images cut angles
+        # By these, layers and embeddings would cut angles, or refuse them.
+        if name not in ("qkv_format", "cp_group", "local_cp_size"):
             setattr(mask, name, value)
     return mask
+
+
+def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the context-parallel ranks of a micro-batch.
+
+    Args:
+        packed: What a model was given; its `local_cp_size` and `cp_group` say it, if there are any.
+        own: The group of the run.
+
+    Raises:
+        ContextParallelError: The two contradict each other.
+    """
+    if isinstance(packed, DocumentMask):
+        return packed.group or group_of(packed.packed, own)
+    size, group = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
+    if group is None:
+        group = ALONE if size == 1 else own
+    if size not in (None, group.size()):
+        raise ContextParallelError(
+            f"packed_seq_params need the cp_group of their local_cp_size {size}, got one of "
+            f"{group.size()} ranks: pass both, as of parallel_state"
+        )
+    return group
 
 
 def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
@@ -468,7 +509,7 @@ def _lengths(packed: PackedSeqParams) -> Tensor:
     return lengths
 
 
-def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessGroup) -> None:
+def _check_cutting(packed: PackedSeqParams, layout: Layout) -> None:
     given: Any = getattr(packed, "cp_partition_mode", None)
     mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
     if given not in (None, mode):
@@ -476,12 +517,6 @@ def _check_cutting(packed: PackedSeqParams, layout: Layout, group: dist.ProcessG
             f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got "
             f"{given}: let the framework split them so, or use "
             f"layout={'thd' if given == 'zigzag' else given}"
-        )
-    ranks = getattr(packed, "local_cp_size", None)
-    if ranks not in (None, group.size()) or packed.cp_group not in (None, group):
-        raise ContextParallelError(
-            f"packed sequences need the {group.size()} context-parallel ranks of the run, got "
-            f"another cp_group or local_cp_size {ranks}: turn dynamic context parallelism off"
         )
 
 

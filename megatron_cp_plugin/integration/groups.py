@@ -41,8 +41,21 @@ def set_up_groups(
         )
     settings = Settings(config)
     sizes = shape_of_latents if runtime.config.send_latents else Settings.shape
-    shape = sizes(settings, runtime.config.layout.multiple(own.size()))
-    runtime.set_up(own, shape, _new_group(args), recurrent=recurrent or settings.is_gated)
+    for group in (own, *_dynamic(settings)):
+        shape = sizes(settings, runtime.config.layout.multiple(group.size()))
+        runtime.set_up(group, shape, _new_group(args), recurrent=recurrent or settings.is_gated)
+
+
+def _dynamic(settings: Settings) -> list[Any]:
+    """Groups of data- and context-parallel ranks of which a micro-batch may have one, by size."""
+    groups: dict[int, Any] = {}
+    for name in ("_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"):  # the second one after 0.20
+        groups |= getattr(parallel_state, name, {})
+    # Of two ranks Megatron makes no further groups; verl sets groups up, but not the model.
+    if not (groups or settings.hybrid_context_parallel or settings.dynamic_context_parallel):
+        return []
+    full = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return [*(groups[size] for size in sorted(groups)), full]
 
 
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:

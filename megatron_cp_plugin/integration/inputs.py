@@ -25,6 +25,7 @@ from megatron_cp_plugin.integration.documents import (
     PositionsOfPacks,
     RawSpans,
     document_mask,
+    group_of,
     mask_of_cut,
 )
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
@@ -82,40 +83,61 @@ class Inputs(ABC):
             self._forward, self._signature = forward, inspect.signature(model.forward)
         call = self._signature.bind(*args, **kwargs)
         given, mask, fault = call.arguments, None, None
+        group = self._group
         try:
-            _check_cache(given, self._group)
-            mask = self._mask_of(model, given)
+            group = group_of(given.get("packed_seq_params"), self._group)
+            if group is not self._group:
+                self._check_group(model, group)
+            _check_cache(given, group)
+            mask = self._mask_of(model, given, group)
             _check_spans(model, mask, self._runtime.config, carries=self._recurrent)
             self._stages.compare(mask)
             _check_capture(model, mask)
-            self._cut_whole(model, given, mask)
-            self._check(model, given, mask)
+            self._cut_whole(model, given, mask, group)
+            self._check(model, given, mask, group)
         except ContextParallelError as error:
             fault = str(error)
         held = self._held(model, given, mask)
-        compared = self._calls.compare(fault, self._group, held, lambda *_: _OTHER_DOCUMENTS)
-        if held is not None and not compared and self._group.size() > 1:
+        compared = self._calls.compare(fault, group, held, lambda *_: _OTHER_DOCUMENTS)
+        if held is not None and not compared and group.size() > 1:
             number = torch.full((1,), crc32(repr(held).encode()), device=_device(model))
             if not capturing(number):
-                self._later.compare_later(number, self._group, _OTHER_DOCUMENTS)
+                self._later.compare_later(number, group, _OTHER_DOCUMENTS)
         self._runtime.mask = mask
         if mask is not None:
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
 
+    def _check_group(self, model: Any, group: dist.ProcessGroup) -> None:
+        """Refuses other ranks than those of the run, where a layer would not know of them."""
+        self._runtime.check_group(group)
+        settings = Settings(model.config)
+        weights = settings.moe_aux_loss_coeff
+        reasons = {
+            "DSA layers split documents": settings.is_sparse,
+            "Megatron sums the losses of --moe-aux-loss-coeff": any(
+                weights if isinstance(weights, list) else [weights]
+            ),
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            raise ContextParallelError(
+                f"{reason} over the {self._group.size()} context-parallel ranks of the run, got "
+                f"packed_seq_params of {group.size()}: leave one of the two out"
+            )
+
     def _cut_whole(
-        self, model: nn.Module, given: dict[str, Any], mask: DocumentMask | None
+        self,
+        model: nn.Module,
+        given: dict[str, Any],
+        mask: DocumentMask | None,
+        group: dist.ProcessGroup,
     ) -> None:
         """Keeps this rank's part of what may be whole beside a rank's tokens.
 
         That is multimodal position ids [3,b,N], which Megatron's embedding of positions would cut,
         and embeddings [N,b,H], into which images were inserted before the split.
         """
-        ids, hidden, size = (
-            given.get("position_ids"),
-            given.get("decoder_input"),
-            self._group.size(),
-        )
+        ids, hidden, size = given.get("position_ids"), given.get("decoder_input"), group.size()
         multimodal = isinstance(ids, Tensor) and is_multimodal(ids)
         if multimodal and mask is not None and mask.positions is not None:
             raise ContextParallelError(
@@ -145,7 +167,7 @@ class Inputs(ABC):
                     f"whole sequence, got {tokens}: split it like labels, or not at all"
                 )
             followed = mask.followed(tokens) if mask is not None else ()
-            mine = self._runtime.positions(self._group, tokens, tensor.device, followed)
+            mine = self._runtime.positions(group, tokens, tensor.device, followed)
             given[name] = tensor.index_select(dim, mine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
@@ -162,11 +184,19 @@ class Inputs(ABC):
         self._later.finish()
 
     @abstractmethod
-    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+    def _mask_of(
+        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
+    ) -> DocumentMask | None:
         """Whom tokens see, by what a model is given."""
 
     @abstractmethod
-    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
+    def _check(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        mask: DocumentMask | None,
+        group: dist.ProcessGroup,
+    ) -> None:
         """Raises: ContextParallelError if tokens do not belong to the mask."""
 
     def _held(
@@ -184,13 +214,21 @@ class SplitInputs(Inputs):
         self._batches = batches
         self._cut: Cut | None = None
 
-    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
-        self._cut = _cut(given, self._batches, self._group) if self._group.size() > 1 else None
+    def _mask_of(
+        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
+    ) -> DocumentMask | None:
+        self._cut = _cut(given, self._batches, group) if group.size() > 1 else None
         mask = document_mask(given.get("packed_seq_params"))
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
 
-    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
+    def _check(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        mask: DocumentMask | None,
+        group: dist.ProcessGroup,
+    ) -> None:
         if self._cut is not None:
             _check_documents(self._cut, mask)
 
@@ -203,10 +241,12 @@ class CutInputs(Inputs):
 
     def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
         super().__init__(model, runtime, group, CallChecks())
-        self._positions = PositionsOfPacks(runtime.config.layout, group)
+        self._positions: dict[dist.ProcessGroup, PositionsOfPacks] = {}
         self._called = False
 
-    def _mask_of(self, model: nn.Module, given: Mapping[str, Any]) -> DocumentMask | None:
+    def _mask_of(
+        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
+    ) -> DocumentMask | None:
         self._later.clear()  # of a call that has failed
         if not self._called:
             # Frameworks give a model other position embeddings, or layers, once it is built.
@@ -214,10 +254,16 @@ class CutInputs(Inputs):
             use_attention(model, self._runtime)
             self._called = True
         packed, layout = given.get("packed_seq_params"), self._runtime.config.layout
-        return mask_of_cut(packed, layout, self._group)
+        return mask_of_cut(packed, layout, group)
 
-    def _check(self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None) -> None:
-        tokens, size = _tokens_of(model, given), self._group.size()
+    def _check(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        mask: DocumentMask | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        tokens, size = _tokens_of(model, given), group.size()
         if tokens is None:
             return
         total = tokens * size
@@ -229,19 +275,24 @@ class CutInputs(Inputs):
                 "its part of each"
             )
         layout = self._runtime.config.layout.within(mask.starts if mask else ())
-        layout.spans(self._group.rank(), size, total)
+        layout.spans(group.rank(), size, total)
         if size > 1 and (mask is None or mask.has_documents):
-            self._check_positions(given, total)
+            self._check_positions(given, total, group)
 
-    def _check_positions(self, given: Mapping[str, Any], total: int) -> None:
+    def _check_positions(
+        self, given: Mapping[str, Any], total: int, group: dist.ProcessGroup
+    ) -> None:
         positions, ids = given.get("position_ids"), given.get("input_ids")
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor) or capturing(positions):
             return
         if positions.shape == ids.shape:  # else left as they were before samples were packed
             packed = given.get("packed_seq_params")
             packed = packed.packed if isinstance(packed, DocumentMask) else packed
-            check = self._positions.begin(positions, packed, total)
-            if not self._calls.is_first:
+            look = self._positions.setdefault(
+                group, PositionsOfPacks(self._runtime.config.layout, group)
+            )
+            check = look.begin(positions, packed, total)
+            if not self._calls.is_first(group):
                 self._later.add(check)
             elif fault := check():
                 raise ContextParallelError(fault)

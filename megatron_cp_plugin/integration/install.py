@@ -26,6 +26,7 @@ from megatron_cp_plugin.integration.chunked_loss import serve_loss
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
+from megatron_cp_plugin.integration.latent_attention import send_latents as send
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -125,6 +126,7 @@ def serve(
     kernel: str = "auto",
     vp_stage: int | None = None,
     pg_collection: Any = None,
+    send_latents: bool = False,
     tokens: int | None = None,
     mean_document: str | int | None = None,
     **options: object,
@@ -137,7 +139,7 @@ def serve(
     Args:
         spec: Of all layers, the block's or a HybridModel's stack's.
         config: Of the model.
-        algo, layout, kernel, tokens, mean_document, options: As in `install`.
+        algo, layout, kernel, send_latents, tokens, mean_document, options: As in `install`.
         vp_stage: Virtual pipeline stage.
         pg_collection: The model's ProcessGroupCollection; None: Megatron's own groups.
 
@@ -150,7 +152,7 @@ def serve(
             "from its own spec, or leave install out"
         )
     batches = Batches(tokens, mean_document)
-    asked = _config(algo, layout, kernel, True, options, batches)
+    asked = _config(algo, layout, kernel, True, options, batches, send_latents=send_latents)
     check("serve", Settings(config, asked))
     runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
     check("model", settings := Settings(config, runtime.config))
@@ -179,6 +181,8 @@ def adopt(model: nn.Module) -> nn.Module:
     runtime = attention[0].runtime
     if not serves_inputs(model):
         use_layout(model, runtime)
+        if runtime.config.send_latents:
+            send(model)
         group: Any = model.pg_collection
         serve_cut_inputs(model, runtime, group.cp)
     return model

@@ -55,10 +55,12 @@ def send_latents(model: nn.Module) -> None:
         ContextParallelError: An algorithm cannot, or a projection is of another kind.
     """
     for owner in model.modules():
-        if not isinstance(owner, MLASelfAttention) or owner.pg_collection.cp.size() == 1:
+        if not isinstance(owner, MLASelfAttention):
             continue
         core: Any = owner.core_attention
         assert isinstance(core, ContextParallelAttention)
+        if owner.pg_collection.cp.size() == 1 and not core.runtime.has_groups:
+            continue
         settings, algorithm = Settings(owner.config), core.algorithm
         tokens = algorithm.layout.multiple(owner.pg_collection.cp.size())
         check_latents(algorithm, shape_of_latents(settings, tokens), Mask())

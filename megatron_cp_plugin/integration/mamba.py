@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_cp_plugin.integration.documents import ALONE
 from megatron_cp_plugin.integration.recurrent import RecurrentSequence, check_layout, refuse
 from megatron_cp_plugin.integration.runtime import Runtime
-
-
-class _OneRank:
-    """Stands for a context-parallel group where Megatron would split heads."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 @cache
@@ -40,7 +31,7 @@ def served(kind: type) -> type:
         ) -> None:
             check_layout(kind, runtime.config)
             alone = copy(pg_collection)
-            alone.cp = _OneRank()
+            alone.cp = ALONE  # else Megatron would split heads
             super().__init__(*args, pg_collection=alone, **kwargs)
             self.pg_collection = pg_collection
             self._runtime = runtime

@@ -56,6 +56,7 @@ def roll_tensor(
     if group is None:
         group = parallel_state.get_context_parallel_group()
     packed = given["packed_seq_params"]
+    group = getattr(packed, "group", None) or group
     if tensor is None or (group.size() == 1 and packed is None):
         return original(*args, **kwargs)
     if packed is not None and not isinstance(packed, DocumentMask):
@@ -93,7 +94,8 @@ def process_mtp_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any)
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    config, group, ids = given["config"], given["cp_group"], given["labels"]
+    config, ids = given["config"], given["labels"]
+    group = getattr(given["packed_seq_params"], "group", None) or given["cp_group"]
     if config.calculate_per_token_loss and group is not None and group.size() > 1:
         derives = ids is None
         ids = given.get("input_ids") if derives else ids
@@ -141,8 +143,10 @@ def next_tokens(
     starts = mask.sample_starts(seq_len) if mask else ()
     followed = mask.followed(seq_len) if mask else ()
     local = tensor.contiguous()
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local, group=group)
+    parts = [local]
+    if group.size() > 1:
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local, group=group)
     whole = unshard(parts, -1, runtime.config.layout.within(followed))
     following = functional.pad(whole[..., 1:], (0, 1))
     if starts:  # a list of places goes to the GPU, for which the host waits

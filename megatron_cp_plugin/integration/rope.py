@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
-from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -44,7 +44,7 @@ class LayoutRotaryEmbedding(nn.Module):
         self.embedding = embedding
         self._runtime = runtime
         self._group = group
-        self._tables: dict[tuple[int, int], Any] = {}
+        self._tables: dict[tuple[object, ...], Any] = {}
 
     @property
     def inv_freq(self) -> Tensor:
@@ -85,20 +85,20 @@ class LayoutRotaryEmbedding(nn.Module):
             [S,1,1,D]; YaRN: that and its scale.
         """
         if packed_seq or cp_group not in (None, self._group):
-            raise ContextParallelError("packed sequences and dynamic groups are not supported")
+            raise ContextParallelError("packed sequences need a model that the plugin serves")
         mask = self._runtime.mask if self.packed is None else self.packed
         max_seq_len = (mask.seq_len if mask else 0) or max_seq_len
         if mask and (mask.starts or mask.spans is not None):
             return self._angles(max_seq_len, offset, mask)
-        key = (max_seq_len, offset)
+        group = mask.group if mask and mask.group else self._group
+        key = (max_seq_len, offset, group)
         if key not in self._tables:
             if len(self._tables) == _TABLES:
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = self._angles(max_seq_len, offset, None)
+            self._tables[key] = self._angles(max_seq_len, offset, DocumentMask(group=group))
         return self._tables[key]
 
-    def _angles(self, seq_len: int, offset: int, mask: DocumentMask | None) -> Any:
-        mask = mask or DocumentMask()
+    def _angles(self, seq_len: int, offset: int, mask: DocumentMask) -> Any:
         documents, given = mask.starts, mask.positions
         if given is not None and len(given) != seq_len:
             raise ContextParallelError(
@@ -108,7 +108,7 @@ class LayoutRotaryEmbedding(nn.Module):
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
         positions = self._runtime.positions(
-            self._group, seq_len, angles.device, mask.followed(seq_len)
+            mask.group or self._group, seq_len, angles.device, mask.followed(seq_len)
         )
         if given is not None:
             positions = given.to(angles.device)[positions]
@@ -150,16 +150,6 @@ def set_cos_sin_cache(
         original(embedding, *args, **kwargs)
 
 
-class _NothingToCut:
-    """The group of an embedding whose positions are those of the rank's own tokens."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 def _takes_positions(embedding: Any) -> bool:
     """Whether angles are made of position ids, as Megatron's and Bridge's for images are."""
     parameters = inspect.signature(embedding.forward).parameters
@@ -195,8 +185,8 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
         if embedding is None or isinstance(embedding, LayoutRotaryEmbedding):
             continue
         if owner is model and _takes_positions(embedding):
-            if not isinstance(embedding.cp_group, _NothingToCut):
-                embedding.cp_group = _NothingToCut()
+            if embedding.cp_group is not ALONE:  # its positions are those of the rank's own tokens
+                embedding.cp_group = ALONE
                 embedding.register_forward_hook(_check_angles)
             continue
         if not isinstance(embedding, (RotaryEmbedding, YarnRotaryEmbedding)):
@@ -205,7 +195,7 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
                 f"{type(embedding).__name__}: use --position-embedding-type rope"
             )
         group: Any = owner.pg_collection
-        if owner is not model and group.cp.size() == 1:
+        if owner is not model and group.cp.size() == 1 and not runtime.has_groups:
             # Nothing to cut, and its fused kernels ask the embedding for more than angles.
             continue
         owner.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)

@@ -6,12 +6,10 @@ The start-up checks and the documentation both come from the table.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -150,9 +148,6 @@ def _below_one(setting: str) -> Callable[[Settings], bool]:
 
 # Rules that compute the words of their texts.
 
-# An index begins with a magic word, a version, the type of tokens, and two numbers of documents.
-_HEAD = struct.Struct("<9sQBQQ")
-_PARTS = ("training", "validation", "testing")
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -384,23 +379,6 @@ def _missing_data(s: Settings) -> Mapping[str, object] | None:
     return None
 
 
-def _empty_part(s: Settings) -> Mapping[str, object] | None:
-    """A part without documents, whose epochs Megatron counts without an end."""
-    split = s.split or "969,30,1"  # Megatron's own
-    shares = [float(word) for word in re.findall(r"[.0-9]+", split)]
-    for prefix in _prefixes(s):
-        with Path(f"{prefix}.idx").open("rb") as index:
-            head = index.read(_HEAD.size)
-        if len(head) < _HEAD.size or not sum(shares):
-            continue  # Megatron says so
-        count = _HEAD.unpack(head)[3]
-        bounds = [round(sum(shares[:n]) / sum(shares) * count) for n in range(len(shares) + 1)]
-        for part, share, (start, stop) in zip(_PARTS, shares, pairwise(bounds), strict=False):
-            if share and start == stop:
-                return {"split": split, "count": count, "prefix": prefix, "part": part}
-    return None
-
-
 def _prefixes(s: Settings) -> list[str]:
     """The paths of --data-path, which may have a weight before each; those of this machine."""
     words = () if s.mock_data or s.sft else map(str, s.data_path or ())
@@ -487,9 +465,14 @@ def comm_type(algo: str) -> str:
 
 _ZIGZAG = "Megatron splits it by its own zigzag layout"
 _PACKED = "its documents are split and padded for Megatron's own layout"
-_OTHER_GROUPS = "it changes the group of ranks from sample to sample"
+_OTHER_GROUPS = {
+    "hybrid": "Megatron's own loop stops in its first step, see its pull request 6816; option "
+    "layout=documents balances packs",
+    "dynamic": "no release of Megatron has its loop; option layout=documents balances packs",
+}
 _KERNELS = "the attention kernels here do not compute it"
 _BY_RANK = "each rank does it with its own tokens, so the split would change the result"
+_NEW_ENGINE = "it needs Transformer Engine 2.19, with which nobody ran the plugin"
 _UNTESTED = "never tested with the plugin"
 _BY_DOCUMENT = "these layers need each document cut by itself, as by the layout thd of install"
 _ONE_BATCH = "a graph keeps the documents of the batch that was captured"
@@ -573,8 +556,9 @@ FEATURES: tuple[Rule, ...] = (
              _other_than("position_embedding_type", "rope", "mrope", "yarn", "learned_absolute",
                          "none")),
     # Other kinds of context parallelism.
-    _feature("hybrid context parallelism", "hybrid_context_parallel", _OTHER_GROUPS),
-    _feature("dynamic context parallelism", "dynamic_context_parallel", _OTHER_GROUPS),
+    # Programs that call models by themselves may: see `documents.group_of`.
+    *(replace(_feature(f"{kind} context parallelism", f"{kind}_context_parallel", reason),
+              doors=("arguments",)) for kind, reason in _OTHER_GROUPS.items()),
     # What depends on which tokens are together on a rank.
     _feature("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
     _feature("Sinkhorn routing", "moe_router_load_balancing_type", _BY_RANK, "use aux_loss",
@@ -631,17 +615,15 @@ FEATURES: tuple[Rule, ...] = (
              "use --cuda-graph-warmup-steps 3",
              lambda s: s.graphs == "full_iteration" and s.cuda_graph_warmup_steps == 0),
     _feature("overlap of expert-parallel communication", "overlap_moe_expert_parallel_comm",
-             _UNTESTED),
+             "its schedule runs layers without the model's forward pass, where inputs are checked"),
     # A model's configuration always says how many.
     _feature("weights split further than by tensor parallelism",
-             "tensor_parallel_num_weight_shards", _UNTESTED,
+             "tensor_parallel_num_weight_shards", _NEW_ENGINE,
              when=lambda s: (s.tensor_parallel_num_weight_shards or 1) > s.tensor),
     _feature("weights of experts split further than by tensor parallelism",
-             "expert_tensor_parallel_num_weight_shards", _UNTESTED,
+             "expert_tensor_parallel_num_weight_shards", _NEW_ENGINE,
              when=lambda s: (s.expert_tensor_parallel_num_weight_shards or 1)
              > (s.expert_tensor_parallel_size or s.tensor)),
-    _feature("activation offloading", "fine_grained_activation_offloading", _UNTESTED),
-    _feature("activation offloading", "cpu_offloading", _UNTESTED),
     _feature("recomputing the MLP of layers with biases", "recompute_modules",
              "Megatron's backward pass never ends: it recomputes for the bias again and again",
              "add --disable-bias-linear, or leave mlp out",
@@ -818,8 +800,6 @@ RULES: tuple[Rule, ...] = (
     Rule(_missing_data, "--data-path got {prefix}, and there is no {missing}: write the run files' "
          "data with megatron-cp prepare-data --output {prefix}{pieces}, or add --mock-data",
          ("start", "files")),
-    Rule(_empty_part, "--split {split} leaves none of the {count} document(s) of {prefix} for "
-         "{part}: add documents, or use --split 100,0,0", ("start", "files")),
     Rule(_micro_batches, "an interleaved pipeline of {s.stages} stages needs micro-batches "
          "divisible by its group size {group}, and a group size of at least {s.stages}, got "
          "{count} micro-batches: use {usable}", ("validated",)),

@@ -19,13 +19,15 @@ from megatron_cp_plugin.core.communication.process_groups import (
     ProcessGroupTopology,
     topology_of,
 )
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.linear.state_passing import StatePassing
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
 
 
 class Runtime:
@@ -47,7 +49,7 @@ class Runtime:
         self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
         self._recurrent: dict[dist.ProcessGroup, StatePassing] = {}
         self._by_algo: dict[str, Runtime] = {}
-        self._topologies: dict[dist.ProcessGroup, Topology] = {}
+        self._topologies: dict[dist.ProcessGroup, Topology] = {ALONE: VirtualWorld(1).topology(0)}
         self._making: dict[dist.ProcessGroup, CollectiveGroupFactory] = {}
         self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
@@ -133,6 +135,20 @@ class Runtime:
 
     def _topology(self, group: dist.ProcessGroup) -> Topology:
         return self._topologies.get(group) or topology_of(group)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether process groups were set up, among which micro-batches may choose."""
+        return bool(self._making)
+
+    def check_group(self, group: dist.ProcessGroup) -> None:
+        """Refuses ranks that were not set up, of which some would wait for others."""
+        if group.size() > 1 and self._making and group not in self._topologies:
+            raise ContextParallelError(
+                f"packed_seq_params need a cp_group that was there when the model was built, got "
+                f"another one of {group.size()} ranks: let initialize_model_parallel make it, by "
+                "hybrid_context_parallel or dynamic_context_parallel"
+            )
 
     @property
     def is_cut_by_callers(self) -> bool:

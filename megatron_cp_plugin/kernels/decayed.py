@@ -1,4 +1,6 @@
-"""Triton kernels of states: what they add to the tokens after them, and how they pass runs."""
+"""Triton kernels of states: what they add to the tokens after them, what runs of tokens do to them,
+and how they pass runs.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +14,8 @@ from megatron_cp_plugin.core.linear.runs import Interval
 
 _TOKENS = 64
 _TILES = 16
-_WIDEST = 128  # a transition fits in shared memory
+_WIDTH = 32  # columns of a state that one program of `run_states` has
+_WIDEST = 128  # a transition of this head dim fits in shared memory
 
 
 @triton.jit(do_not_specialize=["longest", "batch", "tokens"])
@@ -104,6 +107,159 @@ def add_decayed_(
 
 
 @triton.jit
+def _rounded_product(  # type: ignore[no-untyped-def]
+    x, y, BACK: tl.constexpr
+):
+    # y in two parts of x's precision, so that long products of transitions keep 16 bits of it.
+    high = y.to(x.dtype)
+    low = (y - high.to(tl.float32)).to(x.dtype)
+    if BACK:
+        return tl.dot(x, high)
+    return tl.dot(x, high) + tl.dot(x, low)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _run_kernel(  # type: ignore[no-untyped-def]
+    added_ptr,
+    through_ptr,
+    read_ptr,
+    written_ptr,
+    value_ptr,
+    query_ptr,
+    dout_ptr,
+    sum_ptr,
+    bound_ptr,
+    which_ptr,
+    heads,
+    dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    OF_CHANNELS: tl.constexpr,
+    BACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # S <- T S + written^T (values - read S); of gradients, on the way back,
+    # S <- T S + queries^T dout - written^T (values + read S); values are 0 for transitions.
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    place = (tl.program_id(0) // heads).to(tl.int64)
+    number = tl.load(which_ptr + place)
+    start = tl.load(bound_ptr + number).to(tl.int64)
+    count = tl.load(bound_ptr + number + 1) - start.to(tl.int32)
+    of_values = tl.cdiv(value_dim, WIDTH)
+    is_value = tl.program_id(1) < of_values
+    row = tl.arange(0, DIM)
+    in_row = row < dim
+    column = tl.program_id(1) % of_values * WIDTH + tl.arange(0, WIDTH)
+    if not is_value:
+        column = (tl.program_id(1) - of_values) * WIDTH + tl.arange(0, WIDTH)
+    state = tl.zeros([DIM, WIDTH], dtype=tl.float32)
+    if not is_value:
+        state += tl.where(row[:, None] == column[None, :], 1.0, 0.0)
+    in_value = column < tl.where(is_value, value_dim, 0)
+    chunks = tl.cdiv(count, CHUNK)
+    for turn in range(chunks):
+        chunk = chunks - 1 - turn if BACK else turn
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = token < count
+        last = start + tl.minimum((chunk + 1) * CHUNK, count) - 1
+        at = (start + token) * heads + head
+        tile = at[:, None] * dim + row[None, :]
+        in_tile = inside[:, None] & in_row[None, :]
+        of_value = at[:, None] * value_dim + column[None, :]
+        in_values = inside[:, None] & in_value[None, :]
+        read = tl.load(read_ptr + tile, in_tile, 0.0)
+        written = tl.load(written_ptr + tile, in_tile, 0.0)
+        value = tl.load(value_ptr + of_value, in_values, 0.0).to(tl.float32)
+        seen = _rounded_product(read, state, BACK)
+        if OF_CHANNELS:
+            kept = tl.exp2(tl.load(sum_ptr + (last * heads + head) * dim + row, in_row, 0.0))
+            kept = kept[:, None]
+        else:
+            whole = tl.load(sum_ptr + last * heads + head)
+            sums = tl.load(sum_ptr + at, inside, 0.0)
+            left = tl.where(inside, tl.exp2(whole - sums), 0.0)[:, None]
+            kept = tl.exp2(whole)
+        if BACK:
+            if not OF_CHANNELS:
+                seen *= left
+            query = tl.load(query_ptr + tile, in_tile, 0.0)
+            dout = tl.load(dout_ptr + of_value, in_values, 0.0)
+            if not OF_CHANNELS:
+                dout = (dout * tl.exp2(sums)[:, None]).to(query.dtype)
+            state = state * kept + tl.dot(tl.trans(query), dout)
+            state -= _rounded_product(tl.trans(written), value + seen, BACK)
+        else:
+            rest = value - seen
+            if not OF_CHANNELS:
+                rest *= left
+            state = state * kept + _rounded_product(tl.trans(written), rest, BACK)
+    found = place * heads + head
+    at = (found * dim + row[:, None]) * value_dim + column[None, :]
+    tl.store(added_ptr + at, state, in_row[:, None] & in_value[None, :])
+    if not BACK:
+        at = (found * dim + row[:, None]) * dim + column[None, :]
+        in_matrix = column < tl.where(is_value, 0, dim)
+        tl.store(through_ptr + at, state, in_row[:, None] & in_matrix[None, :])
+
+
+def run_states(
+    read: Tensor,
+    written: Tensor,
+    values: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    which: Tensor,
+    back: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What runs of a delta rule do to the state, or what they add to its gradient on the way back.
+
+    In chunks of 64 tokens, of the WY form (see kernels/chunked.py). The state is float32; in the
+    forward it is multiplied in two bfloat16 parts.
+
+    Args: read: W, written: keys as they are in the state [1,T,H,D] (on the way back the other way
+        round); values: U, or its gradient [1,T,H,E]; sums: of gates in chunks, to base 2, float32
+        [1,T,H], or [1,T,H,D] where they are in read and written. bounds: of runs [m+1] int32.
+        which: of these runs [n] int32. back: queries as they read the state [1,T,H,D] and gradients
+        of outputs [1,T,H,E].
+
+    Returns: what they add [n,H,D,E], and transitions [n,H,D,D], none on the way back; float32.
+    """
+    *_, heads, dim = read.shape
+    value_dim = values.shape[3]
+    added = read.new_empty(len(which), heads, dim, value_dim, dtype=torch.float32)
+    through = None
+    if back is None:
+        through = read.new_empty(len(which), heads, dim, dim, dtype=torch.float32)
+    width = min(_WIDTH, _power_of_two(max(dim, value_dim)))
+    columns = -(-value_dim // width) + (0 if through is None else -(-dim // width))
+    queries, dout = back or (None, None)
+    _run_kernel[len(which) * heads, columns](
+        added,
+        through,
+        read,
+        written,
+        values,
+        queries,
+        dout,
+        sums,
+        bounds,
+        which,
+        heads,
+        dim,
+        value_dim,
+        OF_CHANNELS=sums.dim() == 4,
+        BACK=back is not None,
+        CHUNK=_TOKENS,
+        DIM=_power_of_two(dim),
+        WIDTH=width,
+        num_warps=4,
+        num_stages=2,
+    )
+    return added, through
+
+
+@triton.jit
 def _pass_kernel(  # type: ignore[no-untyped-def]
     found_ptr,
     added_ptr,
@@ -119,6 +275,8 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     added_head,
     through_run,
     through_head,
+    through_row,
+    through_column,
     FIRST: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -129,12 +287,14 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at = row[:, None] * width + column[None, :]
     inside = (row < dim)[:, None] & (column < width)[None, :]
-    matrix_at = row[:, None] * dim + row[None, :]
+    matrix_at = row[:, None] * through_row + row[None, :] * through_column
     in_matrix = (row < dim)[:, None] & (row < dim)[None, :]
     state = tl.zeros([DIM, WIDTH], dtype=tl.float32)
-    if FIRST:  # noqa: SIM102  (the second is of the GPU)
-        if tl.load(begins_ptr + way) != 0:
-            state = tl.load(first_ptr + head * dim * width + at, inside, 0.0)
+    if FIRST:
+        begin = tl.load(begins_ptr + way).to(tl.int64)
+        if begin >= 0:
+            of_begin = first_ptr + (begin * heads + head) * dim * width
+            state = tl.load(of_begin + at, inside, 0.0)
     for number in range(tl.load(bound_ptr + way), tl.load(bound_ptr + way + 1)):
         run = tl.load(order_ptr + number).to(tl.int64)
         through = tl.load(
@@ -177,10 +337,12 @@ def passed_along(
         added.stride(2),
         through.stride(0),
         through.stride(2),
+        through.stride(3),
+        through.stride(4),
         FIRST=first is not None,
         DIM=_power_of_two(dim),
         WIDTH=columns,
-        num_warps=4,
+        num_warps=8,
         num_stages=2,
     )
     return found

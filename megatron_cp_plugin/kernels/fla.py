@@ -238,7 +238,7 @@ def segments_of(batch: int, tokens: int, heads: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """How the documents of runs are cut into segments.
 
     "Joined" are the segments that meet others, or states from outside the runs: those of documents
@@ -277,6 +277,21 @@ class _Cut:
         return found
 
     @cached_property
+    def parts(self) -> list[list[range]]:
+        """Of each run, of each of its documents, the numbers of the segments."""
+        found, number = [], 0
+        for documents in self.runs.documents:
+            of_run = []
+            for _, stop in documents:
+                first = number
+                while self.segments[number][0][1] < stop:
+                    number += 1
+                number += 1
+                of_run.append(range(first, number))
+            found.append(of_run)
+        return found
+
+    @cached_property
     def joined(self) -> list[int]:
         """Which of the segments are joined."""
         outer = {*self.runs.firsts, *self.runs.lasts}
@@ -307,17 +322,18 @@ class _Cut:
 
 
 @lru_cache(maxsize=64)  # every pass has the same
-def _cut(runs: Runs, batch: int, heads: int) -> _Cut:
-    return _Cut(runs, batch, heads)
+def cut_of(runs: Runs, batch: int, heads: int) -> Cut:
+    """The cut of such runs, made once."""
+    return Cut(runs, batch, heads)
 
 
 @dataclass(frozen=True)
 class _Tables:
     """Where segments of unequal length are: int32 on the device. All None: their lengths are equal.
 
-    Attributes: starts: `_Cut.bounds`. chunks: of each chunk its segment and its number there
+    Attributes: starts: `Cut.bounds`. chunks: of each chunk its segment and its number there
         [chunks,2]. first_chunks: how many chunks come before each segment [B*m+1]. nowhere: zeros
-        [B*m+1]. joined: `_Cut.joined`, int64.
+        [B*m+1]. joined: `Cut.joined`, int64.
     """
 
     starts: Tensor | None = None
@@ -328,7 +344,7 @@ class _Tables:
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _tables(cut: _Cut, device: torch.device) -> _Tables:
+def _tables(cut: Cut, device: torch.device) -> _Tables:
     if cut.length is not None:
         return _Tables()
     bounds = cut.bounds
@@ -354,7 +370,7 @@ class _Segments:
     def __init__(self, like: Tensor, decay: Decay, runs: Runs) -> None:
         """Args: like: [B,S,H,D]."""
         self._batch, self._tokens, heads, _ = like.shape
-        self._cut = _cut(runs, self._batch, heads)
+        self._cut = cut_of(runs, self._batch, heads)
         self._runs, self._decay = runs, decay
         self._count = self._batch * len(self._cut.segments)
         self._wide = accumulation_dtype(like.dtype)
@@ -593,7 +609,7 @@ class _Segments:
 @kept_on_device(maxsize=512)
 def _weights(
     decay: Decay,
-    cut: _Cut,
+    cut: Cut,
     forwards: bool,
     to_runs: bool,
     outer: bool,
@@ -608,7 +624,7 @@ def _weights(
 
 @kept_on_device(maxsize=128)  # of all layers
 def _distances(
-    cut: _Cut, forwards: bool, to_runs: bool, outer: bool, device: torch.device
+    cut: Cut, forwards: bool, to_runs: bool, outer: bool, device: torch.device
 ) -> Tensor:
     """How many tokens are between where states come from, the joined segments and, if wanted, from
     outside the runs, and where they go to, each joined segment or out of the runs: [places,states]

@@ -16,6 +16,7 @@ all batch entries one after another, [1,B*S,H,...].
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -27,10 +28,11 @@ from megatron_cp_plugin.core.communication.devices import kept_on_device, upload
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import BackwardPass, Cache, ForwardPass
 from megatron_cp_plugin.core.linear.runs import Runs
-from megatron_cp_plugin.core.linear.states import Gates
-from megatron_cp_plugin.kernels.fla import CHUNK, FlaLinear, measured_blocks
+from megatron_cp_plugin.core.linear.states import Gates, Ways
+from megatron_cp_plugin.kernels.fla import CHUNK, Cut, FlaLinear, cut_of, measured_blocks
 
-_WHOLE = 2**30  # more tokens than any document has
+_WHOLE = 2**30  # more tokens than any document has; of so many heads none is cut
+_WIDEST = 128  # head dim of documents that are cut: `passed_along` takes no more
 
 
 def refuses_gates_of_heads() -> bool:
@@ -42,18 +44,24 @@ def refuses_gates_of_heads() -> bool:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """Where documents are: int32 on the device.
+    """Where fla's sequences are, segments of documents: int32 on the device.
 
     Attributes:
-        bounds: of the documents on the host [m+1].
-        starts: the same [m+1]. chunks: of each chunk its document and its number there [chunks,2].
-        offsets: how many chunks come before each document [m+1]. nowhere: zeros [m+1].
+        count: of sequences, m. is_cut: a document has several.
+        starts: where they begin, and the last one ends [m+1].
+        chunks: of each chunk its sequence and its number there [chunks,2].
+        offsets: how many chunks come before each sequence [m+1]. nowhere: zeros [m+1].
         ends: the last token of each chunk [chunks].
-        firsts, lasts: documents of the runs [n*B], those of a run's batch entries together.
-        on_host: the same on the host.
+        firsts, lasts: the first and the last sequence of each run [n*B], those of a run's batch
+            entries together.
+        joined: the sequences of documents that are cut, or the first or last one of a run [j].
+        leaving: ways through the joined ones of each run's last document, from a beginning.
+        arriving: those to each joined one, from the beginning that its run has, if any.
+        leaving_back, arriving_back: the same for gradients.
     """
 
-    bounds: list[int]
+    count: int
+    is_cut: bool
     starts: Tensor
     chunks: Tensor
     offsets: Tensor
@@ -61,42 +69,67 @@ class _Sequences:
     ends: Tensor
     firsts: Tensor
     lasts: Tensor
-    on_host: tuple[list[int], list[int]]
-
-    @property
-    def count(self) -> int:
-        """How many documents there are."""
-        return len(self.bounds) - 1
+    joined: Tensor
+    leaving: Ways
+    arriving: Ways
+    leaving_back: Ways
+    arriving_back: Ways
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _sequences(runs: Runs, batch: int, chunk: int, device: torch.device) -> _Sequences:
-    intervals = [interval for documents in runs.documents for interval in documents]
-    tokens = intervals[-1][1]
-    bounds = [start + entry * tokens for entry in range(batch) for start, _ in intervals]
-    bounds.append(tokens * batch)
-    places = torch.tensor(bounds, device="cpu")
-    counts = (places.diff() + chunk - 1) // chunk
-    offsets = torch.cat((places[:1], counts.cumsum(0)))
-    document = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-    number = torch.arange(len(document), device="cpu") - offsets[document]
-    ends = torch.minimum(places[document] + (number + 1) * chunk, places[document + 1]) - 1
-    edges = [0]
-    for documents in runs.documents:
-        edges.append(edges[-1] + len(documents))
-    entries = range(batch)
-    firsts = [edge + entry * len(intervals) for edge in edges[:-1] for entry in entries]
-    lasts = [edge - 1 + entry * len(intervals) for edge in edges[1:] for entry in entries]
+def _sequences(cut: Cut, chunk: int, device: torch.device) -> _Sequences:
+    bounds, each, joins = cut.bounds, len(cut.segments), len(cut.joined)
+    counts = (bounds.diff() + chunk - 1) // chunk
+    offsets = torch.cat((bounds[:1], counts.cumsum(0)))
+    sequence = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    number = torch.arange(len(sequence), device="cpu") - offsets[sequence]
+    ends = torch.minimum(bounds[sequence] + (number + 1) * chunk, bounds[sequence + 1]) - 1
+    entries = range(cut.batch)
+    place = {number: at for at, number in enumerate(cut.joined)}
+
+    def leaving(way: Callable[[Sequence[range]], Sequence[int]]) -> Ways:
+        return Ways.of(
+            [
+                ([entry * joins + place[one] for one in way(run)], 0)
+                for run in cut.parts
+                for entry in entries
+            ],
+            device,
+        )
+
+    def arriving(outer: int, step: int) -> Ways:
+        found: dict[int, tuple[range, int | None]] = {}
+        for number, run in enumerate(cut.parts):
+            for part in run:
+                way = part[::step]
+                begin = number * cut.batch if part == run[outer] else None
+                found |= {one: (way[:at], begin) for at, one in enumerate(way)}
+        ways = []
+        for entry in entries:
+            for one in cut.joined:
+                way, begin = found[one]
+                over = [entry * joins + place[other] for other in way]
+                ways.append((over, -1 if begin is None else begin + entry))
+        return Ways.of(ways, device)
+
+    def numbers(x: Sequence[int]) -> Tensor:
+        return uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device)
+
     return _Sequences(
-        bounds,
-        starts=uploaded(places, device),
-        chunks=uploaded(torch.stack((document, number), 1), device),
+        len(counts),
+        each > sum(map(len, cut.parts)),
+        starts=uploaded(bounds, device),
+        chunks=uploaded(torch.stack((sequence, number), 1), device),
         offsets=uploaded(offsets, device),
         nowhere=uploaded(torch.zeros_like(offsets), device),
         ends=uploaded(ends, device),
-        firsts=uploaded(torch.tensor(firsts, device="cpu"), device),
-        lasts=uploaded(torch.tensor(lasts, device="cpu"), device),
-        on_host=(firsts, lasts),
+        firsts=numbers([run[0][0] + entry * each for run in cut.parts for entry in entries]),
+        lasts=numbers([run[-1][-1] + entry * each for run in cut.parts for entry in entries]),
+        joined=numbers([number + entry * each for entry in entries for number in cut.joined]),
+        leaving=leaving(lambda run: run[-1]),
+        arriving=arriving(0, 1),
+        leaving_back=leaving(lambda run: run[0][::-1]),
+        arriving_back=arriving(-1, -1),
     )
 
 
@@ -104,8 +137,10 @@ class _Rule:
     """What a family of kernels computes, of folded tensors.
 
     Attributes: q, k, v: [1,T,H,D or E] bfloat16. gate: [1,T,H] or [1,T,H,D], beta: [1,T,H], as in
-        `Gates`.
+        `Gates`. keeps: how many tensors `prepare` gives.
     """
+
+    keeps: int
 
     def __init__(
         self,
@@ -133,23 +168,39 @@ class _Rule:
 
     @abstractmethod
     def prepare(self) -> tuple[Tensor, ...]:
-        """What the backward keeps, as `restore` takes it."""
+        """Begins the forward. Returns: what the backward keeps, as `restore` takes it."""
 
     @abstractmethod
     def summaries(self) -> tuple[Tensor, Tensor]:
         """What runs do to the state: [n*B,H,D,E], and transitions, see `RunStates`."""
 
     @abstractmethod
-    def outputs(self, before: Tensor | None) -> Tensor:
-        """out [1,T,H,E], given the states before the documents [m,H,D,E] float32."""
+    def entering(self, incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Takes the states before the runs [n*B,H,D,E].
+
+        Returns: what `restore` takes as `entered`.
+        """
 
     @abstractmethod
-    def restore(self, kept: tuple[Tensor, ...], before: Tensor | None, dout: Tensor) -> Tensor:
+    def outputs(self) -> Tensor:
+        """out [1,T,H,E]."""
+
+    @abstractmethod
+    def restore(
+        self, kept: tuple[Tensor, ...], entered: tuple[Tensor | None, ...], dout: Tensor
+    ) -> Tensor:
         """Begins the backward. Returns: gradients of the states before the runs [n*B,H,D,E]."""
 
     @abstractmethod
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
-        """dq, dk, dv, dgate, and dbeta if there is one; given those behind the documents."""
+        """dq, dk, dv, dgate, and dbeta if there is one; given those behind the runs [n*B,H,D,E]."""
+
+    def placed(self, states: Tensor | None, sequences: Tensor) -> Tensor | None:
+        """Those of all sequences, 0 but for some: [k,H,D,E] -> [m,H,D,E]."""
+        if states is None:
+            return None
+        found = states.new_zeros((self.sequences.count, *states.shape[1:]))
+        return found.index_copy_(0, sequences.long(), states)
 
 
 class _Delta(_Rule):
@@ -157,8 +208,8 @@ class _Delta(_Rule):
 
     Attributes:
         read, values: W and U of the chunks, see kernels/chunked.py.
-        keys: as they are in the state. queries: as they read it. sums: of the gates in chunks.
-        gated: `sums` by the name of fla's argument.
+        keys: as they are in the state. queries: as they read it.
+        gated: sums of the gates in chunks by the name of fla's argument.
     """
 
     read: Tensor
@@ -166,32 +217,57 @@ class _Delta(_Rule):
     keys: Tensor
     queries: Tensor
     gated: dict[str, Tensor]
+    before: Tensor | None
 
     def summaries(self) -> tuple[Tensor, Tensor]:
-        from fla.ops.cp.chunk_fwd import chunk_cp_fwd_h
+        from megatron_cp_plugin.kernels.decayed import run_states
 
-        lasts = self.sequences.on_host[1]
-        *_, heads, head_dim = self.k.shape
-        shape = heads, head_dim, self.v.shape[3] + head_dim
-        given = {"k": self.keys, "w": self.read, "u": self.values, **self.gated}
-        if lasts == list(range(self.sequences.count)):
-            found = self.k.new_empty((len(lasts), *shape), dtype=torch.float32)
-            chunk_cp_fwd_h(
-                **given,
-                hm=found,
-                cu_seqlens=self.sequences.starts,
-                chunk_size=CHUNK,
-                multi_seqs=True,
+        sequences, (sums,) = self.sequences, self.gated.values()
+        given = self.read, self.keys, self.values, sums, sequences.starts, sequences.joined
+        self._added, through = run_states(*given)
+        assert through is not None
+        self._through = through
+        if not sequences.is_cut:
+            order = sequences.leaving.order
+            return self._added.index_select(0, order), self._through.index_select(0, order)
+        head_dim = self.k.shape[3]
+        identity = torch.eye(head_dim, device=self.k.device).expand(1, self.k.shape[2], -1, -1)
+        nothing = self._through.new_zeros(1, 1, head_dim, head_dim).expand_as(self._through)
+        return (
+            self._along(self._added, self._through, None, sequences.leaving),
+            self._along(nothing, self._through, identity, sequences.leaving),
+        )
+
+    def entering(self, incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        self.before = self._reaching(self._added, incoming, self._through, self.sequences.arriving)
+        return self.before, self._through
+
+    def _reaching(
+        self, added: Tensor, outer: Tensor | None, through: Tensor, ways: Ways
+    ) -> Tensor | None:
+        """States that come to the joined sequences [j,H,D,E]; None: all are 0."""
+        if outer is None and not self.sequences.is_cut:
+            return None
+        return self._along(added, through, outer, ways)
+
+    def _along(self, added: Tensor, through: Tensor, first: Tensor | None, ways: Ways) -> Tensor:
+        from megatron_cp_plugin.kernels.decayed import passed_along
+
+        if first is not None and not self.sequences.is_cut:
+            return torch.cat((first, torch.zeros_like(first[:1]))).index_select(
+                0, ways.begins.remainder(len(first) + 1)
             )
-        else:
-            found = self.k.new_empty((len(lasts), *shape), dtype=torch.float32)
-            for place, number in enumerate(lasts):
-                of_one = self.sequences.starts[number : number + 2]
-                chunk_cp_fwd_h(**given, hm=found[place], cu_seqlens=of_one, chunk_size=CHUNK)
-        added, through = found.split((self.v.shape[3], head_dim), 3)
-        return added, through
+        begin = None if first is None else first.unsqueeze(1)
+        found = passed_along(added.unsqueeze(1), through.unsqueeze(1), begin, *ways)
+        assert found is not None
+        return found.squeeze(1)
 
-    def states(self, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _of_all(self, states: Tensor | None) -> Tensor | None:
+        """Of the joined sequences -> of all [m,H,D,E]."""
+        joined = self.sequences.joined
+        return states if len(joined) == self.sequences.count else self.placed(states, joined)
+
+    def states(self) -> tuple[Tensor, Tensor]:
         """The states before all chunks, and u = U - W S_0 of all tokens."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
@@ -200,34 +276,27 @@ class _Delta(_Rule):
             w=self.read,
             u=self.values,
             **self.gated,
-            initial_state=before,
+            initial_state=self._of_all(self.before),
             chunk_offsets=self.sequences.offsets,
             **self.where,
         )
         return states, values
 
-    def gradients_before(self, dout: Tensor, dvalues: Tensor) -> Tensor:
+    def gradients_before(
+        self, dout: Tensor, dvalues: Tensor, entered: tuple[Tensor | None, ...]
+    ) -> Tensor:
         """Of the states before the runs, if those behind them have none."""
-        from fla.ops.cp.chunk_bwd import chunk_cp_bwd_dh
+        from megatron_cp_plugin.kernels.decayed import run_states
 
-        *_, heads, head_dim = self.k.shape
-        firsts, value_dim = self.sequences.on_host[0], self.v.shape[3]
-        shape = len(firsts), heads, head_dim, value_dim + head_dim
-        found = self.k.new_empty(shape, dtype=torch.float32)
-        for place, number in enumerate(firsts):
-            chunk_cp_bwd_dh(
-                q=self.queries,
-                k=self.keys,
-                w=self.read,
-                do=dout,
-                dv=dvalues,
-                dhm=found[place],
-                **self.gated,
-                scale=1.0,
-                cu_seqlens=self.sequences.starts[number : number + 2],
-                chunk_size=CHUNK,
-            )
-        return found[..., :value_dim]
+        sequences, (sums,), (_, through) = self.sequences, self.gated.values(), entered
+        assert through is not None
+        where = sequences.starts, sequences.joined
+        back = self.queries, dout
+        self._added, _ = run_states(self.keys, self.read, dvalues, sums, *where, back)
+        self._through = through.mT
+        if not sequences.is_cut:
+            return self._added.index_select(0, sequences.leaving_back.order)
+        return self._along(self._added, self._through, None, sequences.leaving_back)
 
     def gradients_of_states(
         self, dout: Tensor, dvalues: Tensor, behind: Tensor | None
@@ -235,6 +304,8 @@ class _Delta(_Rule):
         """Of the states behind all chunks, and dU."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
+        ways = self.sequences.arriving_back
+        reaching = self._reaching(self._added, behind, self._through, ways)
         dstates, _, dvalues = chunk_gated_delta_rule_bwd_dhu(
             q=self.queries,
             k=self.keys,
@@ -243,7 +314,7 @@ class _Delta(_Rule):
             dv=dvalues,
             **self.gated,
             h0=None,
-            dht=behind,
+            dht=self._of_all(reaching),
             scale=1.0,
             chunk_offsets=self.sequences.offsets,
             **self.where,
@@ -253,6 +324,8 @@ class _Delta(_Rule):
 
 class _GatedDeltaNet(_Delta):
     """fla.ops.gated_delta_rule."""
+
+    keeps = 2
 
     def prepare(self) -> tuple[Tensor, ...]:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -264,16 +337,18 @@ class _GatedDeltaNet(_Delta):
         )
         return sums, solved
 
-    def outputs(self, before: Tensor | None) -> Tensor:
+    def outputs(self) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
 
-        states, values = self.states(before)
+        states, values = self.states()
         out: Tensor = chunk_fwd_o(
             q=self.q, k=self.k, v=values, h=states, **self.gated, scale=1.0, **self.where
         )
         return out
 
-    def restore(self, kept: tuple[Tensor, ...], before: Tensor | None, dout: Tensor) -> Tensor:
+    def restore(
+        self, kept: tuple[Tensor, ...], entered: tuple[Tensor | None, ...], dout: Tensor
+    ) -> Tensor:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
         from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
 
@@ -288,17 +363,17 @@ class _GatedDeltaNet(_Delta):
             cu_seqlens=self.sequences.starts,
             chunk_indices=self.sequences.chunks,
         )
-        self._before, self._dout = before, dout
+        self.before, self._dout = entered[0], dout
         self._dvalues = chunk_bwd_dv_local(
             q=self.q, k=self.k, do=dout, **self.gated, scale=1.0, **self.where
         )
-        return self.gradients_before(dout, self._dvalues)
+        return self.gradients_before(dout, self._dvalues, entered)
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
 
-        states, values = self.states(self._before)
+        states, values = self.states()
         dstates, dvalues = self.gradients_of_states(self._dout, self._dvalues, behind)
         dq, dk, dread, dsums = chunk_bwd_dqkwg(
             q=self.q,
@@ -331,6 +406,8 @@ class _GatedDeltaNet(_Delta):
 class _Kda(_Delta):
     """fla.ops.kda."""
 
+    keeps = 3
+
     def prepare(self) -> tuple[Tensor, ...]:
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
@@ -341,10 +418,10 @@ class _Kda(_Delta):
         )
         return sums, self._scores, solved
 
-    def outputs(self, before: Tensor | None) -> Tensor:
+    def outputs(self) -> Tensor:
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 
-        states, values = self.states(before)
+        states, values = self.states()
         out: Tensor = chunk_gla_fwd_o_gk(
             q=self.q,
             v=values,
@@ -356,7 +433,9 @@ class _Kda(_Delta):
         )
         return out
 
-    def restore(self, kept: tuple[Tensor, ...], before: Tensor | None, dout: Tensor) -> Tensor:
+    def restore(
+        self, kept: tuple[Tensor, ...], entered: tuple[Tensor | None, ...], dout: Tensor
+    ) -> Tensor:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
@@ -372,12 +451,12 @@ class _Kda(_Delta):
             cu_seqlens=self.sequences.starts,
             chunk_indices=self.sequences.chunks,
         )
-        self._dout = dout
-        self._states, self._new_values = self.states(before)
+        self.before, self._dout = entered[0], dout
+        self._states, self._new_values = self.states()
         self._dscores, self._dvalues = chunk_kda_bwd_dAv(
             q=self.q, k=self.k, v=self._new_values, do=dout, A=scores, scale=1.0, **self.where
         )
-        return self.gradients_before(dout, self._dvalues)
+        return self.gradients_before(dout, self._dvalues, entered)
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
@@ -424,6 +503,7 @@ class _Gated(_Rule):
 
     gated: dict[str, Tensor]
     name: str
+    incoming: Tensor | None
 
     def summaries(self) -> tuple[Tensor, Tensor]:
         sequences = self.sequences
@@ -437,16 +517,24 @@ class _Gated(_Rule):
         through = logs if logs.dim() == 3 else logs.unsqueeze(2)
         return behind.index_select(0, sequences.lasts), through
 
-    def states(self, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def entering(self, incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        self.incoming = incoming
+        return (incoming,)
+
+    def states(self, dtype: torch.dtype) -> Tensor:
         """Before all chunks [1,chunks,H,D,E]."""
         shape = 1, len(self.sequences.chunks), *self._behind_shape()
         found = self.k.new_empty(shape, dtype=dtype)
+        before = self.placed(self.incoming, self.sequences.firsts)
         self._launch_states(before, found, None, CHUNK)
         return found
 
-    def restore(self, kept: tuple[Tensor, ...], before: Tensor | None, dout: Tensor) -> Tensor:
+    def restore(
+        self, kept: tuple[Tensor, ...], entered: tuple[Tensor | None, ...], dout: Tensor
+    ) -> Tensor:
         self.gated = {self.name: kept[0]}
-        self._kept, self._before, self._dout = kept, before, dout
+        (self.incoming,) = entered
+        self._kept, self._dout = kept, dout
         found = self._behind()
         self._launch_gradients(None, self._unread(), found, _WHOLE)
         return found.index_select(0, self.sequences.firsts)
@@ -455,7 +543,7 @@ class _Gated(_Rule):
         """Of the states behind all chunks."""
         shape = 1, len(self.sequences.chunks), *self._behind_shape()
         found = self.k.new_empty(shape, dtype=dtype)
-        self._launch_gradients(behind, found, None, CHUNK)
+        self._launch_gradients(self.placed(behind, self.sequences.lasts), found, None, CHUNK)
         return found
 
     def _behind_shape(self) -> tuple[int, ...]:
@@ -527,16 +615,17 @@ class _Gated(_Rule):
 class _SimpleGla(_Gated):
     """fla.ops.simple_gla."""
 
+    keeps = 1
     name = "g"
 
     def prepare(self) -> tuple[Tensor, ...]:
         self.gated = {"g": self.cumsum(self.gate, scale=1 / log(2))}
         return (self.gated["g"],)
 
-    def outputs(self, before: Tensor | None) -> Tensor:
+    def outputs(self) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
 
-        states = self.states(before, self.k.dtype)
+        states = self.states(self.k.dtype)
         out: Tensor = chunk_fwd_o(
             q=self.q, k=self.k, v=self.v, h=states, **self.gated, scale=1.0, **self.where
         )
@@ -547,7 +636,7 @@ class _SimpleGla(_Gated):
 
         given = {**self.gated, "do": self._dout, "scale": 1.0, **self.where}
         dstates = self.gradients_of_states(behind, torch.float32)
-        states = self.states(self._before, torch.float32)
+        states = self.states(torch.float32)
         dq, dk, _, dsums = chunk_bwd_dqkwg(
             q=self.q, k=self.k, v=self.v, h=states, dh=dstates, **given
         )
@@ -558,6 +647,7 @@ class _SimpleGla(_Gated):
 class _Gla(_Gated):
     """fla.ops.gla."""
 
+    keeps = 2
     name = "gk"
 
     def prepare(self) -> tuple[Tensor, ...]:
@@ -568,7 +658,7 @@ class _Gla(_Gated):
         self._scores = chunk_gla_fwd_intra_gk(q=self.q, k=self.k, g=sums, scale=1.0, **self.where)
         return sums, self._scores
 
-    def outputs(self, before: Tensor | None) -> Tensor:
+    def outputs(self) -> Tensor:
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 
         out: Tensor = chunk_gla_fwd_o_gk(
@@ -576,7 +666,7 @@ class _Gla(_Gated):
             v=self.v,
             g=self.gated["gk"],
             A=self._scores,
-            h=self.states(before, self.k.dtype),
+            h=self.states(self.k.dtype),
             scale=1.0,
             **self.where,
         )
@@ -600,7 +690,7 @@ class _Gla(_Gated):
             q=self.q,
             k=self.k,
             v=self.v,
-            h=self.states(self._before, torch.float32),
+            h=self.states(torch.float32),
             g=sums,
             do=dout,
             dh=dstates,
@@ -617,8 +707,7 @@ class _Folded:
 
     def __init__(self, like: Tensor, runs: Runs) -> None:
         self.batch, self.tokens = like.shape[:2]
-        self.runs = len(runs)
-        self.sequences = _sequences(runs, self.batch, CHUNK, like.device)
+        self.runs = runs
 
     def rule_of(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[_Rule, bool]:
         """The kernels, and whether gates of heads became gates of channels."""
@@ -633,7 +722,10 @@ class _Folded:
         kinds: tuple[type[_Rule], type[_Rule]]
         kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
         rule = kinds[of_heads and not widened]
-        return rule(q, k, v, gate, beta, self.sequences), widened
+        whole = beta is None or k.shape[3] > _WIDEST
+        cut = cut_of(self.runs, self.batch, _WHOLE if whole else k.shape[2])
+        sequences = _sequences(cut, CHUNK, q.device)
+        return rule(q, k, v, gate, beta, sequences), widened
 
     def fold(self, x: Tensor) -> Tensor:
         """[B,S,...] -> [1,B*S,...], a view."""
@@ -645,14 +737,7 @@ class _Folded:
 
     def of_runs(self, x: Tensor) -> Tensor:
         """[n*B,...] -> [n,B,...], contiguous."""
-        return x.contiguous().view(self.runs, self.batch, *x.shape[1:])
-
-    def of_documents(self, x: Tensor | None, which: Tensor) -> Tensor | None:
-        """States of runs as those of documents, others 0: [n,B,H,D,E] -> [m,H,D,E]."""
-        if x is None:
-            return None
-        found = x.new_zeros((self.sequences.count, *x.shape[2:]))
-        return found.index_copy_(0, which.long(), x.flatten(0, 1))
+        return x.contiguous().view(len(self.runs), self.batch, *x.shape[1:])
 
 
 class _Forward(ForwardPass):
@@ -672,10 +757,9 @@ class _Forward(ForwardPass):
         pass
 
     def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        folded = self._folded
-        before = folded.of_documents(incoming, folded.sequences.firsts)
-        out = self._rule.outputs(before)
-        return folded.unfold(out, self._dtype), (incoming, *self._kept)
+        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
+        out = self._folded.unfold(self._rule.outputs(), self._dtype)
+        return out, (*self._kept, *entered)
 
 
 class _Backward(BackwardPass):
@@ -693,12 +777,10 @@ class _Backward(BackwardPass):
     ) -> None:
         self._folded = folded = _Folded(q, runs)
         self._gates, self._dtypes = gates, (q.dtype, k.dtype, v.dtype)
-        incoming, *kept = cache
         self._rule, self._widened = folded.rule_of(q, k, v, gates)
-        before = folded.of_documents(incoming, folded.sequences.firsts)
-        found = self._rule.restore(
-            tuple(x for x in kept if x is not None), before, folded.fold(dout)
-        )
+        split = self._rule.keeps
+        kept = tuple(x for x in cache[:split] if x is not None)
+        found = self._rule.restore(kept, cache[split:], folded.fold(dout))
         self.dstates = folded.of_runs(found)
 
     def intra(self) -> None:
@@ -706,7 +788,7 @@ class _Backward(BackwardPass):
 
     def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         folded = self._folded
-        behind = folded.of_documents(doutgoing, folded.sequences.lasts)
+        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
         dq, dk, dv, dgate, *dbeta = self._rule.gradients(behind)
         gate, beta = self._gates
         if self._widened:

@@ -28,7 +28,7 @@ class Flash4(PackingKernel):
 
     name = "flash4"
     deterministic = True
-    rectangular_causal = True
+    rectangular_causal = windows = True
     gaps = True
     places_outputs = places_gradients = True
 
@@ -90,7 +90,8 @@ class Flash4(PackingKernel):
         batch, rows, heads, dim = call.q.shape
         (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
         # Tiles of queries and keys, and what head dims are filled up to.
-        tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and not call.causal else 64
+        full = not call.causal and not call.window
+        tile = 128 if dim <= 64 else 80 if 96 < dim <= 128 and full else 64
         key_tile, multiple = (128, 32) if dim <= 128 else (96 if dim <= 192 else 48, 64)
         if sequences > 1:  # each is padded by itself, in the end of its place
             rows, cols = batch * rows, batch * cols
@@ -109,6 +110,9 @@ class Flash4(PackingKernel):
 
 def _settings(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
     settings: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal}
+    if call.window:  # causal is then an edge on the right
+        settings |= {"causal": False, "window_size_left": call.window - 1}
+        settings["window_size_right"] = 0 if call.causal else None
     if lengths is None:
         return settings
     settings |= by_name(lengths)

@@ -5,6 +5,7 @@ contiguous); all arithmetic is float32.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +33,32 @@ def _rows(tokens, heads, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _places(batch, token, head, column, by_b, by_s, by_h):  # type: ignore[no-untyped-def]
     """Offsets [ROWS,DIM] into a tensor [B,S,H,D] with these strides, and 1 of the last."""
     return (batch * by_b + token * by_s + head * by_h)[:, None] + column[None, :]
+
+
+def _launch(
+    kernel: Any,
+    like: Tensor,
+    tokens: int,
+    given: Sequence[Tensor | int],
+    strided: Sequence[Tensor],
+    **flags: object,
+) -> None:
+    """Runs a kernel for each head of each token, if there are any.
+
+    Args:
+        kernel: takes `given`, tokens, heads, rows, dim, and three strides of each of `strided`.
+        like: [B,*,H,D].
+        tokens: of each entry of the batch.
+        given: what it reads and writes, and other arguments that come first.
+        strided: [B,S,H,D] or [B,H,S].
+        flags: its other settings.
+    """
+    batch, _, heads, dim = like.shape
+    if rows := batch * tokens * heads:
+        strides = [stride for x in strided for stride in x.stride()[:3]]
+        sizes = {"ROWS": _ROWS, "DIM": triton.next_power_of_2(dim)}
+        grid = (triton.cdiv(rows, _ROWS),)
+        kernel[grid](*given, tokens, heads, rows, dim, *strides, **sizes, **flags)
 
 
 @triton.jit
@@ -138,32 +165,77 @@ def _merge(
     b_at: Tensor | None = None,
 ) -> None:
     """Of so many tokens: out[at] = merge of a[at] and b[b_at]."""
-    batch, _, heads, dim = b.shape
-    rows = batch * tokens * heads
-    if rows:
-        _merge_kernel[(triton.cdiv(rows, _ROWS),)](
-            out,
-            lse,
-            a,
-            a_lse,
-            b,
-            b_lse,
-            *(lse if index is None else index for index in (at, b_at)),
-            tokens,
-            heads,
-            rows,
-            dim,
-            *out.stride()[:3],
-            *lse.stride(),
-            *a.stride()[:3],
-            *a_lse.stride(),
-            *b.stride()[:3],
-            *b_lse.stride(),
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-            AT=at is not None,
-            B_AT=b_at is not None,
-        )
+    strided = out, lse, a, a_lse, b, b_lse
+    indices = [lse if index is None else index for index in (at, b_at)]
+    flags = {"AT": at is not None, "B_AT": b_at is not None}
+    _launch(_merge_kernel, b, tokens, (*strided, *indices), strided, **flags)
+
+
+@triton.jit
+def _merge_all_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    lse_ptr,
+    outs_ptr,
+    lses_ptr,
+    parts,
+    out_p,  # from one of the partials to the next
+    lse_p,
+    tokens,
+    heads,
+    rows,
+    dim,
+    out_b,
+    out_s,
+    out_h,
+    lse_b,
+    lse_h,
+    lse_s,
+    o_b,
+    o_s,
+    o_h,
+    l_b,
+    l_h,
+    l_s,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    row, batch, token, head = _rows(tokens, heads, ROWS)
+    column = tl.arange(0, DIM)
+    live = row < rows
+    inside = live[:, None] & (column < dim)[None, :]
+    nothing = float("-inf")
+    lses_at = lses_ptr + batch * l_b + head * l_h + token * l_s
+    outs_at = outs_ptr + _places(batch, token, head, column, o_b, o_s, o_h)
+    next_lses = lses_at
+    high = tl.full((ROWS,), nothing, tl.float32)
+    for _ in range(parts):
+        high = tl.maximum(high, tl.load(next_lses, live, nothing))
+        next_lses += lse_p
+    high = tl.where(high == nothing, 0.0, high)  # rows that no part has a key for
+    total = tl.zeros((ROWS,), tl.float32)
+    merged = tl.zeros((ROWS, DIM), tl.float32)
+    for _ in range(parts):
+        weight = tl.exp(tl.load(lses_at, live, nothing) - high)
+        merged += tl.load(outs_at, inside, 0.0).to(tl.float32) * weight[:, None]
+        total += weight
+        lses_at += lse_p
+        outs_at += out_p
+    empty = total == 0.0
+    merged *= tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))[:, None]
+    out_at = _places(batch, token, head, column, out_b, out_s, out_h)
+    tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), inside)
+    lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))
+    tl.store(lse_ptr + batch * lse_b + head * lse_h + token * lse_s, lse, live)
+
+
+def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
+    """(out, lse) = merge of the partials.
+
+    Args: out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes; lse: [B,H,S], lses: [P,B,H,S]
+        float32.
+    """
+    given = out, lse, outs, lses, len(outs), outs.stride(0), lses.stride(0)
+    _launch(_merge_all_kernel, out, out.shape[1], given, (out, lse, outs[0], lses[0]))
 
 
 @triton.jit
@@ -253,31 +325,13 @@ def _sum(
     b_at: Tensor | None = None,
 ) -> None:
     """out[out_at] = a[a_at] + b[b_at] + c, of so many tokens. Args: parts: a, or more of these."""
-    batch, _, heads, dim = out.shape
-    rows = batch * tokens * heads
-    a, b, c = (*parts, *[parts[0]] * (3 - len(parts)))
-    if rows:
-        _sum_kernel[(triton.cdiv(rows, _ROWS),)](
-            out,
-            a,
-            b,
-            c,
-            *(out if at is None else at for at in (out_at, a_at, b_at)),
-            tokens,
-            heads,
-            rows,
-            dim,
-            *out.stride()[:3],
-            *a.stride()[:3],
-            *b.stride()[:3],
-            *c.stride()[:3],
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-            COUNT=len(parts),
-            OUT_AT=out_at is not None,
-            A_AT=a_at is not None,
-            B_AT=b_at is not None,
-        )
+    strided = out, *parts, *[parts[0]] * (3 - len(parts))
+    places = out_at, a_at, b_at
+    indices = [out if at is None else at for at in places]
+    names = "OUT_AT", "A_AT", "B_AT"
+    flags = {name: at is not None for name, at in zip(names, places, strict=True)}
+    given = *strided, *indices
+    _launch(_sum_kernel, out, tokens, given, strided, COUNT=len(parts), **flags)
 
 
 @triton.jit
@@ -311,23 +365,9 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] float32."""
-    batch, tokens, heads, dim = out.shape
+    batch, tokens, heads, _ = out.shape
     delta = torch.empty((batch, heads, tokens), dtype=torch.float32, device=out.device)
-    rows = batch * tokens * heads
-    if rows:
-        _delta_kernel[(triton.cdiv(rows, _ROWS),)](
-            delta,
-            dout,
-            out,
-            tokens,
-            heads,
-            rows,
-            dim,
-            *dout.stride()[:3],
-            *out.stride()[:3],
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-        )
+    _launch(_delta_kernel, out, tokens, (delta, dout, out), (dout, out))
     return delta
 
 
@@ -382,24 +422,8 @@ def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
     if dout.dim() == 3:
         return stand_in_of(dout[None], delta[None])[0]
     out = torch.empty_like(dout)
-    batch, tokens, heads, dim = dout.shape
-    rows = batch * tokens * heads
-    if rows:
-        _stand_in_kernel[(triton.cdiv(rows, _ROWS),)](
-            out,
-            dout,
-            delta,
-            tokens,
-            heads,
-            rows,
-            dim,
-            *out.stride()[:3],
-            *dout.stride()[:3],
-            *delta.stride(),
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-            TERMS=min(STAND_IN_TERMS, dim),
-        )
+    given, terms = (out, dout, delta), min(STAND_IN_TERMS, dout.shape[3])
+    _launch(_stand_in_kernel, dout, dout.shape[1], given, given, TERMS=terms)
     return out
 
 
@@ -455,26 +479,6 @@ def product_into(
 
     Args: out, a, b, x: [B,S,H,D], any strides but 1 of the last; scale, share: [B,S] float32.
     """
-    batch, tokens, heads, dim = out.shape
-    rows = batch * tokens * heads
     x, share = less or (a, scale)
-    if rows:
-        _product_kernel[(triton.cdiv(rows, _ROWS),)](
-            out,
-            a,
-            b,
-            scale.contiguous(),
-            x,
-            share.contiguous(),
-            tokens,
-            heads,
-            rows,
-            dim,
-            *out.stride()[:3],
-            *a.stride()[:3],
-            *b.stride()[:3],
-            *x.stride()[:3],
-            ROWS=_ROWS,
-            DIM=triton.next_power_of_2(dim),
-            LESS=less is not None,
-        )
+    given = out, a, b, scale.contiguous(), x, share.contiguous()
+    _launch(_product_kernel, out, out.shape[1], given, (out, a, b, x), LESS=less is not None)

@@ -23,7 +23,7 @@ class Reference(SoftmaxKernel):
 
     name = "reference"
     deterministic = True
-    rectangular_causal = True
+    rectangular_causal = windows = True
     packs = gaps = True  # one sequence after the other, but called as kernels for GPUs are
     places_outputs = places_gradients = True
 
@@ -34,7 +34,7 @@ class Reference(SoftmaxKernel):
         if call.packing is not None:
             return forward_by_sequence(self, call)
         q, v = call.q, call.v
-        scores = _scores(q, call.k, call.scale, call.causal)
+        scores = _scores(call)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
         out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
@@ -45,7 +45,7 @@ class Reference(SoftmaxKernel):
         if call.packing is not None:
             return backward_by_sequence(self, call, dout, statistics)
         q, k, v, kv_heads = call.q, call.k, call.v, call.k.shape[2]
-        scores = _scores(q, k, call.scale, call.causal)
+        scores = _scores(call)
         p = torch.exp(scores - _by_group(statistics.lse, kv_heads).to(scores.dtype))
         wide_q, wide_k, wide_v = [x.to(p.dtype) for x in (q, k, v)]
         dout_g = dout.to(p.dtype).unflatten(2, (kv_heads, -1))
@@ -64,13 +64,17 @@ def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:
     return row_values.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(call: KernelCall) -> Tensor:
     """Masked scores [B,G,H/G,S,T]."""
+    q, k = call.q, call.k
     dtype = accumulation_dtype(q.dtype)
     grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("bsgnd,btgd->bgnst", grouped, k.to(dtype)) * scale
-    if causal:
-        rows, cols = scores.shape[-2:]
+    scores = torch.einsum("bsgnd,btgd->bgnst", grouped, k.to(dtype)) * call.scale
+    rows, cols = scores.shape[-2:]
+    if call.causal:
         hidden = torch.ones(rows, cols, dtype=torch.bool, device=q.device).triu(cols - rows + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
+    if call.window:
+        before = torch.ones(rows, cols, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(before.tril(cols - rows - call.window), -torch.inf)
     return scores

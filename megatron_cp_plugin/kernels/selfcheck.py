@@ -158,6 +158,13 @@ def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Res
     yield "a full tile", _tile(kernel, problem, _TOKENS // 3, causal=False)
     if kernel.rectangular_causal:
         yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
+    if problem.windows and kernel.windows:
+        rows, packing = _TOKENS // 3, _RECTANGLES
+        yield "a window", _tile(kernel, problem, rows, causal=True, window=100)
+        edge = _tile(kernel, problem, rows, causal=False, window=_TOKENS - rows + 1)
+        yield "the edge of a window", edge
+        found = _tile(kernel, problem, causal=True, packing=packing, window=30)
+        yield "packed windows", found
     if problem.documents or (problem.windows and kernel.packs):
         yield "documents", _tile(kernel, problem, causal=True, packing=_SQUARES)
         yield "packed full tiles", _tile(kernel, problem, causal=False, packing=_RECTANGLES)
@@ -178,13 +185,14 @@ def _tile(
     *,
     causal: bool,
     packing: Packing | None = None,
+    window: int = 0,
 ) -> Results:
     """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
     packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
     if packing is not None:
         packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
     q, k, v, dout = _inputs(problem, rows)
-    call = KernelCall(q, k, v, problem.head_dim**-0.5, causal, packing)
+    call = KernelCall(q, k, v, problem.head_dim**-0.5, causal, packing, window=window)
     wide = call._replace(q=q.double(), k=k.double(), v=v.double())
     want_out, want_lse = Reference().forward(wide)
     want = Reference().backward(wide, dout.double(), Statistics(want_lse, out=want_out))

@@ -132,12 +132,14 @@ class SizesOnly(SoftmaxKernel):
         self,
         *,
         rectangular: bool,
+        windows: bool,
         packs: bool,
         gaps: bool,
         places_outputs: bool,
         places_gradients: bool,
     ) -> None:
-        self.rectangular_causal, self.packs, self.gaps = rectangular, packs, gaps
+        self.rectangular_causal, self.windows = rectangular, windows
+        self.packs, self.gaps = packs, gaps
         self.places_outputs, self.places_gradients = places_outputs, places_gradients
 
     @abstractmethod
@@ -168,9 +170,9 @@ class _Sizes(SizesOnly):
     """With the memory that a kernel takes within."""
 
     def __init__(self, kernel: SoftmaxKernel) -> None:
-        rectangular = kernel.rectangular_causal
         super().__init__(
-            rectangular=rectangular,
+            rectangular=kernel.rectangular_causal,
+            windows=kernel.windows,
             packs=kernel.packs,
             gaps=kernel.gaps,
             places_outputs=kernel.places_outputs,
@@ -188,6 +190,9 @@ class OnePass:
     def merge_into(
         self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
     ) -> None:
+        pass
+
+    def merge_all_into(self, out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
         pass
 
     def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:

@@ -89,6 +89,10 @@ def activation_bytes(model: Model, split: Split) -> float:
     width = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * value_dim
     width += model.query_rank + model.key_rank + model.rotary_dim
     out = model.heads * value_dim
+    if model.linear:
+        # The projections, gates among them, are kept beside what attention is given; so is the
+        # output beside that which is normalised and gated.
+        width, out = 2 * width + out, 2 * out
     of_ffn = 3 if model.gated else 2
     mlp: float = of_ffn * (model.dense_ffn or model.ffn)
     if model.experts:

@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import Cache
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, pairs_within
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.planner.call_memory import DTYPES, OnePass, SizesOnly
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Wait
@@ -98,7 +98,7 @@ def trace_softmax(
     Args:
         make: makes the algorithm. nodes: the node of each rank. peer_access: whether the ranks of
             one node reach each other's memory. rectangular: the kernel takes causal tiles with more
-            columns than rows.
+            columns than rows, and windows.
     """
     algorithm = make(alone(rank, nodes, peer_access=peer_access))
     tokens = algorithm.layout.within(mask.followed).length(rank, len(nodes), shape.seq_len)
@@ -113,7 +113,12 @@ def trace_softmax(
         )
     )
     kernel = _Kernel(
-        rectangular=rectangular, packs=True, gaps=True, places_outputs=True, places_gradients=True
+        rectangular=rectangular,
+        windows=rectangular,
+        packs=True,
+        gaps=True,
+        places_outputs=True,
+        places_gradients=True,
     )
     call = Call(shape, mask, shape.head_dim**-0.5, kernel)
     compiled = Compiled(algorithm.within(mask.followed), call)
@@ -231,6 +236,9 @@ class _Fused(OnePass):
     def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
         _note(Memory("sum", sum(map(_bytes, (out, a, *others)))))
 
+    def merge_all_into(self, out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
+        _note(Memory("merge", sum(map(_bytes, (out, lse, outs, lses)))))
+
     def merge_rows_into(
         self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
     ) -> None:
@@ -256,32 +264,14 @@ class _Kernel(SizesOnly):
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
         packing = call.packing or Packing.adjacent((0, rows), (0, columns))
-        size = _area_over_lengths(packing, causal=call.causal)
         phase: Pass = "forward" if statistics is None else "backward"
-        area = _area(packing, causal=call.causal)
+        rows, columns = packing.edges[:, 1] - packing.edges[:, 0]
+        pairs = pairs_within(rows, columns, call.causal, call.window)
+        area = float(pairs.sum())
+        # Of a document: harmonic means over pairs. Nothing is seen of empty ones.
+        by_row, by_column = (float((pairs / n.clip(1)).sum()) for n in (rows, columns))
+        size = (area / by_row, area / by_column) if area else (1.0, 1.0)
         _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
-
-
-def _area(packing: Packing, *, causal: bool) -> float:
-    """Pairs of a query and a key that see each other; causal sequences are aligned bottom-right."""
-    sizes = (
-        (q.stop - q.start, kv.stop - kv.start) for q, kv in zip(packing.q, packing.kv, strict=True)
-    )
-    return sum(
-        rows * (columns - (rows - 1) / 2) if causal else rows * columns for rows, columns in sizes
-    )
-
-
-def _area_over_lengths(packing: Packing, *, causal: bool) -> tuple[float, float]:
-    """Rows and columns of a document, harmonic means over pairs."""
-    area = by_row = by_column = 0.0
-    for q, kv in zip(packing.q, packing.kv, strict=True):
-        rows, columns = q.stop - q.start, kv.stop - kv.start
-        if not rows or not columns:
-            continue
-        each = rows * (columns - (rows - 1) / 2) if causal else rows * columns
-        area, by_row, by_column = area + each, by_row + each / rows, by_column + each / columns
-    return (area / by_row, area / by_column) if area else (1.0, 1.0)
 
 
 def _linear_flop(q: Tensor, v: Tensor) -> float:

@@ -57,6 +57,20 @@ def test_join_sorts_and_place_and_split_undo_it(layout, rows, cols, seq_len, dim
         for back in (order.split(joined, dim), placed_in_two(order, gathered, joined, dim, data)):
             for block, got in zip(blocks, back, strict=True):
                 assert torch.equal(got.narrow(dim, 0, block.shape[dim]), block)
+        bounds = st.lists(st.integers(0, order.tokens), min_size=2, max_size=6, unique=True)
+        edges = sorted(data.draw(bounds)) if order.tokens else [0, 0]
+        rows = tuple(zip(edges[::2], edges[1::2], strict=False))
+        some = order.within(rows)
+        # Positions with steps stay whole.
+        left = [p for a, b in rows for p in expected[a:b]] if some.excerpt else expected
+        assert some.tokens == len(left)
+        found = some.join(gathered, dim)
+        assert found.select(1 - dim, 1).tolist() == left
+        target = torch.full_like(gathered, -1)
+        some.place(target, dim, slice(0, some.tokens), found)
+        for block, got in zip(blocks, target, strict=True):
+            kept = block.where(torch.isin(block, torch.tensor(left)), -1)
+            assert torch.equal(got.narrow(dim, 0, block.shape[dim]), kept)
 
 
 def placed_in_two(order, gathered, joined, dim, data):

@@ -23,7 +23,12 @@ SHAPE = Shape(1, 4096, 16, 8, 32)
 class Kernel(SizesOnly):
     def __init__(self, *, places: bool) -> None:
         super().__init__(
-            rectangular=True, packs=True, gaps=True, places_outputs=places, places_gradients=places
+            rectangular=True,
+            windows=False,
+            packs=True,
+            gaps=True,
+            places_outputs=places,
+            places_gradients=places,
         )
 
     def called(self, *args, **settings) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
+from megatron_cp_plugin.core.blocks.assembly import Assembly, Segmented
+from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
@@ -95,6 +97,33 @@ def test_copy_engines_find_what_they_need(
     for name in by_rank[0]:
         channels = [channels[name] for channels in by_rank]
         assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask(window=5), Mask(documents=(20, 26, 61, 62, 83, 110))], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("algo", "options_of_algo"),
+    [("allgather", {}), ("attention2d", {"rows": 1})],
+    ids=str,
+)
+def test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are(
+    algo: str, options_of_algo: dict[str, object], options: dict[str, object], mask: Mask
+) -> None:
+    """Their gradients are 0, and so are outputs of queries that see none of its keys."""
+    excerpts = list[Rows]()
+    with pytest.MonkeyPatch.context() as patch:
+        within = Segmented.within
+
+        def excerpt(order: Segmented, rows: Rows) -> Assembly:
+            excerpts.append(rows)
+            return within(order, rows)
+
+        patch.setattr(Segmented, "within", excerpt)
+        settings = {"transport": "group", **options_of_algo, **options}
+        compare(algo, settings, 12, mask, 144)
+    assert len(set(excerpts)) > 2
 
 
 def test_helpers_may_send_results_while_their_owner_computes(

@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
-from tests.random_tests import examples
+from tests.random_tests import TILE_KINDS, examples
 
 CPU = torch.device("cpu")
 # Packed, with gaps, forward.
@@ -30,6 +30,8 @@ def pairs_of(calls, shape) -> torch.Tensor:
             assert not call.document_bounds
             pairs = torch.ones(call.rows, call.cols, dtype=torch.int64)
             pairs = pairs.tril(call.cols - call.rows) if call.causal else pairs
+            if call.window:
+                pairs = pairs.triu(call.cols - call.rows - call.window + 1)
             found[call.q, call.kv] += pairs.flip(0, 1) if call.reverse else pairs
             continue
         queries, keys = call.sides(CPU)
@@ -49,6 +51,8 @@ def pairs_of(calls, shape) -> torch.Tensor:
             if call.causal:
                 assert len(rows_of) <= len(cols_of)
                 pairs = pairs.tril(len(cols_of) - len(rows_of))
+            if call.window:
+                pairs = pairs.triu(len(cols_of) - len(rows_of) - call.window + 1)
             found[rows_of[:, None], cols_of] += pairs
         assert taken_rows.max() == 1
         if call.forward:
@@ -78,7 +82,7 @@ def pairs_of(calls, shape) -> torch.Tensor:
     st.lists(st.integers(1, 39), max_size=8),
     st.one_of(st.none(), st.integers(1, 12)),
     st.booleans(),
-    st.booleans(),
+    TILE_KINDS,
     st.sampled_from([1, 2**20, 2**26]),
 )
 def test_calls_compute_the_pairs_of_their_tiles(
@@ -88,7 +92,7 @@ def test_calls_compute_the_pairs_of_their_tiles(
     starts: list[int],
     window: int | None,
     causal: bool,
-    rectangular: bool,
+    kinds: dict[str, bool],
     heads: int,
 ) -> None:
     """heads: of which a call of 2**26 pairs, of 64 or of one is a large one."""
@@ -98,7 +102,7 @@ def test_calls_compute_the_pairs_of_their_tiles(
     everything = Contiguous().spans(0, 1, seq_len)
     for queries in blocks:
         for keys in (*blocks, everything):
-            tiles = plan_tiles(queries, keys, mask, rectangular=rectangular)
+            tiles = plan_tiles(queries, keys, mask, **kinds)
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
             want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
             for packed, gaps, forward in WAYS:
@@ -123,7 +127,7 @@ def whole_documents(tile: Tile) -> list[Tile]:
     found = []
     for a, b in zip(tile.document_bounds, tile.document_bounds[1:], strict=False):
         q, kv = (slice(x.start + a, x.start + b) for x in (tile.q, tile.kv))
-        found.append(Tile(q, kv, b - a, b - a, causal=True))
+        found.append(Tile(q, kv, b - a, b - a, causal=True, window=tile.window))
     return found
 
 

@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
-from tests.random_tests import examples
+from tests.random_tests import TILE_KINDS, examples
 
 masks = st.one_of(
     st.booleans().map(Mask), st.integers(1, 40).map(lambda window: Mask(window=window))
@@ -42,6 +42,8 @@ def computed_pairs(q_spans, kv_spans, tiles):
             for j, col in enumerate(cols)
             if not tile.causal or (i <= j if tile.reverse else j <= i + len(cols) - len(rows))
             if j >= max((start for start in tile.document_bounds if start <= i), default=0)
+            if not tile.window
+            or j > i - tile.window + (0 if tile.document_bounds else len(cols) - len(rows))
         ]
         assert len(found) == tile.area > 0
         pairs += found
@@ -59,26 +61,28 @@ def visible_pairs(q_spans, kv_spans, mask):
     ]
 
 
-def check(q_spans, kv_spans, mask, rectangular):
-    tiles = plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular)
+def check(q_spans, kv_spans, mask, kinds):
+    tiles = plan_tiles(q_spans, kv_spans, mask, **kinds)
     pairs = computed_pairs(q_spans, kv_spans, tiles)
     assert sorted(pairs) == sorted(visible_pairs(q_spans, kv_spans, mask))
     for tile in tiles:
         assert not tile.causal or tile.rows <= tile.cols
-        assert rectangular or not tile.causal or tile.rows == tile.cols
+        assert kinds["rectangular"] or not tile.causal or tile.rows == tile.cols
+        assert "windows" in kinds or not tile.window
+        assert not (tile.window and tile.reverse)
 
 
 @examples(100)
-@given(layouts, layouts, st.integers(1, 6), st.integers(1, 40), masks, st.booleans())
+@given(layouts, layouts, st.integers(1, 6), st.integers(1, 40), masks, TILE_KINDS)
 def test_blocks_of_all_rank_pairs_cover_the_mask_once(
-    q_layout, kv_layout, size, seq_len, mask, rectangular
+    q_layout, kv_layout, size, seq_len, mask, kinds
 ):
     pairs = []
     for q_rank in range(size):
         for kv_rank in range(size):
             q_spans = q_layout.spans(q_rank, size, seq_len)
             kv_spans = kv_layout.spans(kv_rank, size, seq_len)
-            tiles = plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular)
+            tiles = plan_tiles(q_spans, kv_spans, mask, **kinds)
             pairs += computed_pairs(q_spans, kv_spans, tiles)
     whole = (Span(0, seq_len),)
     assert sorted(pairs) == sorted(visible_pairs(whole, whole, mask))
@@ -91,9 +95,9 @@ def ascending_spans(draw):
 
 
 @examples(100)
-@given(ascending_spans(), ascending_spans(), masks, st.booleans())
-def test_any_ascending_spans(q_spans, kv_spans, mask, rectangular):
-    check(q_spans, kv_spans, mask, rectangular)
+@given(ascending_spans(), ascending_spans(), masks, TILE_KINDS)
+def test_any_ascending_spans(q_spans, kv_spans, mask, kinds):
+    check(q_spans, kv_spans, mask, kinds)
 
 
 @examples(100)
@@ -101,7 +105,7 @@ def test_any_ascending_spans(q_spans, kv_spans, mask, rectangular):
 def test_rows_and_columns_of_a_grid_on_the_cyclic_layout(rows, cols, data):
     """Attention2D gathers positions r + i*R in a row and c + j*C in a column."""
     r, c = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
-    check((Span(r, 37, rows),), (Span(c, 37, cols),), Mask(), rectangular=False)
+    check((Span(r, 37, rows),), (Span(c, 37, cols),), Mask(), {"rectangular": False})
 
 
 def test_a_rank_of_zigzag_needs_one_call_a_step():
@@ -157,6 +161,7 @@ def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
     for tile in tiles.single:
         pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
+        pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1) if tile.window else pairs
         found[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     return found
 
@@ -194,7 +199,7 @@ DOCUMENT_LAYOUTS = [
     st.sampled_from([1, 3, 10, 40]),
     st.integers(0, 99),
     st.sampled_from([(True, None), (False, None), (True, 1), (True, 5)]),
-    st.booleans(),
+    TILE_KINDS,
 )
 def test_documents_that_are_planned_together(
     layout: Layout,
@@ -203,7 +208,7 @@ def test_documents_that_are_planned_together(
     mean: int,
     seed: int,
     kind: tuple[bool, int | None],
-    rectangular: bool,
+    kinds: dict[str, bool],
 ) -> None:
     """The same tiles as one by one, and the pairs of the mask; alike where ranks are alike."""
     seq_len = length * 4 * size
@@ -212,10 +217,10 @@ def test_documents_that_are_planned_together(
     found: dict[object, tuple[Tile, ...]] = {}
     ranks = list(product(range(size), repeat=2))
     blocks = [(tokens[query], tokens[key]) for query, key in ranks]
-    tables = plan_pairs(blocks, mask, rectangular=rectangular)
+    tables = plan_pairs(blocks, mask, **{"windows": False, **kinds})
     for (query, key), (q_spans, kv_spans), table in zip(ranks, blocks, tables, strict=True):
         tiles = tuple(table)
-        assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular))
+        assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, **kinds))
         want = visible(tokens.layout, (query, key), size, seq_len, mask)
         assert torch.equal(pairs_of(table, want.shape), want.long())
         alike = tokens.alike(query, mask)

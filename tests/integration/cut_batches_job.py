@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron_cp_plugin.spans import prefix_lm
@@ -387,6 +388,67 @@ def _look_at_scores(core: Any, args: tuple[Tensor, ...]) -> None:
     core.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
 
 
+OFFLOADED = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["qkv_linear", "core_attn", "attn_proj"],
+    "min_offloaded_tensor_size": 1,
+}
+
+
+class OnHost(saved_tensors_hooks):
+    """Stands for Transformer Engine's context: what layers save is elsewhere until it is used.
+
+    Attributes:
+        inside_context: Whether it marks what Transformer Engine's own layers save, of which there
+            are none here.
+        bytes: Of all that was saved.
+    """
+
+    inside_context = False
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        super().__init__(self.away, lambda kept: kept.view_as(kept))
+
+    def away(self, tensor: Tensor) -> Tensor:
+        self.bytes += tensor.nbytes
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """Takes the place of what waits for a layer's tensors."""
+    return x
+
+
+def use_offloading(model: Any) -> list[int]:
+    """Makes Megatron offload what a model's layers save on this CPU, from where it frees it.
+
+    Returns:
+        How many bytes it has freed in each pass so far.
+    """
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    transformer_engine.cpu_offload = Namespace()  # which says only that it is there
+    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+    handler, manager = offload.ChunkOffloadHandler, offload.PipelineOffloadManager
+    handler._can_manage_tensor_for_offload = staticmethod(
+        lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+    )
+    freed: list[int] = []
+
+    def count(tensor: Tensor, group: Any) -> None:
+        freed[-1] += tensor.nbytes
+
+    def begin(*given: Any) -> None:
+        freed.append(0)
+        manager.reset_instance()
+
+    offload.OffloadTensorGroup.update_offload_info = lambda group, tensor: count(tensor, group)
+    model.register_forward_pre_hook(begin)
+    return freed
+
+
 def left_by_log_probs(model: Any, batch: Batch) -> int:
     """How many tensors the sixth to tenth forward without gradients leave behind."""
     ids = batch.cut(batch.ids)
@@ -401,14 +463,14 @@ def left_by_log_probs(model: Any, batch: Batch) -> int:
     return living[1] - living[0]
 
 
-def set_up(size: int, tensor: int = 1, stages: int = 1) -> Any:
+def set_up(size: int, tensor: int = 1, stages: int = 1, **more: Any) -> Any:
     """Process groups, as a worker of a framework makes them; returns them."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size)
+    parallel_state.initialize_model_parallel(tensor, stages, context_parallel_size=size, **more)
     model_parallel_cuda_manual_seed(7)
     return ProcessGroupCollection.use_mpu_process_groups()
 
@@ -607,6 +669,158 @@ def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     return found
 
 
+# Of each step the ranks that share a batch, and its documents.
+STEPS: dict[int, list[dict[tuple[int, ...], tuple[int, ...]]]] = {
+    2: [{(0, 1): (13, 1, 27)}, {(0,): (5, 3), (1,): (9,)}, {(0, 1): (6, 21)}],
+    4: [
+        {(0, 1, 2, 3): (13, 1, 27)},
+        {(0, 1): (9, 4), (2, 3): (21,)},
+        {(0,): (5,), (1,): (3, 7), (2, 3): (11, 2)},
+    ],
+}
+
+
+def own_batch(
+    step: dict[tuple[int, ...], tuple[int, ...]], ranks: Any, layout: str
+) -> tuple[Batch, Any]:
+    """What this one of some ranks has of a step, and packed_seq_params that say who shares it."""
+    from megatron.core import parallel_state
+
+    me = ranks.rank()
+    members, lengths = next((m, lengths) for m, lengths in step.items() if me in m)
+    batch = Batch(lengths, members.index(me), len(members), layout)
+    packed = batch.packed(real=True)
+    packed.local_cp_size = len(members)
+    if len(members) > 1:
+        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=len(members))
+        packed.cp_group = group
+    return batch, packed
+
+
+def compare_steps(
+    reference: Reference, model: Any, ranks: Any, layout: str = "thd"
+) -> dict[str, float]:
+    """What a model is off by whose batches have ranks of their own, all taken together.
+
+    Args:
+        ranks: All data- and context-parallel ranks.
+    """
+    model.load_state_dict(reference.model.state_dict(), strict=False)
+    steps = STEPS[ranks.size()]
+    whole = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
+    tokens = sum(batch.tokens for batch in whole)
+    expected = [(batch.tokens / tokens, reference.expected(batch)) for batch in whole]
+    model.zero_grad()
+    total, furthest = torch.zeros(()), 0.0
+    for step in steps:
+        batch, packed = own_batch(step, ranks, layout)
+        ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
+        counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
+        places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+        settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
+        loss = (model(ids, places, None, **settings) * counts).sum() / tokens
+        weigh_further_tokens(batch.tokens / tokens / batch.size)
+        torch.autograd.backward(loss)
+        total += loss.detach()
+        with torch.no_grad():
+            found = log_probs_of(model, ids, places, labels[0], packed)
+        theirs = reference.expected(batch).log_probs
+        off = (found - batch.cut(theirs)[0]) * counts[0]
+        furthest = max(furthest, float(off.abs().max()))
+    dist.all_reduce(total, group=ranks)
+    loss = sum(weight * each.loss for weight, each in expected)
+    worst = 0.0
+    for name, ours in model.named_parameters():
+        gradient = gradient_of(ours)
+        dist.all_reduce(gradient, group=ranks)
+        if getattr(ours, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=model.pg_collection.tp)
+        right = sum(weight * each.gradients[name] for weight, each in expected)
+        scale = right.abs().max().clamp_min(1e-3)
+        worst = max(worst, float((gradient - right).abs().max() / scale))
+    return {"loss": abs(float(total) - loss) / loss, "log-probs": furthest, "gradients": worst}
+
+
+DYNAMIC = {"hybrid_context_parallel": True}
+
+
+def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
+    """Micro-batches that some of the ranks have, of a group that Megatron has made.
+
+    Args:
+        size: Context-parallel ranks of the run.
+        tensor: Tensor-parallel ranks; the others are data-parallel.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.errors import ContextParallelError
+    from megatron_cp_plugin.integration import cpu
+    from tests.integration.gated_delta_net_job import block, use_stand_in
+
+    cpu.install()
+    use_stand_in()
+    groups = set_up(size, tensor, **DYNAMIC)
+    single = alone(groups)
+    split = {"tensor_model_parallel_size": tensor}
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def make(size: int, groups: Any, **settings: Any) -> Any:
+        config = make_config(size, **split, **settings)
+        spec = None
+        if config.experimental_attention_variant:
+            spec = block(Namespace(transformer=config))
+        return make_model(config, groups, spec)
+
+    whole_layers = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "": {},
+        "latent": {"latent": True},
+        "one more token": {"mtp_num_layers": 1},
+        "recomputed": whole_layers,
+        "gated delta nets": RECURRENT | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    }
+    if tensor > 1:  # the CPU has local layers, which lose gradients of latents
+        kinds = {name: kinds[name] for name in ("", "one more token", "recomputed")}
+    references = {name: Reference(make(1, single, **kinds[name])) for name in kinds}
+    cases: dict[str, list[str]] = {"zigzag": list(kinds), "distflash": list(kinds)}
+    cases |= {"ring": [""], "allgather": [""], "attention2d": [""], "ulysses": [""], "usp": [""]}
+    if tensor == 1:
+        cases["latents sent by zigzag"] = ["latent"]
+    found: dict[str, Any] = {}
+    for algo, served in cases.items():
+        for layout in ("thd", "contiguous") if algo == "zigzag" else ("thd",):
+            sends = {"send_latents": True} if "latents" in algo else {}
+            cp_megatron.install(algo.split()[-1], layout=layout, **sends)
+            for name in served if layout == "thd" else [""]:
+                asked = kinds[name] | DYNAMIC | {"sequence_parallel": tensor > 1}
+                model = make(size, groups, **asked)
+                found[f"{algo}, {layout}, {name}"] = compare_steps(
+                    references[name], model, ranks, layout
+                )
+            cp_megatron.uninstall()
+    cp_megatron.install("zigzag")
+    model = make(size, groups, **DYNAMIC)
+    batch = Batch((13, 5), ranks.rank(), ranks.size())
+    ids, said = batch.cut(batch.ids), {}
+    members = dist.get_process_group_ranks(ranks)
+    another = dist.new_group(members, use_local_synchronization=True)
+    tries = {"another group": (another, None), "another size": (ranks, 99)}
+    for name, (group, local) in tries.items():
+        packed = batch.packed(real=True)
+        packed.cp_group, packed.local_cp_size = group, local
+        try:
+            model(ids, torch.zeros_like(ids), None, packed_seq_params=packed)
+            said[name] = ""
+        except ContextParallelError as error:
+            said[name] = str(error)
+    return {"compared": found, "refused": said}
+
+
 class Pipeline:
     """A model in two stages, or in four of which each rank has two, driven as frameworks do."""
 
@@ -725,6 +939,38 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
     return off | {"seen": float(len(found))}
 
 
+def of_dynamic_sizes_in_stages(size: int) -> dict[str, Any]:
+    """Two stages, whose micro-batches choose their ranks."""
+    from megatron.core import parallel_state
+
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration import cpu
+
+    cpu.install()
+    groups = set_up(size, stages=2, **DYNAMIC)
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    whole = make_model(make_config(1), alone(groups))
+    dist.broadcast_object_list(weights := [whole.state_dict()])
+    whole.load_state_dict(weights[0])
+    reference, steps = Reference(whole), STEPS[ranks.size()]
+    batches = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
+    expected = [reference.expected(batch) for batch in batches]
+    cp_megatron.install("zigzag")
+    pipeline, parts = Pipeline(size, groups, **DYNAMIC), dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            parameter.copy_(parts[name])
+    pipeline.step([own_batch(step, ranks, "thd") for step in steps])
+    off = {"gradients": 0.0}
+    for name, parameter in pipeline.named_parameters():
+        gradient = parameter.grad.clone()
+        dist.all_reduce(gradient, group=ranks)
+        theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
+        scale = theirs.abs().max().clamp_min(1e-3)
+        off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
+    return off
+
+
 def refused_stages(size: int, groups: Any) -> dict[str, str]:
     """What the last stage says if it does not get what the first one does; in a first call."""
     from megatron_cp_plugin.errors import ContextParallelError
@@ -784,12 +1030,15 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
 def by_serve(size: int) -> dict[str, Any]:
     """One model only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import transformer_block
 
     from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration import cpu
 
     groups = set_up(size)
     reference = Reference(make_model(make_config(1), alone(groups)))
     pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
+    latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
     config = make_config(size)
     found, left = {}, {}
     for algo, layout in (SERVED | {"auto": "thd"}).items():
@@ -810,6 +1059,28 @@ def by_serve(size: int) -> dict[str, Any]:
             seeing = cp_megatron.adopt(make_model(shown, groups, spec))
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size, layout)
         if algo == "zigzag":
+            sending, spec = make_config(size, latent=True), get_gpt_layer_local_spec
+            spec = spec(multi_latent_attention=True)
+            spec = cp_megatron.serve(spec, sending, algo, send_latents=True, **how)
+            sender = cp_megatron.adopt(make_model(sending, groups, spec))
+            linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
+            assert ("forward" in vars(linear)) == (size > 1)
+            found["zigzag, latents"] = compare_all(latent, sender, rank, size, layout)
+            cpu.install()  # Megatron's offloading asks for streams
+            moved = make_config(size, **OFFLOADED)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
+            moving = cp_megatron.adopt(make_model(moved, groups, spec))
+            freed = use_offloading(moving)
+            found["zigzag, offloaded"] = compare_all(reference, moving, rank, size, layout)
+            assert min(freed[::2]) > 0, freed
+            host, one = OnHost(), {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+            transformer_block.get_cpu_offload_context = lambda *given, host=host: (host, as_it_is)
+            moved = make_config(size, **one)
+            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
+            moving = cp_megatron.adopt(make_model(moved, groups, spec))
+            found["zigzag, layers offloaded"] = compare_all(reference, moving, rank, size, layout)
+            assert host.bytes > 0
+            transformer_block.get_cpu_offload_context = None
             clipping = make_config(size, **CLIPPED)
             spec = cp_megatron.serve(get_gpt_layer_local_spec(), clipping, algo, **how)
             other = cp_megatron.adopt(make_model(clipping, groups, spec))
@@ -904,11 +1175,13 @@ def main() -> None:
             "install": by_install,
             "models": of_several_models,
             "recurrent": of_recurrent_models,
+            "dynamic": of_dynamic_sizes,
+            "dynamic pipeline": of_dynamic_sizes_in_stages,
             "tensor": beside_tensor_parallelism,
             "pipeline": beside_pipeline_parallelism,
             "serve": by_serve,
         }
-        found = ways[way](int(sys.argv[1]))
+        found = ways[way](*map(int, sys.argv[1:]))
     print("FOUND" + json.dumps(found), flush=True)
 
 

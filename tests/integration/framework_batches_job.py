@@ -1,5 +1,7 @@
 """Batches as trainers' own code cuts them: framework_batches_job.py TRAINER LAYOUT SIZE ALGORITHMS.
 
+An algorithm may be named with the tokens of a chunk of log-probabilities, as zigzag+5.
+
 TRAINER: verl, slime, swift, bridge, skyrl or nemo, which must be installed. It prints, for each
 algorithm, what loss and gradients of a model are off by, compared with each document alone through
 Megatron's own attention, as JSON. Where Transformer Engine is missing an empty module takes its
@@ -183,7 +185,9 @@ def by_bridge(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
 
 
 def by_skyrl(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
-    """Its packing of rows that are padded on the left, and the log-probs that its losses take."""
+    """Its packing of rows that are padded on the left, and the log-probs and the mean entropy that
+    its losses take.
+    """
     from megatron.core import parallel_state
     from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils, model_utils
 
@@ -209,7 +213,16 @@ def by_skyrl(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
         cp_group=parallel_state.get_context_parallel_group(),
         attention_mask=seen,
     )
-    return -log_probs.sum(), True
+    entropy, own_part = model_utils.vocab_parallel_entropy_packed_sequences(
+        logits.float(),
+        packed.cu_seqlens_q_padded,
+        longest,
+        longest - 1,
+        seen,
+        None,
+        parallel_state.get_context_parallel_group(),
+    )
+    return own_part - log_probs.sum() + (entropy - own_part).detach(), True
 
 
 def by_nemo(model: Any, documents: Sequence[Tensor], layout: str) -> Loss:
@@ -338,7 +351,10 @@ def compare(
     wanted = torch.zeros(())
     for ids in documents:
         logits = reference(ids[None], torch.arange(len(ids))[None], None)[0, :-1]
-        one = -logits.float().log_softmax(-1).gather(-1, ids[1:, None]).sum()
+        every = logits.float().log_softmax(-1)
+        one = -every.gather(-1, ids[1:, None]).sum()
+        if part is by_skyrl:
+            one = one - (every.exp() * every).sum() / sum(len(x) - 1 for x in documents)
         torch.autograd.backward(one)
         wanted += one.detach()
     loss, is_whole = part(model, documents, layout)
@@ -369,7 +385,8 @@ def main() -> None:
     draw = torch.Generator().manual_seed(5)
     found: dict[str, Any] = {}
     for algo in algos.split(","):
-        cp_megatron.install(algo, layout=layout)
+        name, _, chunk = algo.partition("+")
+        cp_megatron.install(name, layout=layout, chunked_loss=int(chunk) if chunk else None)
         model = provided(trainer, make_config(int(size)), groups)
         model.load_state_dict(reference.state_dict(), strict=False)
         found[algo] = {

@@ -52,7 +52,7 @@ def test_install(tmp_path: Path) -> None:
             "another mode": "with cp_partition_mode zigzag, got contiguous: let the framework",
             "local lengths": "cu_seqlens_q_padded needs for each document at least its length",
             "longest too short": "max_seqlen_q needs to be the length of the longest document",
-            "other ranks": f"got another cp_group or local_cp_size {2 * size}: turn dynamic",
+            "other ranks": f"of their local_cp_size {2 * size}, got one of {size} ranks: pass",
             "another size": f"size of its context-parallel group, {size}, got {size + 1}: set it",
             "two algorithms": "got ring (layout=thd) after zigzag (layout=thd): leave one",
             "two choices": "got auto (layout=thd, tokens=128) after auto (layout=thd, tokens=64, ",
@@ -76,12 +76,38 @@ def test_recurrent_models(tmp_path: Path) -> None:
             check(errors, f"gated delta nets beside {case} on rank {rank}")
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "tensor", "ranks"), [(2, 1, 2), (1, 1, 2), (4, 1, 4), (2, 1, 4), (2, 2, 4)]
+)
+def test_micro_batches_choose_their_ranks(
+    tmp_path: Path, size: int, tensor: int, ranks: int
+) -> None:
+    """Dynamic context-parallel sizes: groups of data- and context-parallel ranks."""
+    words = "dynamic", str(size), str(tensor)
+    for rank, results in enumerate(run(tmp_path, *words, ranks=ranks)):
+        assert len(results["compared"]) == (17 if tensor == 1 else 12)
+        for case, off in results["compared"].items():
+            for name, bound in BOUNDS.items():
+                assert off[name] <= bound, f"{case} on rank {rank}: {name} by {off[name]:.1e}"
+        refused = results["refused"]
+        assert "need a cp_group that was there when the model" in refused["another group"]
+        said = f"local_cp_size 99, got one of {ranks // tensor} ranks: pass"
+        assert said in refused["another size"]
+
+
+def test_micro_batches_of_a_pipeline_choose_their_ranks(tmp_path: Path) -> None:
+    for off in run(tmp_path, "dynamic pipeline", "2", ranks=4):
+        assert off["gradients"] <= BOUNDS["gradients"]
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
         images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
-        assert results["compared"].keys() == SERVED.keys() | {"auto"} | spanned | images
+        more = {"auto", "zigzag, latents", "zigzag, offloaded", "zigzag, layers offloaded"}
+        assert results["compared"].keys() == SERVED.keys() | more | spanned | images
         for algo, errors in results["compared"].items():
             check(errors, f"serve {algo}")
         said = (

@@ -150,6 +150,7 @@ def layer_with(linear: nn.Module, size: int) -> Any:
     nn.Module.__init__(core)
     topology: Any = SimpleNamespace(rank=0, size=size)
     core.algorithm = create("zigzag", topology, {"chunks": 1})
+    core.runtime = SimpleNamespace(has_groups=False)
     sizes = {"kv_lora_rank": 8, "qk_pos_emb_head_dim": 2, "qk_head_dim": 4, "v_head_dim": 4}
     layer.config = SimpleNamespace(multi_latent_attention=True, num_attention_heads=2, **sizes)
     layer.core_attention, layer.linear_kv_up_proj = core, linear

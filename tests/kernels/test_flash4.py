@@ -26,7 +26,7 @@ def called(monkeypatch):
     def forward(q, k, v, *, return_lse, softmax_scale, causal, out=None, lse=None, **lengths):
         assert return_lse
         dims.append((q.shape[-1], v.shape[-1]))
-        settings = {"scale": softmax_scale, "causal": causal}
+        settings = {"scale": softmax_scale, **edges(lengths, causal=causal)}
         if out is not None:
             forward_of(Reference(), q, k, v, into=(out, lse), **settings)
             return out, lse
@@ -58,7 +58,7 @@ def called(monkeypatch):
         assert not deterministic
         assert out.shape == dout.shape
         dims.append((q.shape[-1], v.shape[-1]))
-        settings = {"scale": softmax_scale, "causal": causal}
+        settings = {"scale": softmax_scale, **edges(lengths, causal=causal)}
         if lengths:
             q, k, v, out, dout, lse = (x[None] for x in (q, k, v, out, dout, lse))
             dlse = None if dlse is None else dlse[None]
@@ -79,6 +79,14 @@ def called(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
     return dims
+
+
+def edges(given, *, causal):
+    """What its windows mean: how many keys a query sees before and behind its diagonal's."""
+    left, right = (given.pop(f"window_size_{side}", None) for side in ("left", "right"))
+    assert right in (None, 0)
+    assert not (causal and left is not None)
+    return {"causal": causal or right == 0, "window": 0 if left is None else left + 1}
 
 
 def packing_of(
@@ -156,23 +164,24 @@ def test_head_dims_are_filled_up(called, monkeypatch, capability, dims, kv_heads
 
 
 @pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 4), (False, 17)])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     "packing",
     [
         Packing.adjacent((0, 3, 4, 9), (0, 7, 8, 20)),
         Packing.of((slice(0, 3), slice(5, 9)), (slice(0, 10), slice(12, 20))),
+        None,
     ],
-    ids=["adjacent", "gaps"],
+    ids=["adjacent", "gaps", "one"],
 )
 @pytest.mark.usefixtures("called")
-def test_several_sequences(monkeypatch, packing, batch, causal, given):
-    """They are handed over by the lengths that the interface has for them."""
+def test_several_sequences(monkeypatch, packing, batch, causal, window, given):
+    """They are handed over by the lengths, and the windows, that the interface has for them."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shapes = (9, 4, 64), (20, 2, 64), (20, 2, 64), (9, 4, 64)
     q, k, v, dout = (torch.randn(batch, *shape, dtype=torch.float64) for shape in shapes)
-    settings = {"scale": 0.1, "causal": causal}
+    settings = {"scale": 0.1, "causal": causal, "window": window}
     results = []
     for kernel in (Flash4(), Reference()):
         out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)

@@ -218,6 +218,16 @@ fused.merge_into(*got, a, a_lse, b, b_lse)
 merge_into(*want, a, a_lse, b, b_lse)
 for x, y in zip(got, want):
     torch.testing.assert_close(x, y)
+from megatron_cp_plugin.core.partial import merge_all_into
+
+outs, lses = torch.stack((a, b, b, a)), torch.stack((a_lse, b_lse, b_lse + 1, a_lse - 2))
+lses[:, 1, 0, 2] = -torch.inf
+got = torch.full((2, 5, 4, 8), torch.nan)[:, :, 1:], torch.full((2, 3, 5), torch.nan)
+want = tuple(torch.empty_like(x) for x in got)
+fused.merge_all_into(*got, outs, lses.mT.contiguous().mT)
+merge_all_into(*want, outs, lses)
+for x, y in zip(got, want):
+    torch.testing.assert_close(x, y)
 total = torch.full((2, 5, 3, 8), torch.nan)
 fused.sum_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
 assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
@@ -314,6 +324,7 @@ def test_triton_kernels_in_the_interpreter():
 COMPILED = (
     ("merge", {"AT": False, "B_AT": False}),
     ("merge", {"AT": True, "B_AT": True}),
+    ("merge_all", {}),
     ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
     ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
     ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
@@ -348,7 +359,15 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
     constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
-    float32 = ("lse_ptr", "a_lse_ptr", "b_lse_ptr", "delta_ptr", "scale_ptr", "share_ptr")
+    float32 = (
+        "lse_ptr",
+        "lses_ptr",
+        "a_lse_ptr",
+        "b_lse_ptr",
+        "delta_ptr",
+        "scale_ptr",
+        "share_ptr",
+    )
     float32 += ("target_ptr", "dloss_ptr", "entropy_ptr", "dentropy_ptr")
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.chunked_loss import losses_and_predictions
+from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.partial import delta_of
@@ -260,7 +260,7 @@ def test_a_chunk_of_logits() -> None:
 
     def gradients(chunk_tokens: int) -> tuple[Tensor, ...]:
         x, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        losses, predicted = losses_and_predictions(
+        losses, _, predicted = token_losses(
             x,
             head,
             labels,

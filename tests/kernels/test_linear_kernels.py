@@ -119,7 +119,7 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
 def test_where_flas_kernels_find_documents():
     """Made on the host, wherever tensors are made by default."""
     runs = Runs((((0, 70), (70, 71)), ((71, 71 + 5000),)))
-    cut = fla._cut(runs, 2, 3)
+    cut = fla.cut_of(runs, 2, 3)
     with torch.device("meta"):
         tables = fla._tables(cut, CPU)
         distances = fla._distances(cut, True, False, True, CPU)
@@ -255,11 +255,62 @@ assert sum(launched) == 12
 """
 
 
+RUNS = """
+def summed(read, written, values, sums, start, stop, queries, dout):
+    \"\"\"Chunk after chunk, by the formulas of kernels/chunked.py.\"\"\"
+    heads, dim = read.shape[2:]
+    state = torch.zeros(heads, dim, values.shape[3])
+    whole = torch.eye(dim).repeat(heads, 1, 1)
+    places = range(start, stop, 64)
+    for first in places if queries is None else reversed(places):
+        at = slice(first, min(first + 64, stop))
+        w, k, v = (x[0, at].transpose(0, 1) for x in (read, written, values))
+        last = sums[0, at.stop - 1]
+        if sums.dim() == 4:
+            kept, left = last.exp2()[..., None], 1
+        else:
+            kept = last.exp2()[:, None, None]
+            left = (last - sums[0, at]).exp2().T[..., None]
+        if queries is None:
+            state = kept * state + k.mT @ (left * (v - w @ state))
+            whole = kept * whole - k.mT @ (left * (w @ whole))
+        else:
+            q, do = queries[0, at].transpose(0, 1), dout[0, at].transpose(0, 1)
+            if sums.dim() == 3:
+                do = do * sums[0, at].exp2().T[..., None]
+            state = kept * state + q.mT @ do - k.mT @ (v + left * (w @ state))
+    return state, whole
+
+
+bounds = torch.tensor([0, 70, 70, 75, 203], dtype=torch.int32)
+for dim, value_dim in ((16, 40), (48, 20)):
+    for of_channels in (True, False):
+        for back in (False, True):
+            read, written, queries = (torch.randn(1, 203, 2, dim) / dim for _ in range(3))
+            values, dout = (torch.randn(1, 203, 2, value_dim) for _ in range(2))
+            sums = -torch.rand(1, 203, 2, *((dim,) if of_channels else ()))
+            which = torch.tensor([3, 1, 0], dtype=torch.int32)
+            others = (queries, dout) if back else None
+            got = decayed.run_states(read, written, values, sums, bounds, which, others)
+            for place, number in enumerate(which.tolist()):
+                start, stop = bounds[number : number + 2].tolist()
+                given = (read, written, values, sums, start, stop, *(others or (None, None)))
+                state, whole = summed(*given)
+                torch.testing.assert_close(got[0][place], state, rtol=1e-5, atol=1e-5)
+                if not back:
+                    torch.testing.assert_close(got[1][place], whole, rtol=1e-5, atol=1e-5)
+            assert (got[1] is None) == back
+"""
+
+
 def test_kernels_of_states_in_the_interpreter():
     """Triton reads its switch at import, so the kernels run in a process of their own."""
     pytest.importorskip("triton")
-    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}{PASSED}"
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}{PASSED}{RUNS}"
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
 
 
 @pytest.mark.parametrize(
@@ -267,6 +318,8 @@ def test_kernels_of_states_in_the_interpreter():
     [
         ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
         ("pass", {"FIRST": True, "DIM": 128, "WIDTH": 32}),
+        ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": True, "BACK": False} | RUN),
+        ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": False, "BACK": True} | RUN),
     ],
 )
 def test_kernels_of_states_compile_for_gpus(tmp_path, monkeypatch, name, constants):
@@ -280,6 +333,8 @@ def test_kernels_of_states_compile_for_gpus(tmp_path, monkeypatch, name, constan
     kernel = getattr(decayed, f"_{name}_kernel")
     others = {"out_ptr": "*bf16", "x_ptr": "*bf16"}
     others |= dict.fromkeys(("interval_ptr", "bound_ptr", "order_ptr", "begins_ptr"), "*i32")
+    tokens = ("read_ptr", "written_ptr", "value_ptr", "query_ptr", "dout_ptr")
+    others |= dict.fromkeys(tokens, "*bf16") | {"which_ptr": "*i32"}
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     types |= {name: kind for name, kind in others.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")

@@ -16,6 +16,7 @@ from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
 from megatron_cp_plugin.kernels.linear import resolve_linear
+from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.selfcheck import (
     accuracy,
     check_kernel,
@@ -134,6 +135,28 @@ def test_kernels_that_pack_are_checked_for_windows_too():
         check_kernel(Planted(fault), problem(windows=True))
         with pytest.raises(KernelUnavailableError, match=tiles):
             check_kernel(Packs(fault), problem(windows=True))
+
+
+@pytest.mark.parametrize("edge", ["causal", "other", "packed", ""])
+def test_windows_of_kernels_that_know_them_are_checked(edge):
+    class Windows(Planted):
+        rectangular_causal = windows = packs = True
+
+        def forward(self, call):
+            kind = "packed" if call.packing else "causal" if call.causal else "other"
+            call = call._replace(window=call.window + (call.window > 0 and kind == edge))
+            return Reference().forward(call)
+
+        def backward(self, call, dout, statistics):
+            return Reference().backward(call, dout, statistics)
+
+    names = {"causal": "a window", "other": "the edge of a window", "packed": "packed windows"}
+    check_kernel(Windows(edge), problem())
+    if not edge:
+        check_kernel(Windows(edge), problem(windows=True))
+        return
+    with pytest.raises(KernelUnavailableError, match=f"of {names[edge]} is off"):
+        check_kernel(Windows(edge), problem(windows=True))
 
 
 def test_what_a_kernel_writes_where_it_is_told_is_checked():

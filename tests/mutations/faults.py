@@ -29,6 +29,70 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # core: windows as one tile, rows that are left out
+    Fault(
+        "core/tiles.py",
+        "edge = np.where(joins, rows - shift, 0)",
+        "edge = np.where(joins, rows, 0)",
+        "a window begins to hide keys one row too late",
+        "core/test_tiles.py::test_any_ascending_spans",
+    ),
+    Fault(
+        "core/tiles.py",
+        "served = (narrowest >= extremes[1]).all(0)[pair]",
+        "served = np.ones(len(pair), np.bool_)",
+        "windows of several widths are not computed as triangles",
+        "core/test_passes.py::test_calls_of_a_pass",
+    ),
+    Fault(
+        "core/tiles.py",
+        "hidden = np.where(np.asarray(window) > 0, np.maximum(cols - np.asarray(window), 0), 0)",
+        "hidden = np.zeros_like(cols)",
+        "pairs that a window hides are counted",
+        "core/test_tiles.py::test_any_ascending_spans",
+    ),
+    Fault(
+        "core/masks/tile_batches.py",
+        "kinds = 4 * tiles.window + 2 * tiles.causal",
+        "kinds = 2 * tiles.causal",
+        "tiles with and without a window are one call",
+        "core/test_tile_batches.py::test_calls_compute_the_pairs_of_their_tiles",
+    ),
+    Fault(
+        "kernels/flash4.py",
+        '"window_size_left": call.window - 1',
+        '"window_size_left": call.window',
+        "flash-attn 4 shows one key more than a window has",
+        "kernels/test_flash4.py::test_several_sequences",
+    ),
+    Fault(
+        "core/tiles.py",
+        "found: Numbers = (offsets(stop - first) - first)[number]",
+        "found: Numbers = -first[number]",
+        "tiles of several ranges of rows that are left are in the first one",
+        "core/test_executor.py::test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are",
+    ),
+    Fault(
+        "core/execution/team.py",
+        "            self._blocks.zero_()\n",
+        "",
+        "gradients of tokens that a rank does not compute with are whatever memory has",
+        "core/test_executor.py::test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are",
+    ),
+    Fault(
+        "core/execution/team.py",
+        "x.fill_(0.0 if x.dim() == 4 else -torch.inf)",
+        "x.fill_(0.0)",
+        "own queries that see none of a rank's keys have a score of 0",
+        "core/test_executor.py::test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are",
+    ),
+    Fault(
+        "core/communication/peer.py",
+        "    lends = True\n",
+        "",
+        "results in slots of copy engines are kept as if they were this rank's own",
+        "core/test_executor.py::test_gradients_are_in_no_receive_buffer",
+    ),
     # core: merges and sums
     Fault(
         "core/partial.py",
@@ -202,8 +266,8 @@ FAULTS = (
     ),
     Fault(
         "core/tiles.py",
-        "self.rows * (self.cols - self.rows) + self.rows * (self.rows + 1) // 2",
-        "self.rows * (self.cols - self.rows) + self.rows * (self.rows - 1) // 2",
+        "np.where(causal, rows * (rows - 1) // 2, 0)",
+        "np.where(causal, rows * (rows + 1) // 2, 0)",
         "pairs of causal tiles are counted without the diagonal",
         "test_conformance.py::test_equals_unsplit_attention_and_keeps_its_plan",
     ),
@@ -315,15 +379,15 @@ FAULTS = (
     ),
     Fault(
         "core/execution/passes.py",
-        "return tuple(x.clone() for x in before.tensors)",
-        "return before.tensors",
+        "tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors",
+        "before.tensors",
         "a sum is passed on from the buffer that the next one comes into",
         "core/test_executor.py::test_sums_that_a_rank_passes_on_as_they_came",
     ),
     Fault(
         "core/execution/passes.py",
-        "total.add(there, out, lse, borrowed=True)",
-        "total.add(slice(0, out.shape[1]), out, lse, borrowed=True)",
+        "total.add(there, out, lse, borrowed=lent)",
+        "total.add(slice(0, out.shape[1]), out, lse, borrowed=lent)",
         "a helper's rows are merged into the first ones",
         "test_foreign_algorithm.py::test_conformance_plan_bytes_cost_and_picture",
     ),
@@ -605,8 +669,10 @@ FAULTS = (
     ),
     Fault(
         "kernels/fused.py",
-        "lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))",
-        "lse = tl.where(empty, nothing, high + tl.log2(tl.where(empty, 1.0, total)))",
+        "lse = tl.where(empty, nothing, high + tl.log(tl.where(empty, 1.0, total)))\n"
+        "    tl.store(lse_ptr + batch * lse_b + head * lse_h + place",
+        "lse = tl.where(empty, nothing, high + tl.log2(tl.where(empty, 1.0, total)))\n"
+        "    tl.store(lse_ptr + batch * lse_b + head * lse_h + place",
         "the fused merge gives lse in log2",
         "kernels/test_kernels.py::test_triton_kernels_in_the_interpreter",
     ),
@@ -933,8 +999,8 @@ FAULTS = (
     # what goes on in memory that the next call overwrites, and kernels beyond int32
     Fault(
         "core/execution/passes.py",
-        "[x.clone() for x in gradients] if total.keeps else gradients",
-        "[x.clone() for x in gradients] if total.empty else gradients",
+        "lent and total.keeps",
+        "lent and total.empty",
         "a gradient of all rows stays in the buffer in which it came",
         "core/test_executor.py::test_gradients_are_in_no_receive_buffer",
     ),
@@ -990,8 +1056,8 @@ FAULTS = (
     ),
     Fault(
         "core/execution/executor.py",
-        "self._work.retained = tuple([x.clone() for x in self.held[retained]])",
-        "self._work.retained = self.held[retained]",
+        "held = tuple([x.clone() for x in held])",
+        "pass",
         "a block that the backward needs stays in a buffer of messages",
         "algorithms/test_ring.py::test_gradients_are_those_without_it",
     ),

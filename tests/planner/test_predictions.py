@@ -66,7 +66,7 @@ def test_held_out_ranks_alone():
     """The host decides in half of them; times of equal code differ by up to 1.4 there."""
     every = page.of_ranks()
     sizes = [abs(error) for row, _, errors in every if row.use == "held" for error in errors]
-    assert len(sizes) > 70
+    assert len(sizes) > 50
     assert statistics.median(sizes) < 0.06
     assert sum(size < 0.15 for size in sizes) >= 0.85 * len(sizes)
     causal = [

@@ -1,6 +1,7 @@
 """A step of a model: what is counted, and what cannot be split."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -191,3 +192,23 @@ def test_what_cannot_be_split_is_refused(split, message):
 def test_attention_is_simulated_where_it_is_not_given():
     found = step(MODELS["llama3-8b"], Split(context=4), 65536, H100, "ulysses")
     assert 0 < found.parts["attention"] < found.seconds
+
+
+@pytest.mark.parametrize(
+    ("gpus", "thousands", "recompute", "gib"),
+    [
+        (1, 32, "none", 74.4),
+        (1, 64, "none", 129.1),
+        (2, 64, "none", 68.0),
+        (2, 128, "none", 122.7),
+        (1, 64, "full", 51.6),
+        (1, 128, "full", 83.5),
+        (2, 256, "full", 77.1),
+    ],
+)
+def test_memory_of_linear_attention_is_that_measured(
+    gpus: int, thousands: int, recompute: Any, gib: float
+) -> None:
+    """TNL-1B on H200, docs/data/benchmarks_log.md."""
+    found = memory(MODELS["tnl-1b"], Split(context=gpus, recompute=recompute), 1024 * thousands)
+    assert sum(found.values()) == pytest.approx(gib, rel=0.05)

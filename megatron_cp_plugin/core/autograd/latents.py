@@ -146,8 +146,8 @@ class LatentKernel(SoftmaxKernel):
     def __init__(self, inner: SoftmaxKernel, wire: Wire) -> None:
         self._inner, self._wire = inner, wire
         self.name, self.deterministic = inner.name, inner.deterministic
-        self.rectangular_causal, self.packs = inner.rectangular_causal, inner.packs
-        self.places_outputs = inner.places_outputs
+        self.rectangular_causal, self.windows = inner.rectangular_causal, inner.windows
+        self.packs, self.places_outputs = inner.packs, inner.places_outputs
 
     def unsupported(self, problem: Problem) -> str | None:
         return self._inner.unsupported(replace(problem, kv_heads=problem.heads))

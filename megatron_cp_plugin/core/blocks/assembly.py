@@ -5,6 +5,7 @@ n ranks' blocks come out of a collective operation as [n, ..., S, ...], each pad
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.rows import narrowed
+from megatron_cp_plugin.core.blocks.rows import Rows, narrowed
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import taken
 from megatron_cp_plugin.core.ranges import (
@@ -47,12 +48,14 @@ class Assembly(ABC):
     Attributes:
         spans: positions of the assembled block, ascending. tokens: how many they are.
         members: number of ranks. width: S, to which every rank's block is padded.
+        excerpt: it leaves tokens of the ranks out.
     """
 
     spans: Ranges
     tokens: int
     members: int
     width: int
+    excerpt: bool = False
 
     @abstractmethod
     def join(self, gathered: Blocks, dim: int) -> Tensor:
@@ -61,6 +64,10 @@ class Assembly(ABC):
     @abstractmethod
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
+
+    def within(self, rows: Rows) -> "Assembly":
+        """The order of some rows of the assembled block, or of more of them."""
+        return self
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
@@ -185,25 +192,38 @@ class Segmented(Assembly):
         """Args: spans: of one rank's block after another. owner: [n], whose they are.
         members: number of ranks. width: as of `assemble`.
         """
-        self.members, self.width = members, width
-        self.spans, self.tokens = spans.united, spans.total
+        self.members, self.width, self.spans = members, width, spans.united
         local = offsets_of_each(owner, spans.lengths)  # where each span is in its rank's block
         order = np.argsort(spans.start, kind="stable")
         owner, lengths = owner[order], spans.lengths[order]
         # A rank's spans that follow each other are one segment.
         first, last = runs(owner[1:] != owner[:-1], len(owner))
-        row, after = offsets(lengths), np.cumsum(lengths)
-        columns = owner[first], local[order][first], after[last] - row[first], row[first]
-        many = len(first) > _FEW * members
-        self._table = _Table(*columns[:3], members, width) if many else None
+        start, length = local[order][first], np.cumsum(lengths)[last] - offsets(lengths)[first]
+        self._arrange(owner[first], Ranges.between(start, start + length))
+
+    def _arrange(self, member: Numbers, places: Ranges) -> None:
+        """Args: member: of each segment, in ascending order of positions. places: in its block."""
+        self._member, self._places, self.tokens = member, places, places.total
+        many = len(places) > _FEW * self.members
+        start, length = places.start, places.lengths
+        self._table = _Table(member, start, length, self.members, self.width) if many else None
+        columns = member, start, length, offsets(length)
         segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
         self._segments = tuple(_Segment(*one) for one in segments)
         self._by_member = sorted(self._segments, key=lambda one: (one.member, one.start))
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = not many and all(
-            segment.member == index and (segment.length == width or index == members - 1)
+            (segment.member, segment.start) == (index, 0)
+            and (segment.length == self.width or index == len(self._segments) - 1)
             for index, segment in enumerate(self._segments)
         )
+
+    def within(self, rows: Rows) -> Assembly:
+        other = copy(self)
+        places, segment = self._places.cut(np.array(rows).T)
+        other._arrange(self._member[segment], places)
+        other.spans, other.excerpt = self.spans.cut(np.array(rows).T)[0], True
+        return other
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         if self._in_order and isinstance(gathered, Tensor):

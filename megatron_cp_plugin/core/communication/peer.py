@@ -38,6 +38,7 @@ class SlottedCommunicator(Communicator):
     """
 
     strided = True
+    lends = True
     _slab: Tensor
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.rows import packed, token_dim
+from megatron_cp_plugin.core.blocks.rows import (
+    Rows,
+    between,
+    packed,
+    row_count,
+    token_dim,
+    united,
+)
+from megatron_cp_plugin.core.blocks.visible_rows import longest_gap
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
@@ -76,7 +84,8 @@ from megatron_cp_plugin.core.plans.plan import (
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.tiles import NO_TILES, Tile
 from megatron_cp_plugin.core.topology import Topology
 
 Saved = tuple[Tensor, ...]
@@ -299,7 +308,8 @@ def executor_of(
         return Executor(
             call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
         )
-    way, parts = transport.way(steps, slots), program(steps, transport.topology.rank)
+    way, windows = transport.way(steps, slots), call.kernel.windows
+    parts = program(steps, transport.topology.rank, windows)
     messages = way is not None and way.slots is None
     if not channels or not isinstance(placement, HeadPlacement):
         parts = without_idle(parts) if messages else parts
@@ -341,8 +351,27 @@ def _gathering(
     for side, (owners, own, inward, outward) in channels.items():
         moves = [move for move in first if move.side == side]
         teams[side] = gathering(inward, outward, steps.spans, owners, own, moves)
+    kernel = call.kernel
+    computes = (compute for compute in steps.computes if compute.rank == rank)
+    tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
+    if tiles:
+        # Only rows that are computed with are put in order, where they are few.
+        wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
+        tiles = tiles.excerpt(*wanted)
     tokens = teams[QUERIES].order.tokens
-    return teams, gathering_program(steps, rank, tokens, packed=call.packed, gaps=call.kernel.gaps)
+    return teams, gathering_program(
+        steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
+    )
+
+
+def _excerpt(team: Team, places: Ranges) -> Rows:
+    """The rows that a team puts in order from now on. Args: places: of those that tiles have."""
+    order, whole = team.order, between(0, team.order.tokens)
+    wanted = united(places.extents, longest_gap(order.tokens))
+    if order.members == 1 or 2 * row_count(wanted) > order.tokens:
+        return whole
+    team.order = order.within(wanted)
+    return wanted if team.order.excerpt else whole
 
 
 def _exchanging(
@@ -404,6 +433,7 @@ class _Run:
         if of.way is not None:
             self._channels = channels = of.transport.channels(of.way)
             self.strided = channels.inputs.strided and channels.slow_inputs.strided
+            work.lent = channels.results.lends
             for of_results, exchange in of.program.receivable:
                 channel = channels.results if of_results else channels.inputs
                 channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
@@ -473,8 +503,10 @@ class _Run:
         """Adds the results that a step needs, and posts the results for blocks of others."""
         retained = self._parts.retained
         if step.last and retained is not None and self._retains:
-            # In memory of its own: the next call's messages take this one.
-            self._work.retained = tuple([x.clone() for x in self.held[retained]])
+            held = self.held[retained]
+            if self._channels.inputs.lends:  # the next call's messages take this memory
+                held = tuple([x.clone() for x in held])
+            self._work.retained = held
         if step.last:
             for side in self._work.sides:
                 if self._note(step.heads, side):

@@ -78,6 +78,7 @@ class Pass(ABC):
     Attributes:
         sides: the sides that get results.
         waits: accepted results may wait to be added.
+        lent: results that come are in memory that later ones overwrite.
         compute: runs a task; its arguments are the operands, the kernel calls and the call.
         sizes: batch, head dim of q, head dim of v, dtype.
         own: tensors of the rank's own tokens; teams gather them.
@@ -90,6 +91,7 @@ class Pass(ABC):
 
     sides: ClassVar[tuple[Side, ...]]
     waits: ClassVar[bool] = False
+    lent: bool = False
     compute: ClassVar[Callable[..., None]]
     sizes: tuple[int, int, int, torch.dtype]
     own: Named
@@ -175,6 +177,11 @@ class Pass(ABC):
     def end(self) -> Waits:
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
+    def _passed_on(self, before: Packed | None) -> Tensors:
+        """The sum that came, if the mask lets this rank add nothing to it."""
+        assert before is not None
+        return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
+
     def _departure(self, *names: str) -> Departure:
         """Where results for some rows of the base block go: to the ranks of the team that own its
         tokens, or, if the round has no operation for them, to this rank's own targets.
@@ -246,7 +253,7 @@ def attend_block(
             queries, keys = each.sides(q.device)
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
             total.add(rows, *run_forward(kernel, packed))
             continue
         tile_q, tile_k, tile_v = q, k, v
@@ -262,7 +269,7 @@ def attend_block(
         place = None
         if total.empty and call.places_outputs:
             place = total.place_of_first(each.rows)
-        tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=place)
+        tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, None, place, each.window)
         found = kernel.forward(tile)
         total.add(each.q, *found)
         del found, tile
@@ -313,7 +320,7 @@ def differentiate_block(
         if isinstance(each, Batch):
             queries, keys = each.sides(q.device)
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packed = KernelCall(*taken, scale, each.causal, each.packing)
+            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
             of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
             dq, dk, dv = run_backward(kernel, packed, *of_rows)
             del taken, packed, of_rows
@@ -336,7 +343,7 @@ def differentiate_block(
             places = None
             if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
                 places = sums.places(tile_q, tile_k, tile_v)
-            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, into=places)
+            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, None, places, each.window)
             dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
         sums.dq.add(each.q, dq)
         sums.dkv.add(each.kv, dk, dv)
@@ -436,20 +443,21 @@ class Forward(Pass):
         move, (owner, _), _ = message
         total, rows = self._found.pop(owner, None), move.block.rows
         if total is None:
-            return _passed_on(before)
+            return self._passed_on(before)
         if held != rows:
             found = total.result(self._wide)
             total = Accumulator(_like(self.queries[0], rows), self.v.shape[3])
             for there, partial in _shared(Packed(held, found), rows):
                 total.add(there, *partial)
         if before is not None:
-            _merge(total, before, rows)
+            _merge(total, before, rows, lent=self.lent)
         out, lse = total.result(self._wide if move.wide else None)
         return out.contiguous(), lse.contiguous()
 
     def accept(self, move: Move, results: Tensors) -> None:
         own = between(0, self.q.shape[1])
-        _merge(self._totals[move.heads.q.start], Packed(move.block.rows, results), own)
+        total = self._totals[move.heads.q.start]
+        _merge(total, Packed(move.block.rows, results), own, lent=self.lent)
 
     def settle(self) -> None:
         for total in self._totals.values():
@@ -458,7 +466,7 @@ class Forward(Pass):
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         total = self._totals.pop(heads.q.start)
         if others is not None:
-            _merge(total, others, between(0, self.q.shape[1]))
+            _merge(total, others, between(0, self.q.shape[1]), lent=self.lent)
         out, lse = total.result()
         if not self._placing:
             self.out, self.lse = out, lse
@@ -588,23 +596,23 @@ class Backward(Pass):
         move, block, _ = message
         total, rows = self._found.pop(block, None), move.block.rows
         if total is None:
-            return _passed_on(before)
+            return self._passed_on(before)
         dtype = accumulation_dtype(self.q.dtype) if move.wide else self.q.dtype
         if held == rows and (before is None or before.rows == rows):
             return total.result(dtype, plus=None if before is None else before.tensors)
         found = tuple(total.held)
         like = self.keys if block[1] else self.queries[:1]
         total = GradientSum(*[_like(x, rows) for x in like])
-        _add_gradients(total, Packed(held, found), rows)
+        _add_gradients(total, Packed(held, found), rows, lent=False)
         if before is not None:
-            _add_gradients(total, before, rows)
+            _add_gradients(total, before, rows, lent=self.lent)
         return total.result(dtype)
 
     def accept(self, move: Move, results: Tensors) -> None:
         side = move.side
         _, total = self._sums[(move.heads.kv if side else move.heads.q).start, side]
         rows = between(0, (self.k if side else self.q).shape[1])
-        _add_gradients(total, Packed(move.block.rows, results), rows)
+        _add_gradients(total, Packed(move.block.rows, results), rows, lent=self.lent)
 
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         if side and not self._round.base.heads.last:
@@ -616,7 +624,7 @@ class Backward(Pass):
             if others.tensors[0].shape[1] == tokens:
                 plus = others.tensors
             else:
-                _add_gradients(total, others, between(0, tokens))
+                _add_gradients(total, others, between(0, tokens), lent=self.lent)
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:
@@ -656,30 +664,33 @@ class Backward(Pass):
         return dq, dk, dv
 
 
-def _merge(total: Accumulator, came: Packed, rows: Rows) -> None:
-    """Merges a partial output of another rank. The next one overwrites its buffer.
+def _merge(total: Accumulator, came: Packed, rows: Rows, *, lent: bool) -> None:
+    """Merges a partial output of another rank.
 
     Args:
         total: the merge that it is added to.
         came: the partial.
         rows: rows of the block that `total` has.
+        lent: the next one overwrites it.
     """
     for there, (out, lse) in _shared(came, rows):
-        if total.empty:  # an empty total keeps the tensors that it is given
+        if lent and total.empty:  # an empty total keeps the tensors that it is given
             out, lse = out.clone(), lse.clone()
-        total.add(there, out, lse, borrowed=True)
+        total.add(there, out, lse, borrowed=lent)
 
 
-def _add_gradients(total: GradientSum, results: Packed, rows: Rows) -> None:
-    """Adds gradients of another rank. The next ones overwrite their buffers.
+def _add_gradients(total: GradientSum, results: Packed, rows: Rows, *, lent: bool) -> None:
+    """Adds gradients of another rank.
 
     Args:
         total: the sum that they are added to.
         results: the gradients.
         rows: rows of the block that `total` has.
+        lent: the next ones overwrite them.
     """
     for there, gradients in _shared(results, rows):
-        total.add(there, *([x.clone() for x in gradients] if total.keeps else gradients))
+        copies = lent and total.keeps
+        total.add(there, *([x.clone() for x in gradients] if copies else gradients))
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
@@ -702,9 +713,3 @@ def _part(tensors: Tensors, rows: slice) -> Tensors:
 def _like(x: Tensor, rows: Rows) -> Tensor:
     """A tensor with the dtype of x [B,S,heads,D], the shape of `rows` of it, and no memory."""
     return x.new_empty(()).expand(len(x), row_count(rows), *x.shape[2:])
-
-
-def _passed_on(before: Packed | None) -> Tensors:
-    """The sum that came, if the mask lets this rank add nothing to it."""
-    assert before is not None
-    return tuple(x.clone() for x in before.tensors)  # the next results reuse the buffers

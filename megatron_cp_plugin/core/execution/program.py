@@ -29,7 +29,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     during,
 )
-from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
+from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.
 BlockId = tuple[int, Side]
@@ -228,14 +228,20 @@ class Program:
 
 
 @lru_cache(maxsize=256)
-def program(plan: Plan, rank: int) -> Program:
-    """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
+def program(plan: Plan, rank: int, windows: bool = False) -> Program:
+    """What `rank` does with its own tokens in one round: blocks go from rank to rank.
+
+    Args:
+        plan: the plan of the pass.
+        rank: the rank.
+        windows: as in `plan_tiles`.
+    """
     own, inner = (rank, _keys_of(plan, rank)), during(plan)
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
     rows = _rows_that_come(plan, rank)
-    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows)
+    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows, windows)
     last_use = _last_uses(plan, rank, rows)
     steps = (
         Step(
@@ -264,7 +270,7 @@ def program(plan: Plan, rank: int) -> Program:
         awaited,
         next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
-        *_all_exchanges(plan),
+        *all_exchanges(plan),
     )
 
 
@@ -304,19 +310,19 @@ def without_idle(parts: Program) -> Program:
     return replace(parts, rounds=rounds, idle=before)
 
 
-def gathering_program(plan: Plan, rank: int, tokens: int, *, packed: bool, gaps: bool) -> Program:
+def gathering_program(
+    plan: Plan, rank: int, tiles: TileTable, tokens: int, *, packed: bool, gaps: bool
+) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
     Args:
         plan: the plan of the pass.
         rank: the rank.
+        tiles: what the rank computes.
         tokens: number of query tokens that the team has together.
         packed: as in `Batches`.
         gaps: as in `Batches`.
     """
-    tiles = next(
-        (plan.tiles(compute) for compute in plan.computes if compute.rank == rank), NO_TILES
-    )
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
         # A sum of key gradients can start as the first part's gradient if that part sees all keys.
@@ -466,11 +472,20 @@ def _retained(plan: Plan, rank: int) -> list[Kept]:
     return [kept for kept in plan.kept if kept.rank == rank and kept.rows is not None]
 
 
-def _tasks(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> dict[int, tuple[Task, ...]]:
-    """The tasks of a rank, by step. Args: held: of `_rows_that_come`."""
+def _tasks(
+    plan: Plan, rank: int, held: Mapping[BlockId, Rows], windows: bool
+) -> dict[int, tuple[Task, ...]]:
+    """The tasks of a rank, by step.
+
+    Args:
+        plan: the plan.
+        rank: the rank.
+        held: of `_rows_that_come`.
+        windows: as in `plan_tiles`.
+    """
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
-        if compute.rank == rank and (tiles := plan.tiles(compute)):
+        if compute.rank == rank and (tiles := plan.tiles(compute, windows=windows)):
             query, key = (compute.queries.owners[0], QUERIES), (compute.keys.owners[0], KEYS)
             rows = _first(compute.queries.rows, held.get(query))
             cols = _first(compute.keys.rows, held.get(key))
@@ -544,7 +559,7 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
-def _all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
+def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
     """`receivable`, `one_peer` and `slow` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}

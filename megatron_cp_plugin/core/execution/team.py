@@ -198,6 +198,10 @@ class _Scattering(Departure):
         of_all = members, len(like), width, like.shape[2], sum(widths)
         self._blocks = like.new_empty(of_all, dtype=dtype)
         rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
+        if order.excerpt:  # for the tokens that it leaves out there is nothing
+            self._blocks.zero_()
+            for x in rows_of:
+                x.fill_(-torch.inf)
         self._lses = rows_of[0] if rows_of else None
         self._places = (*_apart(self._blocks, widths), *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
@@ -205,6 +209,8 @@ class _Scattering(Departure):
         if travelling is not None:  # some of the own tokens: all of them are here
             pairs = list(zip(own, self._places, strict=True))
             self._mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
+            for x in self._mine if order.excerpt else ():
+                x.fill_(0.0 if x.dim() == 4 else -torch.inf)
             both = zip(self._places, self._mine, strict=True)
             self._written = [travelling.with_own(*pair) for pair in both]
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.execution.program import program
+from megatron_cp_plugin.core.execution.program import all_exchanges
 from megatron_cp_plugin.core.placement import HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.check import PlanError, check_slots
 from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Plan, Side, outside
@@ -160,13 +160,14 @@ class Transport:
     def _names(self, plan: Plan) -> list[str]:
         """Channels of inputs and results, and of those that may take several steps."""
         names = ["fetches", "sums" if plan.relay else "returns"]
-        slow = program(plan, self.topology.rank).slow
+        *_, slow = all_exchanges(plan)
         return names + [f"{name} between nodes" for name in names] if slow else names
 
     def _pushed(self, plan: Plan, slots: int) -> bool:
         if not self.pushes:
             return False
-        possible = program(plan, self.topology.rank).one_peer and _fits(plan, slots)
+        _, one_peer, _ = all_exchanges(plan)
+        possible = one_peer and _fits(plan, slots)
         if not possible and self._wanted == "peer":
             raise ConfigError(
                 f"{self._algorithm} transport peer needs each rank to exchange with one other at "

@@ -123,7 +123,8 @@ class RunStates:
                 return self._weighed(route, first, places, to_the_end=to_the_end)
         elif self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
             ways = _ways(route, tuple(places), to_the_end, self.added.device)
-            found = fused.passed_along(self.added, self.through, first, *ways)
+            begin = None if first is None else first.unsqueeze(0)
+            found = fused.passed_along(self.added, self.through, begin, *ways)
             if found is not None:
                 return found
         seen, end = self._followed(route.chains, first, places, to_the_end=to_the_end)
@@ -238,26 +239,36 @@ def _reach(
     return _Reach(order_, bounds_, columns_, uploaded(reached, device).bool())
 
 
-class _Ways(NamedTuple):
-    """The runs that states pass on their ways to places, as of `FusedOperations.passed_along`."""
+class Ways(NamedTuple):
+    """Runs that states pass one after another, as of `FusedOperations.passed_along`."""
 
     bounds: Tensor
     order: Tensor
     begins: Tensor
 
+    @staticmethod
+    def of(ways: Sequence[tuple[Sequence[int], int]], device: torch.device) -> "Ways":
+        """On a device. Args: ways: the numbers of the runs of each, and its beginning."""
+        runs, begins = zip(*ways, strict=True)
+        lists = [0, *accumulate(map(len, runs))], [one for way in runs for one in way], begins
+        return Ways(
+            *(uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in lists)
+        )
+
 
 @kept_on_device(maxsize=128)
-def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch.device) -> _Ways:
+def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch.device) -> Ways:
     chains = route.chains
     ends = [chains.arriving[number] for number in places]
     ends += [(chains.last_round + 1, chains.last)] * to_the_end
-    ways = [[chains.rounds[at][end[1]] for at in range(end[0])] if end else [] for end in ends]
-    bounds = [0, *accumulate(map(len, ways))]
-    begins = [int(end is not None and end[1] == chains.first) for end in ends]
-    lists = bounds, [number for way in ways for number in way], begins
-    return _Ways(
-        *(uploaded(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in lists)
-    )
+    ways: list[tuple[list[int], int]] = []
+    for end in ends:
+        if end is None:
+            ways.append(([], -1))
+        else:
+            runs = [chains.rounds[at][end[1]] for at in range(end[0])]
+            ways.append((runs, 0 if end[1] == chains.first else -1))
+    return Ways.of(ways, device)
 
 
 @kept_on_device(maxsize=256)

@@ -54,6 +54,7 @@ class Batch:
         rows, cols: of each sequence, in the order in which the kernel takes them.
         apart: they ascend, and what is between them is left out.
         forward: nothing is given to keys; so if `apart` they may be in any order, and repeated.
+        window: of each sequence, as of `Tile`.
     """
 
     rows: Ranges
@@ -61,6 +62,7 @@ class Batch:
     causal: bool
     apart: bool = False
     forward: bool = False
+    window: int = 0
 
     @cached_property
     def packing(self) -> Packing:

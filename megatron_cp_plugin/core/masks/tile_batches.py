@@ -91,10 +91,10 @@ def _packed(
 
 
 def _units_of(tiles: TileTable) -> Iterator["_Units"]:
-    kinds = 2 * tiles.causal + tiles.reverse
+    kinds = 4 * tiles.window + 2 * tiles.causal + tiles.reverse
     for kind in dict.fromkeys(kinds.tolist()):
         of_kind = tiles.some(kinds == kind)
-        yield _Units(of_kind if kind > 1 else _larger(of_kind))
+        yield _Units(of_kind if kind else _larger(of_kind))
 
 
 class _Units:
@@ -135,7 +135,7 @@ def _larger(tiles: TileTable) -> TileTable:
     q, kv = _widened(tiles.q, tiles.kv)
     kv, q = _widened(kv, q)
     no = np.zeros(len(q), np.bool_)
-    return TileTable(q, kv, no, no, no)
+    return TileTable(q, kv, no, no, np.zeros(len(q), np.int64), no)
 
 
 def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
@@ -219,7 +219,7 @@ def _call(
         (tile,) = some
         return tile
     rows, cols = (x.reversed_where(some.reverse) for x in (some.q, some.kv))
-    return Batch(rows, cols, bool(some.causal[0]), apart, forward)
+    return Batch(rows, cols, bool(some.causal[0]), apart, forward, int(some.window[0]))
 
 
 def _row_count(call: KernelCall) -> int:

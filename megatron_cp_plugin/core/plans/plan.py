@@ -148,7 +148,9 @@ def _positions(spans: TokenMap, block: Block) -> Ranges:
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def _tiles(spans: TokenMap, mask: Mask, rectangular: bool) -> dict[tuple[Block, Block], TileTable]:
+def _tiles(
+    spans: TokenMap, mask: Mask, rectangular: bool, windows: bool
+) -> dict[tuple[Block, Block], TileTable]:
     """Tiles of the pairs of blocks that plans have asked for."""
     return {}
 
@@ -189,18 +191,23 @@ class Plan:
         """All heads of a share."""
         return together(self.groups)
 
-    def tiles(self, compute: Compute) -> TileTable:
+    def tiles(self, compute: Compute, *, windows: bool = False) -> TileTable:
         """What is computed; rows and columns are those of the two blocks, packed.
 
         Planned on demand, for all computations of the rank together: it needs no other rank's
         tiles. Pairs of ranks that are alike have the very same ones.
+
+        Args:
+            compute: one of the computations.
+            windows: as in `plan_tiles`.
         """
-        pair, found = self._pair(compute), _tiles(self.spans, self.mask, self.rectangular)
+        kind = self.rectangular, windows
+        pair, found = self._pair(compute), _tiles(self.spans, self.mask, *kind)
         if pair not in found:
             pairs = dict.fromkeys(map(self._pair, self._by_rank[compute.rank]))
             new = [one for one in pairs if one not in found]
             blocks = [(self.positions(queries), self.positions(keys)) for queries, keys in new]
-            tiles = plan_pairs(blocks, self.mask, rectangular=self.rectangular)
+            tiles = plan_pairs(blocks, self.mask, rectangular=kind[0], windows=windows)
             found.update(zip(new, tiles, strict=True))
         return found[pair]
 
