@@ -91,7 +91,8 @@ def parsers() -> tuple[OneLineParser, Any]:
         "compare", help="train with Megatron's own attention and with the plugin, side by side"
     )
     commands.add_parser(
-        "check", help="say offline whether a recipe of Megatron, Bridge, verl or slime is served"
+        "check",
+        help="say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is served",
     )
     commands.add_parser(
         "invariance", help="whether context parallelism changes a model's log-probabilities"

@@ -2,8 +2,8 @@
 """Compares small models with all kinds of layers of public ones with CP 1, and writes docs/models.
 
 Each model of `megatron_cp_plugin.harness.models` whose sizes are known is built with few numbers
-(tests/integration/model_cards_job.py) on 2 and on 4 CPU processes. Models that become the same
-have one card.
+(tests/integration/model_cards_job.py) on 2 and on 4 CPU processes, and on twice as many with
+another parallelism. Models that become the same have one card.
 
     python scripts/model_cards.py                      # all
     python scripts/model_cards.py glm-5 gpt-oss-20b    # these, and the table of all cards
@@ -39,7 +39,11 @@ _TITLES = {
     "packed documents with padding": "padded packs",
     "multi-token prediction": "MTP",
     "checkpoint": "checkpoint",
+    "tensor parallelism": "TP 2, EP 2",
+    "pipeline parallelism": "PP 2",
 }
+# Beside context parallelism, and how many processes that takes.
+BESIDE = {"nothing": 1, "tensor": 2, "pipeline": 2}
 
 
 def alike() -> dict[str, list[str]]:
@@ -55,30 +59,34 @@ def alike() -> dict[str, list[str]]:
     return {names[0]: names for names in groups.values()}
 
 
-def run(names: list[str], size: int, folder: Path) -> dict[str, Any]:
-    """What rank 0 found, by model."""
-    logs = [(folder / f"{size}.{rank}.out", folder / f"{size}.{rank}.err") for rank in range(size)]
-    codes = ForkedJob(JOB, [str(folder / str(size)), str(size), *names], logs).finish(TIMEOUT_S)
+def run(names: list[str], beside: str, size: int, folder: Path) -> dict[str, Any]:
+    """What rank 0 found, by model. Args: beside: one of `BESIDE`; size: of context parallelism."""
+    ranks, place = size * BESIDE[beside], f"{beside}{size}"
+    logs = [
+        (folder / f"{place}.{rank}.out", folder / f"{place}.{rank}.err") for rank in range(ranks)
+    ]
+    words = [str(folder / place), beside, str(size), *names]
+    codes = ForkedJob(JOB, words, logs).finish(TIMEOUT_S)
     found: dict[str, Any] = {}
     for line in logs[0][0].read_text().splitlines():
         if line.startswith("FOUND"):
             found |= json.loads(line.removeprefix("FOUND"))
     if any(codes):
-        print(f"{size} processes ended with {codes}: {logs[0][1].read_text()[-2000:]}")
+        print(f"{beside}, {size}: {codes}: {logs[0][1].read_text()[-2000:]}")
     return found
 
 
-def card(names: list[str], found: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Returns a card of what every size found.
+def card(names: list[str], found: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """Returns a card of what every run found.
 
     Raises:
         ValueError: A path failed otherwise than by a refusal, or is off by more than `BOUNDS`.
     """
     equal: dict[str, dict[str, dict[str, str]]] = {}
     refused: dict[str, str] = {}
-    for size, each in found.items():
+    for (beside, size), each in found.items():
         if "failed" in each:
-            raise ValueError(f"CP {size}: {each['failed']}")
+            raise ValueError(f"CP {size}, {beside}: {each['failed']}")
         for path, errors in each["off"].items():
             for name, error in errors.items():
                 if not error <= BOUNDS[name]:
@@ -92,7 +100,7 @@ def card(names: list[str], found: dict[int, dict[str, Any]]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
         "algorithm": "zigzag, layout thd of install, CPU, float32",
-        "built": next(iter(found.values()))["built"],
+        "built": found["nothing", min(SIZES)]["built"],
         "equal": equal,
         "refused": refused,
     }
@@ -115,12 +123,17 @@ def table(cards: dict[str, dict[str, Any]]) -> str:
         "- **packs**, **padded packs**: documents of odd lengths, shorter than 2P and single ones,",
         "  each compared with the document alone, as in SFT and in RL (`thd`);",
         "- **MTP**: padded packs with one more token predicted;",
-        "- **checkpoint**: weights saved by split ranks and read by one, and the other way round.",
+        "- **checkpoint**: weights saved by split ranks and read by one, and the other way round;",
+        "- **TP 2, EP 2**: padded packs on twice as many processes, with sequence parallelism and,",
+        "  where there are experts, half of them on each of two; equal to CP 1 split so;",
+        "- **PP 2**: all packs as micro-batches of one step of two stages; -: not built.",
         "",
-        "Megatron's own loop, and tensor, pipeline and expert parallelism beside context",
-        "parallelism, are in [parity.md](../parity.md), by kind of layer. Gated delta net",
-        "layers compute with a stand-in for flash-linear-attention here. Biases of experts, the",
-        "Hadamard transform and the ReLU of DSA's indexer are left out, and nothing ran on GPUs.",
+        "Megatron's own loop, with more parallelisms, is in [parity.md](../parity.md), by kind of",
+        "layer. Where positions are of three kinds, every fifth embedding of a pack is an image's;",
+        "vision towers are not built. Stand-ins compute for flash-linear-attention and mamba-ssm.",
+        "Biases of experts, the Hadamard transform and the ReLU of DSA's indexer, norms around 1",
+        "and MiniMax-M3's choice of blocks are left out; nothing ran on GPUs. Kimi K3 has no card:",
+        "Megatron has no Kimi delta attention, and no gates of multi-latent attention's output.",
         "",
         f"Python, Megatron, torch and plugin: {'; '.join(versions)}.",
         "",
@@ -135,7 +148,8 @@ def table(cards: dict[str, dict[str, Any]]) -> str:
             if why is not None and why not in reasons:
                 reasons.append(why)
             sizes = " ".join(size.removeprefix("CP ") for size in each["equal"].get(path, {}))
-            cells.append(f"refused ({reasons.index(why) + 1})" if why else f"equal: CP {sizes}")
+            equal = f"equal: CP {sizes}" if sizes else "-"
+            cells.append(f"refused ({reasons.index(why) + 1})" if why else equal)
         models = ", ".join(each["models"])
         lines.append(f"| [{name}]({name}.yaml) | {models} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {why}" for number, why in enumerate(reasons, 1))]
@@ -153,11 +167,15 @@ def main() -> int:
         return 2
     names, failed = chosen or list(groups), 0
     with tempfile.TemporaryDirectory() as folder:
-        found = {size: run(names, size, Path(folder)) for size in SIZES}
+        found = {
+            (beside, size): run(names, beside, size, Path(folder))
+            for size in SIZES
+            for beside in BESIDE
+        }
     CARDS.mkdir(exist_ok=True)
     for name in names:
         try:
-            made = card(groups[name], {size: found[size][name] for size in SIZES})
+            made = card(groups[name], {way: each[name] for way, each in found.items()})
         except (ValueError, KeyError) as error:
             print(f"{name}: no card: {error}")
             failed = 1

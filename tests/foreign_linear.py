@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
 from megatron_cp_plugin.core.linear.states import RunStates
@@ -45,8 +45,7 @@ class Doubling(StatePassing):
         # `end` is the sum at the end of this run, `before` at its beginning.
 
         def added(state: Tensor, came: Tensor, since: int, until: int) -> Tensor:
-            weights = decay.weights(((until - since, 0),), state.dtype, state.device)
-            return combine(torch.stack((came, state)), weights)[0]
+            return RunStates(state.unsqueeze(0), decay).passed(0, until - since, came)
 
         before = first if not place and route.lasts(0, start) else None
         if before is not None and route.lasts(start, stop - 1):

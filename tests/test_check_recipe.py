@@ -1,4 +1,4 @@
-"""Recipes of four programs, written here: served, refused or not understood, and why."""
+"""Recipes of five programs, written here: served, refused or not understood, and why."""
 
 from pathlib import Path
 
@@ -26,6 +26,21 @@ ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node
     --hf-checkpoint $WHERE --use-dynamic-batch-size --max-tokens-per-gpu 4096 \\
     --rollout-batch-size 8 --sglang-mem-fraction-static 0.7 --attention-backend fused EXTRA
 """
+SWIFT = """
+NPROC_PER_NODE=8 \\
+megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B-Instruct-2507 --lr 5e-5 \\
+    --context_parallel_size 2 --tensor_model_parallel_size 2 --expert_model_parallel_size 4 \\
+    --pipeline_model_parallel_size 2 --micro_batch_size 2 --max_length 8192 --finetune \\
+    --attention_backend flash --padding_free true --sequence_parallel true EXTRA
+"""
+SWIFT_YAML = """
+model: Qwen/Qwen3-8B
+tensor_model_parallel_size: 2
+context_parallel_size: 2
+packing: true
+max_length: 32768
+EXTRA
+"""
 VERL = """
 DATA=(data.train_files=$HOME/train.parquet)
 python3 -m verl.trainer.main_ppo "${DATA[@]}" actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
@@ -43,7 +58,7 @@ actor_rollout_ref:
 """
 BRIDGE = """
 recipe: llama3_8b_pretrain_config
-model: {context_parallel_size: 2, cp_comm_type: all_gather, seq_length: 32768, EXTRA}
+model: {context_parallel_size: 2, cp_comm_type: a2a, seq_length: 32768, EXTRA}
 train: {micro_batch_size: 1}
 """
 PYTHON = """
@@ -123,6 +138,9 @@ def test_what_a_command_line_may_ask_for(
         ("", 0, 'slime, served through install(..., layout="thd")'),
         ("", 0, "attention_backend fused is replaced"),
         ("--allgather-cp", 0, "layout contiguous"),
+        ("--spec slime_plugins.models.qwen3_next spec", 0, "nets of whole documents on all ranks"),
+        ("--allgather-cp --spec slime_plugins.models.qwen3_5 x", 2, "gathers by another layout"),
+        ("--max-tokens-per-gpu $MOST", 0, "TP 2, CP 2"),
         ("--spec my.models spec", 2, "unknown --spec my.models: its layers"),
         ("--spec slime_plugins.models.glm5.glm5 spec", 0, "none: all layers are DSA"),
         ("--attention-dropout 0.1", 1, "add --attention-dropout 0"),
@@ -149,6 +167,11 @@ def test_a_script_of_slime(
         ("actor_rollout_ref.model.path=nobody/knows-1b", 0, "qwen3-8b"),
         ("actor_rollout_ref.actor.megatron.dynamic_context_parallel=True", 0, "qwen3-8b"),
         ("model_engine=fsdp", 1, "fsdp builds no GPTModel"),
+        (
+            "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True",
+            1,
+            "use_flash_attn is a flag of MindSpeed",
+        ),
         ("actor_rollout_ref.actor.megatron.brand_new=1", 2, "megatron.brand_new=1 (run.sh:7)"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.brand_new=1", 2, "new=1"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=$CP", 2, "its value"),
@@ -162,11 +185,32 @@ def test_a_script_of_verl(
 
 
 @pytest.mark.parametrize(
+    ("extra", "code", "words"),
+    [
+        ("", 0, "ranks 8 GPUs: TP 2, PP 2, CP 2, EP 4; 16384 tokens of a micro-batch layout thd"),
+        ("--padding_free false", 0, "8192 tokens of a micro-batch"),
+        ("--mtp_num_layers 1", 1, "mcore-bridge shifts rotary angles"),
+        ("--cp_partition_mode contiguous", 2, "unknown --cp_partition_mode contiguous (run.sh:6)"),
+        ("--attention_dropout 0.1", 1, "got --attention-dropout 0.1"),
+        ("--context_parallel_size $CP", 2, "unknown --context_parallel_size ?: its value"),
+    ],
+)
+def test_a_script_of_swift(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: str, code: int, words: str
+) -> None:
+    found, said = check(capsys, tmp_path, "run.sh", SWIFT.replace("EXTRA", extra))
+    assert (found, words in said) == (code, True), said
+    found, said = check(capsys, tmp_path, "run.yaml", SWIFT_YAML.replace("EXTRA", ""))
+    assert found == 0
+    assert "32768 tokens of a micro-batch" in said
+
+
+@pytest.mark.parametrize(
     ("name", "text", "words", "code", "said"),
     [
         ("verl.yaml", VERL_YAML.replace("EXTRA", ""), (), 0, "CP 2; 16384 tokens"),
         ("verl.yaml", VERL_YAML.replace("EXTRA", "brand_new: 1"), (), 2, "brand_new=1"),
-        ("a.yaml", BRIDGE.replace("EXTRA", ""), (), 0, "cp_comm_type all_gather is replaced"),
+        ("a.yaml", BRIDGE.replace("EXTRA", ""), (), 0, "cp_comm_type a2a is replaced"),
         ("a.yaml", BRIDGE.replace("EXTRA", "brand_new: 1"), (), 2, "model.brand_new=1"),
         (
             "a.yaml",
@@ -184,6 +228,7 @@ def test_a_script_of_verl(
         ),
         ("a.yaml", BRIDGE.replace("llama3_8b", "unheard_of"), (), 2, "name one that is known"),
         ("a.yaml", BRIDGE.replace("llama3_8b", "wan_14b"), (), 1, "diffusion transformer"),
+        ("a.yaml", BRIDGE.replace("llama3_8b", "kimi_k3"), (), 1, "Kimi delta attention"),
         ("a.py:long_config", PYTHON.replace("EXTRA", ""), (), 0, "CP 2; 16384 tokens"),
         (
             "a.py:long_config",

@@ -60,10 +60,11 @@ class FusedOperations(Protocol):
     ) -> Tensor | None:
         """The states behind ways of runs, one after another: T S + added; None: not served.
 
-        Args: added: [M,B,H,D,E], through: T [M,B,H,D,D], of all runs, with heads of B next to each
-            other; float32, added in rows of D*E numbers. first: [F,B,H,D,E]; None: 0. bounds: of
-            the ways in order [n+1]. order: numbers of runs. begins: of each way which of `first` it
-            begins with, -1 where with 0 [n]; int32.
+        Args: added: [M,B,H,D,E], through: T [M,B,H,D,D], or logarithms of its diagonal [M,B,H,1]
+            or [M,B,H,D], of all runs, with heads of B next to each other; float32, added in rows
+            of D*E numbers. first: [F,B,H,D,E]; None: 0. bounds: of the ways in order [n+1].
+            order: numbers of runs. begins: of each way which of `first` it begins with, -1 where
+            with 0 [n]; int32.
 
         Returns: [n,B,H,D,E] float32.
         """

@@ -80,9 +80,9 @@ def main(argv: Sequence[str]) -> int:
         "recipe",
         nargs="+",
         metavar="RECIPE",
-        help="a shell script of Megatron, verl or slime, a YAML file of Megatron-Bridge, verl or "
-        "the plugin, recipe.py:FUNCTION of Megatron-Bridge; with KEY=VALUE of its command line "
-        "besides, or only such words; flags of Megatron after --",
+        help="a shell script of Megatron, verl, slime or ms-swift, a YAML file of Megatron-Bridge, "
+        "verl, ms-swift or the plugin, recipe.py:FUNCTION of Megatron-Bridge; with KEY=VALUE of "
+        "its command line besides, or only such words; flags of Megatron after --",
     )
     parser.add_argument("--machine", default=_GPU, metavar="NAME|FILE", help=f"default {_GPU}")
     parser.add_argument("--model", metavar="NAME", help="such as qwen3-8b, if it is not found")
@@ -148,10 +148,7 @@ def _beyond(recipe: Recipe) -> str:
             f"{recipe.model.name} is {recipe.model.beyond}, got a recipe without GPTModel or "
             "HybridModel: only these are served"
         )
-    engine = recipe.settings.pop("engine", None)
-    if engine:
-        return f"{engine} builds no GPTModel of Megatron, got it as the engine: use megatron"
-    return ""
+    return recipe.beyond
 
 
 def _complete(recipe: Recipe) -> None:

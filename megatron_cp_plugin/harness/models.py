@@ -39,6 +39,9 @@ _COMMON: dict[str, object] = {
 }
 
 
+_KINDS = _COMMON | {"position_embedding_type": "none", "swiglu": False, "squared_relu": True}
+
+
 def _dense(*sizes: int, vocabulary: int, tied: bool = False, **others: object) -> dict[str, object]:
     """Args: sizes: as in `_SIZES`."""
     named = dict(zip(_SIZES.split(), sizes, strict=True))
@@ -76,6 +79,15 @@ def _latent(queries: int | None, head: int, rotary: int, value: int) -> dict[str
     }
 
 
+def _hybrid(pattern: str, *sizes: int) -> dict[str, object]:
+    """Of Mamba-2, attention and other layers. Args: sizes: as in `_SIZES`, from the second on."""
+    return (
+        _dense(len(pattern), *sizes, 128, vocabulary=131072)
+        | _KINDS
+        | {"hybrid_layer_pattern": pattern, "mamba_state_dim": 128, "mamba_num_groups": 8}
+    )
+
+
 _SIGMOID: dict[str, object] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -106,7 +118,6 @@ _SINKS: dict[str, object] = {
     "add_bias_linear": True,
     "position_embedding_type": "yarn",
 }
-_HYBRID = _COMMON | {"position_embedding_type": "none", "swiglu": False}
 _DEEPSEEK_MOE = _experts(256, 8, 2048, 3, 2048) | _SIGMOID
 
 # A table is read by rows.
@@ -195,15 +206,27 @@ MODELS: tuple[PublicModel, ...] = (
     PublicModel("hy3", ("tencenthy3", "hyv3"),
                 _dense(80, 4096, 13312, 64, 8, 128, vocabulary=120832, qk_layernorm=True)
                 | _experts(192, 8, 1536, 1, 1536) | _SIGMOID),
-    # Of these only the kinds of layers.
+    PublicModel("minimax-m3", ("minimaxm3",),
+                _dense(60, 6144, 12288, 64, 4, 128, vocabulary=200064, rotary_percent=0.5,
+                       qk_layernorm=True, apply_rope_fusion=False,
+                       layernorm_zero_centered_gamma=True, glu_linear_offset=1.0,
+                       activation_func_clamp_value=7.0)
+                | _experts(128, 4, 3072, 3, 3072) | _SIGMOID),
     PublicModel("nemotron-3-nano-30b-a3b", ("nemotron3nano", "nemotron35lightning"),
-                _HYBRID | {"hybrid_layer_pattern": "ME*"}),
+                _hybrid("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 1856, 32, 2)
+                | _experts(128, 6, 1856, shared=3712) | _SIGMOID
+                | {"mamba_num_heads": 64, "mamba_head_dim": 64}),
     PublicModel("nemotron-3-nano-4b", ("nemotron3nano4b",),
-                _HYBRID | {"hybrid_layer_pattern": "M-*"}),
+                _hybrid("M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", 3136, 12544, 40, 8)
+                | {"mamba_num_heads": 96, "mamba_head_dim": 80}),
+    # Of these only the kinds of layers.
     PublicModel("nemotron-3-super-120b-a12b", ("nemotron3super",),
-                _HYBRID | {"hybrid_layer_pattern": "ME*"}),
+                _KINDS | {"hybrid_layer_pattern": "ME*"}),
     PublicModel("nemotron-3-nano-omni", ("nemotronomni",),
-                _HYBRID | {"hybrid_layer_pattern": "ME*"}),
+                _KINDS | {"hybrid_layer_pattern": "ME*"}),
+    PublicModel("kimi-k3", ("kimik3",),
+                beyond="of Kimi delta attention and gated multi-latent attention, which Megatron "
+                "does not have and Megatron-Bridge has layers of its own for"),
     PublicModel("wan", ("wan13b", "wan14b", "wan2"), beyond="a diffusion transformer for video"),
 )
 # fmt: on

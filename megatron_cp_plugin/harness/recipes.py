@@ -1,4 +1,4 @@
-"""Reads recipes of Megatron, Megatron-Bridge, verl and slime as settings of Megatron.
+"""Reads recipes of Megatron, Megatron-Bridge, verl, slime and ms-swift as settings of Megatron.
 
 Nothing of a recipe is run, and none of the programs needs to be installed but Megatron, whose
 parser knows its flags. What a program has of its own is a table here; a setting that neither it nor
@@ -28,7 +28,7 @@ from megatron_cp_plugin.integration.args import (
 from megatron_cp_plugin.integration.contract import SETTINGS
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
-type Program = Literal["Megatron", "Megatron-Bridge", "verl", "slime"]
+type Program = Literal["Megatron", "Megatron-Bridge", "verl", "slime", "ms-swift"]
 
 _READ = {setting.name for setting in SETTINGS}
 # The plugin reads them for the planner's memory alone.
@@ -56,13 +56,33 @@ _SLIME_SPECS: Mapping[str, dict[str, object]] = {
     "glm4": {},
     "minimax_m2": {},
     "glm5.glm5": {OWN_SPARSE: True},
+    # Gated delta nets for which it gathers documents whole on all ranks, by `layout="thd"`.
+    "qwen3_5": {},
+    "qwen3_next": {},
 }
+_GATHERED = {"qwen3_5", "qwen3_next"}
 # Of verl's settings of Megatron, those without a meaning for the model.
 _VERL = re.compile(
     r"(param|grad|optimizer)_offload|use_mbridge|vanilla_mbridge|(use_)?dist_checkpointing.*|seed"
     r"|use_remove_padding|dtype|forward_only|dist_ckpt.*|distrib_optim.*|entropy_from.*|pad_.*|qat.*"
     r"|override_(ddp_config|mcore_model_config).*|router_replay.*|use_distributed_optimizer|extra.*"
     r"|load_weight"
+)
+# Flags of MindSpeed, which trains on Ascend NPUs.
+_NPU = {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_naive_l2norm"}
+# Settings of ms-swift beside Megatron's that say nothing about how a model is split or built: these
+# are what they begin with.
+_SWIFT = re.compile(
+    r"(model|dataset|save|load|no_save|no_load|max|output_dir|num_train_epochs|tuner_type|merge_lora"
+    r"|lora|target|modules_to_save|rlhf|beta|loss|vllm|use_vllm|sglang|temperature|sleep|steps|eval"
+    r"|logging|train|report_to|wandb|swanlab|num_gen|num_iterations|num_labels|log_|epsilon|delta"
+    r"|dynamic_sample|overlong|importance|offload_(model|bridge|teacher|optimizer)|adapters|reward"
+    r"|to_hf|to_mcore|test_convert|teacher|lmbda|infer_backend|stream|system|split_dataset|dataloader"
+    r"|finetune|lr|min_lr|freeze|vit_|aligner|external_plugins|agent_template|enable_thinking|packing"
+    r"|padding_free|torch_dtype|use_hf|hub_|gkd|sft_alpha|rpo|desirable|undesirable|center|task_type"
+    r"|mcore_model|mcore_adapter|add_non_thinking|new_special|gym_env|use_gym|multi_turn|top_|seq_kd"
+    r"|shuffle|optimizer_offload|use_ray|experts_impl|port|remove_unused|group_by_length|lazy|cached"
+    r"|truncation|kl_in|advantage|scale_rewards|rollout|exp_avg|completion|label_smoothing|stop)"
 )
 # Fields of Bridge's model providers beside those of Megatron's configuration.
 _BRIDGE = re.compile(
@@ -71,6 +91,7 @@ _BRIDGE = re.compile(
     r"|should_pad_vocab|vocab_size|position_embedding_type|attention_softmax_in_fp32|freeze_.*"
     r"|share_embeddings.*|init_model.*|account_for.*|masked_softmax.*|moe_router_force.*|mtp_enabled"
     r"|cross_entropy_fusion_impl|cuda_graph_scope|perform_initialization|generation_config|use_te_rng.*"
+    r"|temporal_patch_dim|has_sound"  # of vision and sound, before the model that is split
     r"|pipeline_model_parallel_layout|keep_mtp_spec.*|hybrid_layer_pattern|bf16|fp16|params_dtype|apply_rope_fusion"
 )
 _PACKED = re.compile(
@@ -90,6 +111,7 @@ class Recipe:
         layout: By which that program cuts them.
         gpus: How many it starts on; None: it does not say.
         tokens: Of a micro-batch, on all context-parallel ranks.
+        beyond: Why the plugin has no part in it; empty: it may have.
         unknown: What is not understood, one line each.
         notes: What else to say.
     """
@@ -102,6 +124,7 @@ class Recipe:
     layout: str = "thd"
     gpus: int | None = None
     tokens: int | None = None
+    beyond: str = ""
     unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -152,7 +175,9 @@ def _parallel(command: Command) -> int:
 def _of_words(command: Command, model: str | None) -> Recipe:
     """Args: command: flags, or KEY=VALUE."""
     keys = [word.text.lstrip("+~") for word in command]
-    if any(key.startswith(("actor_rollout_ref.", "engine.", "model_engine=")) for key in keys):
+    if _is_swift(keys):
+        recipe = _of_swift(command)
+    elif any(key.startswith(("actor_rollout_ref.", "engine.", "model_engine=")) for key in keys):
         recipe = _of_verl(command)
     elif any(key.startswith(("model.", "recipe=", "--recipe")) for key in keys):
         recipe = _of_bridge(command)
@@ -169,7 +194,7 @@ def _of_words(command: Command, model: str | None) -> Recipe:
             raise ConfigError(f"--model got {model}, which is not known: leave it out")
     if recipe.model is not None:
         recipe.settings = dict(recipe.model.settings) | recipe.settings
-    elif recipe.program in ("Megatron-Bridge", "verl"):
+    elif recipe.program in ("Megatron-Bridge", "verl", "ms-swift"):
         recipe.unknown.append("the model: name one that is known with --model")
     recipe.settings |= {"moe_layer_freq": _frequency(recipe.settings)}
     return recipe
@@ -256,11 +281,12 @@ _SLIME_OWN = (
 
 def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
     settings = recipe.settings
-    nodes, each = own.get("--actor-num-nodes"), own.get("--actor-num-gpus-per-node")
-    if nodes and each:
+    names = ("--actor-num-nodes", "--actor-num-gpus-per-node", "--max-tokens-per-gpu")
+    nodes, each, tokens = (str(own.get(name)) for name in names)
+    if nodes.isdecimal() and each.isdecimal():
         recipe.gpus = int(nodes) * int(each)
-    if own.get("--max-tokens-per-gpu"):
-        recipe.tokens = int(own["--max-tokens-per-gpu"]) * recipe.size
+    if tokens.isdecimal():
+        recipe.tokens = int(tokens) * recipe.size
     recipe.layout = "contiguous" if own.get("--allgather-cp") else "thd"
     settings |= {"bf16": not settings["fp16"], "use_distributed_optimizer": True, "sft": True}
     if not settings.get("micro_batch_size"):
@@ -271,6 +297,13 @@ def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
     if name not in _SLIME_SPECS:
         recipe.unknown.append(f"--spec {name}: its layers ({recipe.places.get('spec')})")
     settings |= _SLIME_SPECS.get(name, {})
+    if name in _GATHERED:
+        recipe.notes.append(
+            "slime computes its gated delta nets of whole documents on all ranks: the plugin "
+            "serves the other layers"
+        )
+        if recipe.layout != "thd":
+            recipe.unknown.append("--allgather-cp: slime gathers by another layout")
 
 
 def _number_of_processes(words: Command) -> dict[str, int]:
@@ -341,14 +374,21 @@ def _of_verl(command: Command) -> Recipe:
             inner = name != own[1]
             if name == "dynamic_context_parallel":
                 continue  # its engine has a loop of its own, whose micro-batches say their ranks
-            if name in known or name == "use_megatron_fsdp":
+            if name in _NPU and value:
+                recipe.beyond = (
+                    f"{word.place}: {name} is a flag of MindSpeed, for NPUs, got it: leave it out "
+                    "on GPUs"
+                )
+            elif name in known or name == "use_megatron_fsdp":
                 _set(recipe, name, value, word)
             elif inner or not _VERL.fullmatch(name):
                 recipe.unknown.append(f"{word.text} ({word.place})")
         elif key.endswith("model.path") and "ref" in key.split(".")[0] + "ref":
             recipe.model = recipe.model or model_named(str(word.text.partition("=")[2]))
         elif key in ("model_engine", "actor_rollout_ref.actor.strategy") and value != "megatron":
-            recipe.settings["engine"] = value
+            recipe.beyond = (
+                f"{value} builds no GPTModel of Megatron, got it as the engine: use megatron"
+            )
         elif re.search(r"actor\.ppo_max_token_len_per_gpu$|^data\.max_token_len_per_gpu$", key):
             per_gpu = value
         elif re.fullmatch(r"trainer\.(nnodes|n_gpus_per_node)", key):
@@ -390,6 +430,53 @@ def _of_bridge(command: Command) -> Recipe:
     recipe.model = next(filter(None, map(model_named, names)), None)
     if recipe.tokens is not None:
         recipe.tokens *= recipe.settings["micro_batch_size"] or 1
+    return recipe
+
+
+def _is_swift(keys: Sequence[str]) -> bool:
+    """Whether words are `megatron sft --key value` and the like, or keys of such a YAML file."""
+    commands = {"sft", "pt", "rlhf", "export"}
+    started = any(a == "megatron" and b in commands for a, b in pairwise(keys))
+    return started or any(key.startswith("tensor_model_parallel_size=") for key in keys)
+
+
+def _of_swift(command: Command) -> Recipe:
+    import yaml
+
+    recipe, known = Recipe("ms-swift"), _config_fields()
+    recipe.settings |= {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 1}
+    recipe.settings |= {"mtp_num_layers": 0, "expert_tensor_parallel_size": 1}
+    own: dict[str, Any] = {}
+    pairs = [
+        (flag.text.lstrip("-"), flag, values[0].text if values else "true", values)
+        for flag, values in _flags(command)
+        if flag.text.startswith("--")
+    ] or [(key, word, str(value), []) for key, value, word in _pairs(command)]
+    for name, flag, text, values in pairs:
+        value = yaml.safe_load(text)
+        if name in known or name in _READ:
+            written = Word(f"{flag.text} {text}", flag.place, all(each.known for each in values))
+            _set(recipe, name, value, written)
+        elif _SWIFT.match(name):
+            own[name] = value
+        else:
+            recipe.unknown.append(f"{flag.text} {text} ({flag.place})")
+    recipe.model = model_named(str(own.get("model", "")))
+    recipe.gpus = next(
+        (int(word.text[15:]) for word in command if re.match(r"NPROC_PER_NODE=\d+$", word.text)),
+        None,
+    )
+    packed = own.get("packing") or own.get("padding_free", True)
+    recipe.settings["sft"] = bool(packed)
+    if recipe.settings["mtp_num_layers"]:
+        recipe.beyond = (
+            "mcore-bridge shifts rotary angles of multi-token prediction in the order that a rank "
+            "has its tokens in, got mtp_num_layers: leave it out"
+        )
+    if isinstance(own.get("max_length"), int):
+        samples = 1 if own.get("packing") else recipe.settings["micro_batch_size"]
+        recipe.tokens = own["max_length"] * (samples if packed else 1)
+        recipe.settings["micro_batch_size"] = 1 if packed else samples
     return recipe
 
 

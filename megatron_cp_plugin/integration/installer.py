@@ -69,8 +69,7 @@ class Installer(ABC):
 
     def undo(self) -> None:
         """Puts Megatron's own back."""
-        for replacement in self._replaced:
-            replacement.undo()
+        compat.Replacement.undo(self._replaced)
 
     @abstractmethod
     def config(self, size: int) -> ContextParallelConfig:

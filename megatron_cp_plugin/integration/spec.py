@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import gated_delta_net, mamba
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
@@ -93,7 +94,8 @@ def build_model(
     if runtime.config.send_latents:
         send_latents(model)
     for module in model.modules():
-        if _is_sparse(type(module), type(getattr(module, "core_attention", None))):
+        kinds = type(module), type(getattr(module, "core_attention", None))
+        if _is_sparse(*kinds) or _gathers_documents(kinds[0]):
             module.register_forward_pre_hook(_give_documents, with_kwargs=True)
     return model
 
@@ -186,8 +188,9 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     """Returns a copy of a spec with one algorithm's attention in each layer.
 
     Works for specs of a layer, of a block and of a HybridModel's stack, local or Transformer
-    Engine's. Layers of sparse attention (DSA), and those of a heterogeneous model that have no
-    attention or a linear map in its place, stay as they are.
+    Engine's. Layers of sparse attention (DSA), those of slime that gather documents whole, and
+    those of a heterogeneous model that have no attention or a linear map in its place, stay as they
+    are.
 
     Raises:
         ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
@@ -217,6 +220,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     # How those of others are cut only their programs know.
     own = getattr(core, "__module__", "").startswith("megatron.core.")
     if _is_sparse(module, core) and (own or runtime.is_cut_by_callers):
+        return spec
+    if _gathers_documents(module) and runtime.config.layout.name == PaddedDocuments.name:
         return spec
     served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
     if not isinstance(module, type) or not issubclass(module, served):
@@ -312,6 +317,17 @@ def _linear(attention: Any, runtime: Runtime) -> Any:
 def _is_sparse(*kinds: Any) -> bool:
     """Whether a class is of sparse attention (DSA): Megatron's, or a program's own."""
     return any(isinstance(kind, type) and kind.__name__.startswith("DSA") for kind in kinds)
+
+
+def _gathers_documents(module: Any) -> bool:
+    """Whether a class is of slime's layers that compute documents whole on all ranks.
+
+    Source: slime, slime_plugins/models/hf_attention.py, HuggingfaceAttention.forward; of chunks
+    p and 2P-1-p of each document on rank p.
+    """
+    name = "slime_plugins.models.hf_attention.HuggingfaceAttention"
+    bases = module.__mro__ if isinstance(module, type) else ()
+    return any(f"{base.__module__}.{base.__qualname__}" == name for base in bases)
 
 
 def _give_documents(

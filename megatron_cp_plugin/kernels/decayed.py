@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.linear.runs import Interval
 
 _TOKENS = 64
 _TILES = 16
-_WIDTH = 32  # columns of a state that one program of `run_states` has
+_WIDTH = 64  # columns of a state that one program of `run_states` has
 _WIDEST = 128  # a transition of this head dim fits in shared memory
 
 
@@ -107,15 +107,13 @@ def add_decayed_(
 
 
 @triton.jit
-def _rounded_product(  # type: ignore[no-untyped-def]
-    x, y, BACK: tl.constexpr
-):
-    # y in two parts of x's precision, so that long products of transitions keep 16 bits of it.
+def _product(x, y, exact):  # type: ignore[no-untyped-def]
+    # Long products of transitions keep 16 bits: y in two parts of x's precision.
     high = y.to(x.dtype)
-    low = (y - high.to(tl.float32)).to(x.dtype)
-    if BACK:
-        return tl.dot(x, high)
-    return tl.dot(x, high) + tl.dot(x, low)
+    found = tl.dot(x, high)
+    if exact:
+        found += tl.dot(x, (y - high.to(tl.float32)).to(x.dtype))
+    return found
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -171,7 +169,7 @@ def _run_kernel(  # type: ignore[no-untyped-def]
         read = tl.load(read_ptr + tile, in_tile, 0.0)
         written = tl.load(written_ptr + tile, in_tile, 0.0)
         value = tl.load(value_ptr + of_value, in_values, 0.0).to(tl.float32)
-        seen = _rounded_product(read, state, BACK)
+        seen = _product(read, state, not is_value)
         if OF_CHANNELS:
             kept = tl.exp2(tl.load(sum_ptr + (last * heads + head) * dim + row, in_row, 0.0))
             kept = kept[:, None]
@@ -188,12 +186,12 @@ def _run_kernel(  # type: ignore[no-untyped-def]
             if not OF_CHANNELS:
                 dout = (dout * tl.exp2(sums)[:, None]).to(query.dtype)
             state = state * kept + tl.dot(tl.trans(query), dout)
-            state -= _rounded_product(tl.trans(written), value + seen, BACK)
+            state -= _product(tl.trans(written), value + seen, not is_value)
         else:
             rest = value - seen
             if not OF_CHANNELS:
                 rest *= left
-            state = state * kept + _rounded_product(tl.trans(written), rest, BACK)
+            state = state * kept + _product(tl.trans(written), rest, not is_value)
     found = place * heads + head
     at = (found * dim + row[:, None]) * value_dim + column[None, :]
     tl.store(added_ptr + at, state, in_row[:, None] & in_value[None, :])
@@ -214,8 +212,8 @@ def run_states(
 ) -> tuple[Tensor, Tensor | None]:
     """What runs of a delta rule do to the state, or what they add to its gradient on the way back.
 
-    In chunks of 64 tokens, of the WY form (see kernels/chunked.py). The state is float32; in the
-    forward it is multiplied in two bfloat16 parts.
+    In chunks of 64 tokens, of the WY form (see kernels/chunked.py). States are float32 and are
+    multiplied in bfloat16, as fla's; transitions in two bfloat16 parts.
 
     Args: read: W, written: keys as they are in the state [1,T,H,D] (on the way back the other way
         round); values: U, or its gradient [1,T,H,E]; sums: of gates in chunks, to base 2, float32
@@ -278,6 +276,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     through_row,
     through_column,
     FIRST: tl.constexpr,
+    MATRIX: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -297,11 +296,14 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             state = tl.load(of_begin + at, inside, 0.0)
     for number in range(tl.load(bound_ptr + way), tl.load(bound_ptr + way + 1)):
         run = tl.load(order_ptr + number).to(tl.int64)
-        through = tl.load(
-            through_ptr + run * through_run + head * through_head + matrix_at, in_matrix, 0.0
-        )
+        of_run = through_ptr + run * through_run + head * through_head
         added = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
-        state = tl.dot(through, state, input_precision="tf32x3") + added
+        if MATRIX:
+            through = tl.load(of_run + matrix_at, in_matrix, 0.0)
+            state = tl.dot(through, state, input_precision="tf32x3") + added
+        else:
+            log = tl.load(of_run + row * through_row, row < dim, 0.0)
+            state = tl.exp(log)[:, None] * state + added
     found = found_ptr + (way.to(tl.int64) * heads + head) * dim * width
     tl.store(found + at, state, inside)
 
@@ -314,11 +316,12 @@ def passed_along(
     order: Tensor,
     begins: Tensor,
 ) -> Tensor | None:
-    """See `core.fused.FusedOperations.passed_along`; products of three TF32 parts, head dims up to
-    128.
+    """See `core.fused.FusedOperations.passed_along`; products of matrices in three TF32 parts, for
+    head dims up to 128.
     """
     _, batch, heads, dim, width = added.shape
-    if dim > _WIDEST:
+    is_matrix = through.dim() == added.dim()
+    if is_matrix and dim > _WIDEST:
         return None
     found = added.new_empty(len(begins), batch, heads, dim, width)
     columns = min(32, _power_of_two(width))
@@ -337,9 +340,10 @@ def passed_along(
         added.stride(2),
         through.stride(0),
         through.stride(2),
-        through.stride(3),
-        through.stride(4),
+        through.stride(3) if through.shape[3] > 1 else 0,
+        through.stride(4) if is_matrix else 0,
         FIRST=first is not None,
+        MATRIX=is_matrix,
         DIM=_power_of_two(dim),
         WIDTH=columns,
         num_warps=8,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import ceil, log
+from math import ceil, log, prod
 from threading import Lock
 from typing import Any
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
     Cache,
@@ -491,7 +491,9 @@ class _Segments:
         if outer is not None:
             states = torch.cat((states, outer))
         kind = forwards, to_runs, outer is not None
-        return combine(states, _weights(self._decay, self._cut, *kind, states.dtype, states.device))
+        return _combined(
+            states, _weights(self._decay, self._cut, *kind, states.dtype, states.device)
+        )
 
     def _each(self, joined: Tensor | None) -> Tensor | None:
         """Of all segments, 0 where they are not joined: [j,B,H,D,E] -> [B*m,H,D,E]."""
@@ -603,6 +605,21 @@ class _Segments:
             "USE_GV": False,
             "STATE_V_FIRST": False,
         }
+
+
+def _combined(states: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of states: [M,B,H,D,E] with weights [H,N,M] -> [N,B,H,D,E], contiguous."""
+    count, batch, heads, *dims = states.shape
+    rows = weights.shape[1]
+    sums = states.new_empty((rows, batch, heads, *dims))
+    # One call, and nothing put in order for it: there are many of these, and all are short.
+    size = prod(dims)
+    torch.bmm(
+        weights.expand(batch, -1, -1, -1).flatten(0, 1),
+        states.reshape(count, batch * heads, size).transpose(0, 1),
+        out=sums.view(rows, batch * heads, size).transpose(0, 1),
+    )
+    return sums
 
 
 # Kept: at short lengths a step is bound by the host.

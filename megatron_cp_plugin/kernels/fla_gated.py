@@ -1,11 +1,10 @@
 """Gates and the delta rule with flash-linear-attention's Triton kernels (package fla-core).
 
 The parts of fla.ops.kda and fla.ops.gated_delta_rule, and of fla.ops.gla and fla.ops.simple_gla,
-are called one by one, so that states travel between them. Every document of a run is one of fla's
-sequences, of all batch entries one after another; the host knows where they begin, and nothing
-waits for the device. What a run does to the state, transition and sum, comes of its last document
-from one launch of fla's own context parallelism (`chunk_cp_fwd_h`), and what of a gradient goes on
-before it of its first one.
+are called one by one, so that states travel between them. fla's sequences are the documents of all
+batch entries one after another; those of a delta rule are cut into segments that are computed side
+by side, as ranks are (`decayed.run_states`, `passed_along`). The host knows where they begin, and
+nothing waits for the device.
 
 Gates of heads become gates of channels where fla refuses its kernels of the former.
 
@@ -723,7 +722,8 @@ class _Folded:
         kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
         rule = kinds[of_heads and not widened]
         whole = beta is None or k.shape[3] > _WIDEST
-        cut = cut_of(self.runs, self.batch, _WHOLE if whole else k.shape[2])
+        # Half as many segments as without transitions: more columns fill a GPU.
+        cut = cut_of(self.runs, self.batch, _WHOLE if whole else 2 * k.shape[2])
         sequences = _sequences(cut, CHUNK, q.device)
         return rule(q, k, v, gate, beta, sequences), widened
 

@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,8 +105,13 @@ def places_of(tokens: int, *, images: bool) -> Tensor:
 
 
 def with_images(model: Any, ids: Tensor) -> Tensor:
-    """Embeddings [S,1,H] of ids [1,S], every fifth of which stands for a part of an image."""
+    """Embeddings of ids [1,S], every fifth of which stands for a part of an image: [S,1,H], or this
+    rank's part of them in sequence parallelism.
+    """
     embeddings = model.embedding(ids, None)
+    if model.config.sequence_parallel:
+        group = model.pg_collection.tp
+        ids = ids.chunk(group.size(), dim=1)[group.rank()]
     image = torch.outer(ids[0].double(), torch.arange(1.0, 1 + embeddings.size(2))).sin()
     return torch.where((ids[0] % 5 == 0)[:, None, None], image[:, None].float(), embeddings)
 
@@ -222,27 +228,36 @@ class Reference:
 
     def _in_turn(self, batch: "Batch", spanned: bool) -> Expected:
         model, loss, log_probs = self.model, 0.0, []
+        # Sequence parallelism splits each document evenly: what follows it changes nothing.
+        split = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
         model.zero_grad()
         predicted = sum(len(ids) - 1 for ids in batch.ids)
         masks = batch.masks(spanned=spanned)
         images = bool(model.config.mrope_section)
         for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
+            tokens = len(ids)
+            counts = torch.ones(1, tokens)
+            if further := -tokens % split:
+                ids, labels = (functional.pad(each, (0, further)) for each in (ids, labels))
+                counts = functional.pad(counts, (0, further))
             places = places_of(len(ids), images=images)[None]
             more: dict[str, Any] = {}
             if images:
                 places = places.permute(2, 0, 1)
                 more = {"decoder_input": with_images(model, ids[None])}
-            settings: dict[str, Any] = more | {
-                "labels": labels[None],
-                "loss_mask": torch.ones(1, len(ids)),
-            }
-            part = model(ids[None], places, mask, **settings)[0].sum() / batch.tokens
-            weigh_further_tokens((len(ids) - 1) / max(1, predicted))
+            settings: dict[str, Any] = more | {"labels": labels[None], "loss_mask": counts}
+            losses = model(ids[None], places, mask, **settings)[0, :tokens]
+            part = losses.sum() / batch.tokens
+            weigh_further_tokens((tokens - 1) / max(1, predicted))
             torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
             loss += float(part.detach())
             with torch.no_grad():
-                log_probs.append(log_probs_of(model, ids[None], places, labels, mask=mask, **more))
+                found = log_probs_of(model, ids[None], places, labels, mask=mask, **more)
+                log_probs.append(found[:tokens])
         gradients = {name: gradient_of(each) for name, each in model.named_parameters()}
+        for name, each in model.named_parameters():
+            if getattr(each, "sequence_parallel", False):
+                dist.all_reduce(gradients[name], group=model.pg_collection.tp)
         return Expected(loss, log_probs, gradients)
 
 
@@ -310,10 +325,13 @@ def compare(
         found = log_probs_of(model, ids, places, labels[0], packed, **more)
     log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
     worst = 0.0
-    parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
-    for ours, theirs in parameters:
-        gradient = gradient_of(ours)
-        dist.all_reduce(gradient, group=group)
+    gradients = [gradient_of(each) for each in model.parameters()]
+    together = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(together, group=group)
+    summed = together.split([each.numel() for each in gradients])
+    parameters = zip(model.parameters(), summed, expected.gradients.values(), strict=True)
+    for ours, flat, theirs in parameters:
+        gradient = flat.view_as(theirs)
         if getattr(ours, "sequence_parallel", False):
             dist.all_reduce(gradient, group=model.pg_collection.tp)
         scale = theirs.abs().max().clamp_min(1e-3)
@@ -516,6 +534,22 @@ def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
     return said
 
 
+def with_gathering_layer(config: Any) -> Any:
+    """The spec of all layers, the first of which is as slime has them of its own."""
+    from dataclasses import replace
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))
+    from slime_plugins.models.hf_attention import HuggingfaceAttention
+
+    block = get_gpt_decoder_block_spec(config, False)
+    first, *others = block.layer_specs
+    own = replace(first.submodules, self_attention=ModuleSpec(HuggingfaceAttention))
+    return replace(block, layer_specs=[replace(first, submodules=own), *others])
+
+
 def by_install(size: int) -> dict[str, Any]:
     """Every algorithm after another in one process; an actor and a reference share each."""
     from megatron_cp_plugin import megatron as cp_megatron
@@ -527,6 +561,8 @@ def by_install(size: int) -> dict[str, Any]:
     latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
     further = Reference(make_model(make_config(1, mtp_num_layers=1), alone(groups)))
     pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
+    config = make_config(1)
+    gathered = Reference(make_model(config, alone(groups), with_gathering_layer(config)))
     found: dict[str, Any] = {}
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
@@ -553,6 +589,9 @@ def by_install(size: int) -> dict[str, Any]:
             )
             seeing = make_model(make_config(size, **IMAGES), groups)
             found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
+        if algo == "zigzag":
+            gathers = make_model(config := make_config(size), groups, with_gathering_layer(config))
+            found[f"{algo}, layers that gather"] = compare_all(gathered, gathers, rank, size)
         cp_megatron.uninstall()
     cp_megatron.install("auto", **CHOICE)
     cp_megatron.install("auto", **CHOICE)
@@ -927,7 +966,7 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
         dist.all_reduce(loss, group=group)
         off["loss"] = max(off["loss"], abs(float(loss) - wanted.loss) / wanted.loss)
     for name, parameter in pipeline.named_parameters():
-        gradient = parameter.grad.clone()
+        gradient = gradient_of(parameter)
         theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
         dist.all_reduce(gradient, group=group)
         scale = theirs.abs().max().clamp_min(1e-3)

@@ -1,6 +1,7 @@
 """The cards of docs/models: they say what the rules say, and one of them again."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.integration.megatron_job import run_warm
 from tests.integration.model_cards_job import small
 
 JOB = Path(__file__).with_name("model_cards_job.py")
-CARDS = sorted((Path(__file__).parents[2] / "docs" / "models").glob("*.yaml"))
+PAGE = Path(__file__).parents[2] / "docs" / "models" / "README.md"
+CARDS = sorted(PAGE.parent.glob("*.yaml"))
 PUBLIC = {model.name: model for model in MODELS}
 BOUNDS = {"loss": 1e-5, "log-probs": 1e-4, "gradients": 1e-4, "weights": 0.0}
 
@@ -42,10 +44,37 @@ def test_a_card_agrees_with_the_rules(path: Path) -> None:
         assert refused or each in card["equal"]
 
 
+def test_the_table_says_what_the_cards_say() -> None:
+    sys.path.insert(0, str(PAGE.parents[2] / "scripts"))
+    from model_cards import table
+
+    cards = {path.stem: yaml.safe_load(path.read_text()) for path in CARDS}
+    listed = [line.split("](")[0] for line in PAGE.read_text().splitlines() if line[:3] == "| ["]
+    names = [name.removeprefix("| [") for name in listed]
+    assert sorted(names) == sorted(cards)
+    assert table({name: cards[name] for name in names}) == PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("beside", "name"), [("tensor", "nemotron-3-nano-30b-a3b"), ("pipeline", "hy3")]
+)
+def test_another_parallelism(tmp_path: Path, beside: str, name: str) -> None:
+    """On four ranks, of which two split sequences."""
+    words = (str(tmp_path), beside, "2", name)
+    job = run_warm(tmp_path / "logs", *words, ranks=4, script=JOB).succeeded()
+    line = next(line for line in job.processes[0].stdout.splitlines() if line.startswith("FOUND"))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))[name]
+    for error, value in found["off"][f"{beside} parallelism"].items():
+        assert value <= BOUNDS[error]
+
+
 @pytest.mark.slow
 def test_sparse_attention_beside_the_plugin(tmp_path: Path) -> None:
     """Megatron's DSA layers, in samples and in packs that a program cuts, on two ranks."""
-    job = run_warm(tmp_path / "logs", str(tmp_path), "2", "glm-5", ranks=2, script=JOB).succeeded()
+    job = run_warm(
+        tmp_path / "logs", str(tmp_path), "nothing", "2", "glm-5", ranks=2, script=JOB
+    ).succeeded()
     line = next(line for line in job.processes[0].stdout.splitlines() if line.startswith("FOUND"))
     found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))["glm-5"]
     assert not found["refused"]

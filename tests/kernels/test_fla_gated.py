@@ -1,5 +1,7 @@
 """fla's kernels with gates and the delta rule, over virtual ranks of one GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +61,22 @@ def test_the_ways_of_states_through_segments(monkeypatch: pytest.MonkeyPatch) ->
         assert tuple(x.tolist() for x in getattr(found, name)) == want
 
 
+@pytest.fixture
+def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kernel of fla: it has 160 to 280 in all, a second of compilation each."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    every = autotuner.run
+
+    def run(self: Any, *args: object, **settings: object) -> object:
+        self.configs = self.configs[:1]
+        return every(self, *args, **settings)
+
+    monkeypatch.setattr(autotuner, "run", run)
+
+
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_configuration")
 @pytest.mark.parametrize("documents", [(), (1, 300, 1024, 1500)], ids=["one", "documents"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu(family: str, documents: tuple[int, ...]) -> None:

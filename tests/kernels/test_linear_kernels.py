@@ -242,16 +242,23 @@ for layout, documents, dim, first in (
 ):
     for route in (way := Route.of(layout, 5, 120, documents), way.back):
         runs = sum(route.counts)
-        states = RunStates(
-            torch.randn(runs, 2, 3, dim, 40), torch.randn(runs, 2, 3, dim, dim) / dim**0.5
-        )
-        states = states.unpacked(states.packed(runs)[:, None], [1] * runs)
-        wide = RunStates(states.added.double(), states.through.double())
-        for places in (range(2), range(runs)):
-            want = wide.reaching(route, first, places, to_the_end=True)
-            got = states.reaching(route, first, places, to_the_end=True)
-            torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
-assert sum(launched) == 12
+        for through in (
+            torch.randn(runs, 2, 3, dim, dim) / dim**0.5,
+            -torch.rand(runs, 2, 3, dim),
+            -torch.rand(runs, 2, 3, 1),
+            decay,
+        ):
+            states = RunStates(torch.randn(runs, 2, 3, dim, 40), through)
+            states = states.unpacked(states.packed(runs)[:, None], [1] * runs)
+            through = states.through
+            wide = RunStates(
+                states.added.double(), through if through is decay else through.double()
+            )
+            for places in (range(2), range(runs)):
+                want = wide.reaching(route, first, places, to_the_end=True)
+                got = states.reaching(route, first, places, to_the_end=True)
+                torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+assert sum(launched) == 48
 """
 
 
@@ -317,7 +324,7 @@ RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
     ("name", "constants"),
     [
         ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
-        ("pass", {"FIRST": True, "DIM": 128, "WIDTH": 32}),
+        ("pass", {"FIRST": True, "MATRIX": True, "DIM": 128, "WIDTH": 32}),
         ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": True, "BACK": False} | RUN),
         ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": False, "BACK": True} | RUN),
     ],
@@ -366,8 +373,9 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["matrices", "channels"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 80)])
-def test_states_that_pass_runs(dim, value_dim):
+def test_states_that_pass_runs(dim, value_dim, kind):
     """As exact as float32, on the way through 64 ranks."""
     route = Route.of(Zigzag(), 64, 128 * 64, (300, 4000))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -375,8 +383,9 @@ def test_states_that_pass_runs(dim, value_dim):
         torch.randn(128, 1, 4, dim, width, generator=generator, device="cuda")
         for width in (value_dim, dim)
     )
-    states = RunStates(added, through / dim**0.5)
-    wide = RunStates(added.double(), states.through.double())
+    through = through / dim**0.5 if kind == "matrices" else -through[..., 0].abs()
+    states = RunStates(added, through)
+    wide = RunStates(added.double(), through.double())
     places = range(126, 128)
     got = states.reaching(route, added[0], places, to_the_end=True)
     want = wide.reaching(route, added[0].double(), places, to_the_end=True)

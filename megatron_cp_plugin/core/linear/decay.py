@@ -1,20 +1,15 @@
-"""Decay rates of linear attention, and the decay of states over distances.
-
-B batch, H heads, D head dim of q and k, E head dim of v. A state is k v^T summed with decay.
-"""
+"""Decay rates of linear attention."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log, prod
+from math import log
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.errors import ConfigError, brief
-
-Distances = tuple[tuple[int | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -84,34 +79,7 @@ class Decay:
         """rate ** exponent of every head: exponents [...], not negative -> [..., H] float64."""
         return torch.exp(exponents.unsqueeze(-1) * self.logarithms(exponents.device))
 
-    def weights(self, distances: Distances, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """rate ** distance [H, rows, columns]; 0 where it is None."""
-        return _weights(self.rates, distances, dtype, device)
-
 
 @kept_on_device(maxsize=1024)
 def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([log(rate) for rate in rates], dtype=torch.float64, device=device)
-
-
-@kept_on_device(maxsize=1024)
-def _weights(
-    rates: tuple[float, ...], distances: Distances, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    powers = [[[0.0 if n is None else rate**n for n in row] for row in distances] for rate in rates]
-    return torch.tensor(powers, dtype=dtype, device=device)
-
-
-def combine(states: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of states: [M,B,H,D,E] with weights [H,N,M] -> [N,B,H,D,E], contiguous."""
-    count, batch, heads, *dims = states.shape
-    rows = weights.shape[1]
-    sums = states.new_empty((rows, batch, heads, *dims))
-    # One call, and nothing put in order for it: there are many of these, and all are short.
-    size = prod(dims)
-    torch.bmm(
-        weights.expand(batch, -1, -1, -1).flatten(0, 1),
-        states.reshape(count, batch * heads, size).transpose(0, 1),
-        out=sums.view(rows, batch * heads, size).transpose(0, 1),
-    )
-    return sums

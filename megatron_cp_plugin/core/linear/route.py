@@ -1,13 +1,11 @@
 """The order in which states pass through runs of consecutive tokens on several ranks."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.linear.decay import Distances
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
 
 
@@ -114,14 +112,6 @@ class Route:
         """The runs of a rank, by its local tokens."""
         return _local(self, rank)
 
-    def distances(self, places: Sequence[int]) -> Distances:
-        """How many tokens are between the ends of runs and places on the way.
-
-        Returns: for each place one entry for each run, by rank, None for runs that end behind it
-        or with another document; and last the distance from the beginning.
-        """
-        return _distances(self, tuple(places))
-
     def owners_before(self, place: int) -> tuple[int, ...]:
         """Ranks with tokens before a place between runs."""
         return tuple(
@@ -155,17 +145,6 @@ class Route:
         """The way from the last token to the first, each rank's tokens in reverse order."""
         back = self.back
         return replace(back, runs=tuple(runs[::-1] for runs in back.runs))
-
-
-@lru_cache(maxsize=256)
-def _distances(route: Route, places: tuple[int, ...]) -> Distances:
-    stops = [*(stop for runs in route.runs for _, stop in runs), 0]
-    return tuple(
-        tuple(
-            place - stop if stop <= place and route.lasts(stop, place) else None for stop in stops
-        )
-        for place in places
-    )
 
 
 @lru_cache(maxsize=256)

@@ -20,11 +20,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.fused import fused_for
-from megatron_cp_plugin.core.linear.decay import Decay, combine
+from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Chains, Route
-
-# From so many pairs of runs on, weights for each pair take more memory than states.
-_PAIRS = 4096
 
 
 class Gates(NamedTuple):
@@ -101,8 +98,8 @@ class RunStates:
         """The state [B,H,D,E] behind one of the runs, of so many tokens, given that before it."""
         added, through = self.added[number], self.through
         if isinstance(through, Decay):
-            weights = through.weights(((length, 0),), added.dtype, added.device)
-            return combine(torch.stack((before, added)), weights)[0]
+            logs = through.logarithms(added.device) * length
+            return _passed(before, added, logs.to(added.dtype)[None, :, None])
         return _passed(before, added, through[number])
 
     def reaching(
@@ -117,17 +114,17 @@ class RunStates:
 
         Returns: [places (and one),B,H,D,E].
         """
-        few = (len(places) + 1) * len(self.added) <= _PAIRS
-        if isinstance(self.through, Decay) or self.through.dim() == 4:
-            if few:
-                return self._weighed(route, first, places, to_the_end=to_the_end)
-        elif self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
+        through = self.through
+        if isinstance(through, Decay):
+            given = route.chains.lengths, self.added.shape[1], self.added.dtype
+            through = _logs(through, *given, self.added.device)
+        if self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
             ways = _ways(route, tuple(places), to_the_end, self.added.device)
             begin = None if first is None else first.unsqueeze(0)
-            found = fused.passed_along(self.added, self.through, begin, *ways)
+            found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
                 return found
-        seen, end = self._followed(route.chains, first, places, to_the_end=to_the_end)
+        seen, end = self._followed(route.chains, through, first, places, to_the_end=to_the_end)
         before, count = [], 0
         for round_ in seen:
             before.append(count)
@@ -140,48 +137,19 @@ class RunStates:
             index += (count + 1,)
         return torch.cat(seen).index_select(0, _numbers(index, self.added.device))
 
-    def _weighed(
-        self, route: Route, first: Tensor | None, places: Sequence[int], *, to_the_end: bool
-    ) -> Tensor:
-        """See `reaching`: sums over all runs, weighted by what is between."""
-        runs = [run for of_rank in route.runs for run in of_rank]
-        starts = [runs[number][0] for number in places] + [route.length] * to_the_end
-        distances = route.distances(starts)
-        states = self.added
-        if first is not None:
-            states = torch.cat((states, first.unsqueeze(0)))
-        else:
-            distances = tuple(row[:-1] for row in distances)
-        if isinstance(self.through, Decay):
-            weights = self.through.weights(distances, states.dtype, states.device)
-            return combine(states, weights)
-        order = sorted(range(len(runs)), key=lambda number: runs[number])
-        behind = [*sorted(order, key=order.__getitem__), -1]  # the place of each run in this order
-        bounds = [sum(run < (start, start) for run in runs) for start in starts]
-        columns = behind[: len(states)]
-        tables = _reach(distances, tuple(order), tuple(columns), tuple(bounds), states.device)
-        logs = self.through.double().index_select(0, tables.order).cumsum(0)
-        logs = torch.cat((torch.zeros_like(logs[:1]), logs))
-        before, after = logs[tables.bounds], logs[tables.columns]
-        exponents = before.unsqueeze(1) - after.unsqueeze(0)  # [places,M,B,H,1 or D]
-        reached = tables.reached[..., None, None, None]
-        weights = exponents.masked_fill(~reached, -torch.inf).exp().to(states.dtype)
-        if weights.shape[4] == 1:
-            return torch.einsum("pmbh,mbhde->pbhde", weights.squeeze(4), states)
-        return torch.einsum("pmbhd,mbhde->pbhde", weights, states)
-
     def _followed(
-        self, chains: Chains, first: Tensor | None, places: Sequence[int], *, to_the_end: bool
+        self,
+        chains: Chains,
+        through: Tensor,
+        first: Tensor | None,
+        places: Sequence[int],
+        *,
+        to_the_end: bool,
     ) -> tuple[list[Tensor], Tensor | None]:
         """See `reaching`: run after run, in all chains at once, as far as it is asked for.
 
         Returns: the states before the runs of each round; and the one at the end of the route.
         """
-        through = self.through
-        if isinstance(through, Decay):
-            lengths = _lengths(chains, self.added.device)
-            logs = through.logarithms(self.added.device) * lengths[:, None]
-            through = logs.to(self.added.dtype)[:, None, :, None]
         state = self.added.new_zeros(len(chains.rounds[0]), *self.added.shape[1:])
         if first is not None:
             state[chains.first] = first
@@ -210,33 +178,6 @@ def _passed(before: Tensor, added: Tensor, through: Tensor) -> Tensor:
         return torch.addcmul(added, through.exp().unsqueeze(-1), before)
     inputs = (x.flatten(0, -3) for x in (added, through, before))
     return torch.baddbmm(*inputs).view_as(added)
-
-
-class _Reach(NamedTuple):
-    """Which runs reach which places, on a device.
-
-    Attributes: order: runs by position [M]. bounds: how many of them are before each place.
-        columns: how many are up to each state, itself included. reached: [places,states].
-    """
-
-    order: Tensor
-    bounds: Tensor
-    columns: Tensor
-    reached: Tensor
-
-
-@kept_on_device(maxsize=128)
-def _reach(
-    distances: tuple[tuple[int | None, ...], ...],
-    order: tuple[int, ...],
-    columns: tuple[int, ...],
-    bounds: tuple[int, ...],
-    device: torch.device,
-) -> _Reach:
-    reached = torch.tensor([[n is not None for n in row] for row in distances], dtype=torch.int32)
-    found = order, bounds, [column + 1 for column in columns]
-    order_, bounds_, columns_ = (uploaded(torch.tensor(x, device="cpu"), device) for x in found)
-    return _Reach(order_, bounds_, columns_, uploaded(reached, device).bool())
 
 
 class Ways(NamedTuple):
@@ -284,7 +225,10 @@ def _present(counts: tuple[int, ...], runs: int, device: torch.device) -> Tensor
     return uploaded(torch.tensor(found, dtype=torch.long, device="cpu"), device)
 
 
-@kept_on_device(maxsize=64)
-def _lengths(chains: Chains, device: torch.device) -> Tensor:
-    """Of all runs in tokens, float64 [M]."""
-    return uploaded(torch.tensor(chains.lengths, device="cpu"), device).double()
+@kept_on_device(maxsize=256)
+def _logs(
+    decay: Decay, lengths: tuple[int, ...], batch: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    tokens = uploaded(torch.tensor(lengths, device="cpu"), device).double()
+    logs = (decay.logarithms(device) * tokens[:, None]).to(dtype)
+    return logs[:, None, :, None].expand(-1, batch, -1, -1).contiguous()

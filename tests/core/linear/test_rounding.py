@@ -102,6 +102,7 @@ def test_log_probs(family: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gated_delta_net", "kda"])
 def test_log_probs_on_a_gpu(family: str) -> None:
     pytest.importorskip("fla")

@@ -1,6 +1,9 @@
 """Gates and the delta rule: states of all ranks' runs against the recurrence in float64."""
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +11,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
@@ -226,6 +230,43 @@ def test_bytes_do_not_depend_on_the_length(family: str, place: tuple[str, str]) 
             assert sent == want
 
 
+def slow_but(family: str, families: Iterable[str]) -> list[object]:
+    return [x if x == family else pytest.param(x, marks=pytest.mark.slow) for x in families]
+
+
+@pytest.mark.parametrize(
+    "family", slow_but("gated_delta_net", ("simple_gla", "gated_delta_net", "kda"))
+)
+def test_bytes_beside_all_to_alls(family: str) -> None:
+    """At 1K, 8K and 64K tokens: those of states are the same, those of all-to-alls grow."""
+    size, heads, (kind, delta) = 4, 4, FAMILIES[family]
+    numbers = DIM if kind == "channels" else 1
+
+    def sent(algo: str, tokens: int) -> tuple[int, int]:
+        shape = 1, tokens // size, heads
+
+        def body(topology: Topology) -> None:
+            q, k, v = (torch.zeros(*shape, DIM).requires_grad_() for _ in range(3))
+            gate = torch.zeros(*shape, *((DIM,) if kind == "channels" else ()))
+            beta = torch.zeros(*shape) if delta else None
+            out = cp.linear_attention(q, k, v, gate=gate, beta=beta, algo=algo, group=topology)
+            assert isinstance(out, Tensor)
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+
+        with cp.record_communication() as log:
+            run_virtual(size, body)
+        of_ranks = {(log.bytes(rank=r, phase="forward"), log.bytes(rank=r)) for r in range(size)}
+        (found,) = of_ranks
+        return found
+
+    states = (size - 1) * heads * (DIM * DIM + (DIM * DIM if delta else numbers)) * 4
+    for tokens in (1024, 8192, 65536):
+        assert sent("lasp2", tokens) == (states, 2 * states)
+        exchanged = tokens // size * heads * (size - 1) // size * 4 * (4 * DIM + numbers + delta)
+        assert sent("linear_ulysses", tokens)[0] == exchanged
+        assert exchanged > states
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_stated(family: str) -> None:
     kind, delta = FAMILIES[family]
@@ -252,32 +293,38 @@ def test_bytes_are_stated(family: str) -> None:
         run_virtual(3, compare)
 
 
-@pytest.mark.parametrize("family", ["gla", "gated_delta_net"])
+@pytest.mark.parametrize("family", slow_but("gated_delta_net", FAMILIES))
 def test_64k_tokens_in_float32(family: str) -> None:
-    """Finite and right: P = 3 against one rank in float64, which shorter ones are compared with."""
-    kind, _ = FAMILIES[family]
+    """Finite and right, outputs and gradients: P = 3 against one rank in float64, which shorter
+    ones are compared with.
+    """
+    kind, delta = FAMILIES[family]
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 65536, 1, 8, generator=generator) for _ in range(3))
+    q, k, v, dout = (torch.randn(1, 65536, 1, 8, generator=generator) for _ in range(4))
     k = k / k.norm(dim=-1, keepdim=True)
     drawn = torch.rand(1, 65536, 1, *((8,) if kind == "channels" else ()), generator=generator)
-    gate = torch.where(drawn > 0.9, -40.0, -1e-6)
-    beta = drawn if kind == "heads" else None
+    gate = torch.where(drawn > 0.9, -40.0, -1e-6) if kind else None
+    beta = torch.rand(1, 65536, 1, generator=generator) if delta else None
+    whole = layout_of("lasp2", {})
 
-    def attend(topology: Topology, dtype: torch.dtype) -> Tensor:
-        def mine(x: Tensor | None) -> Tensor | None:
-            whole = layout_of("lasp2", {})
-            return None if x is None else shard(x, 1, whole, topology.rank, topology.size).to(dtype)
+    def attend(topology: Topology, dtype: torch.dtype) -> list[Tensor]:
+        def mine(x: Tensor) -> Tensor:
+            return shard(x, 1, whole, topology.rank, topology.size).to(dtype)
 
-        q_, k_, v_, gate_, beta_ = map(mine, (q, k, v, gate, beta))
-        return cp.linear_attention(
+        asked = [None if x is None else mine(x).requires_grad_() for x in (q, k, v, gate, beta)]
+        q_, k_, v_, gate_, beta_ = asked
+        out = cp.linear_attention(
             q_, k_, v_, gate=gate_, beta=beta_, algo="lasp2", group=topology, seq_len=65536
         )
+        some = [x for x in asked if x is not None]
+        return [out.detach(), *torch.autograd.grad(out, some, mine(dout))]
 
-    (want,) = run_virtual(1, lambda topology: attend(topology, torch.float64))
-    parts = run_virtual(3, lambda topology: attend(topology, torch.float32))
-    got = unshard(parts, 1, layout_of("lasp2", {}))
-    assert got.isfinite().all()
-    assert relative_error(got, want) < 2e-5
+    (wanted,) = run_virtual(1, lambda topology: attend(topology, torch.float64))
+    ranks = run_virtual(3, lambda topology: attend(topology, torch.float32))
+    for parts, want in zip(zip(*ranks, strict=True), wanted, strict=True):
+        got = unshard(list(parts), 1, whole)
+        assert got.isfinite().all()
+        assert relative_error(got, want) < 5e-5
 
 
 def test_wrong_gates_are_refused() -> None:
@@ -294,3 +341,44 @@ def test_wrong_gates_are_refused() -> None:
     refused(r"divides the largest.*got \[4, 3, 3\]", qkv=(x, x[:, :, :3], x[:, :, :3]))
     refused(r"got \[6, 2, 3\]", qkv=(torch.cat((x, x[:, :, :2]), 2), x[:, :, :2], x[:, :, :3]))
     assert cp.linear_attention(x, x[:, :, :2], x).shape == x.shape
+
+
+def passed_along(
+    added: Tensor,
+    through: Tensor,
+    first: Tensor | None,
+    bounds: Tensor,
+    order: Tensor,
+    begins: Tensor,
+) -> Tensor:
+    """See `core.fused.FusedOperations.passed_along`."""
+    found = []
+    for way, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        state = (
+            torch.zeros_like(added[0]) if first is None or begins[way] < 0 else first[begins[way]]
+        )
+        for run in order[start:stop].tolist():
+            state = through[run] @ state + added[run]
+        found.append(state)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("documents", list(DOCUMENTS))
+@pytest.mark.parametrize(("size", "layout"), [(1, "contiguous"), (3, "zigzag"), (4, "thd")])
+def test_ways_of_a_kernel_that_passes_runs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, size: int, layout: str, documents: str, begun: bool
+) -> None:
+    """States before all runs and behind the last one are those of the rounds without it."""
+    seq_len = 16 * size
+    starts = DOCUMENTS["multiples" if layout == "thd" else documents](size, seq_len)
+    made = create_linear("lasp2", VirtualWorld(size).topology(0), {"layout": layout})
+    route = made.route_of(seq_len, starts)
+    runs = sum(map(len, route.runs))
+    states = RunStates(torch.randn(runs, 1, 2, DIM, VALUE_DIM), torch.randn(runs, 1, 2, DIM, DIM))
+    first = torch.randn(1, 2, DIM, VALUE_DIM) if begun else None
+    asked = route, first, range(runs)
+    want = states.reaching(*asked, to_the_end=True)
+    fused = SimpleNamespace(passed_along=passed_along)
+    monkeypatch.setattr("megatron_cp_plugin.core.linear.states.fused_for", lambda x: fused)
+    assert relative_error(states.reaching(*asked, to_the_end=True), want) < 1e-5
