@@ -5,25 +5,23 @@
 In copies of the tree, with the tests that `make test` runs: first the one that found the fault
 before, then those of the changed module. A fault is found if a test fails which passes without it.
 Exits 1 if more than three of all faults are not found, or if the text of one is not in the tree.
-Tests run in forks of a process that has imported torch and Megatron, but nothing of the package.
 """
 
 import argparse
-import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import cache_from_source, find_spec
+from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
-from time import monotonic, sleep
+from time import monotonic
 
 from tests.mutations.faults import FAULTS, PACKAGE, Fault
 
@@ -32,14 +30,6 @@ ALLOWED = 3  # of all faults, that may stay unfound
 # A deadlock is found too, but sooner than by the suite's own limit. Random tests draw the same.
 PYTEST = "-q -x -p no:cacheprovider --timeout 120 --hypothesis-seed 0".split()
 QUICK = ("-m", "not slow")
-IMPORTED = [
-    "torch",
-    "pytest",
-    "hypothesis",
-    "megatron.training.arguments",
-    "megatron.core.models.gpt",
-]
-_starting = Lock()  # multiprocessing lets one thread at a time start a process, or look at one
 
 
 @dataclass(frozen=True)
@@ -70,6 +60,10 @@ class Tree:
         self._marked = () if all_tests else QUICK
         self._named = named
         self._passes: dict[str, bool] = {}  # whether a test does without a fault
+        probe = "import megatron_cp_plugin as package; print(package.__file__)"
+        where = self._run("-c", probe).stdout.strip()
+        if Path(where).parents[1] != self.root:
+            raise RuntimeError(f"the tests in {self.root} would test {where}")
 
     def find(self, fault: Fault) -> Outcome:
         """Plants a fault, runs the tests until one fails, takes it out again."""
@@ -85,12 +79,12 @@ class Tree:
 
     def _failures(self, fault: Fault) -> Iterator[str]:
         for files in [[f"tests/{fault.test}"]] if self._named else self._stages(fault):
-            code, printed = self._pytest(*self._marked, *files)
-            found = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", printed, re.M)
+            done = self._run("-m", "pytest", *PYTEST, *self._marked, *files)
+            found = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", done.stdout, re.M)
             if found:
                 yield found[0]
-            elif code not in (0, 5):  # 5: no tests
-                raise RuntimeError(f"{fault.what}: {printed[-4000:]}")
+            elif done.returncode not in (0, 5):  # 5: no tests
+                raise RuntimeError(f"{fault.what}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
     def _stages(self, fault: Fault) -> list[list[str]]:
         """Tests in the order of hope: its own, those of the module, of its folder, others, those
@@ -116,20 +110,19 @@ class Tree:
 
     def _passes_without(self, test: str) -> bool:
         if test not in self._passes:
-            self._passes[test] = self._pytest(test)[0] == 0
+            done = self._run("-m", "pytest", *PYTEST, test)
+            self._passes[test] = done.returncode == 0
         return self._passes[test]
 
-    def _pytest(self, *words: str) -> tuple[int | None, str]:
-        """Its exit code, and what it prints."""
-        log = self.root / "pytest.log"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
-        process = context.Process(target=_run_pytest, args=(self.root, words, log))
-        with _starting:
-            process.start()
-        while (code := _code_of(process)) is None:
-            sleep(0.05)
-        return code, log.read_text(errors="replace")
+    def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=self.root,
+            env=os.environ | {"PYTHONPATH": str(self.root)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     @contextmanager
     def _written(self, path: Path, text: str) -> Iterator[None]:
@@ -144,31 +137,6 @@ class Tree:
         path.write_text(text)
         # What is compiled is taken for current where size and second are the same.
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def _code_of(process: multiprocessing.process.BaseProcess) -> int | None:
-    with _starting:
-        return process.exitcode
-
-
-def _run_pytest(root: Path, words: Sequence[str], log: Path) -> None:
-    """Ends the process with pytest's exit code. Args: root: of the tree that is tested."""
-    import pytest
-
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.chdir(root)
-    os.environ["PYTHONPATH"] = sys.path[0] = str(root)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    where = find_spec(PACKAGE)
-    assert PACKAGE not in sys.modules
-    assert where is not None
-    assert Path(str(where.origin)).parents[1] == root, where
-    code = pytest.main([*PYTEST, *words])
-    sys.stdout.flush()
-    os._exit(int(code))
 
 
 def check(

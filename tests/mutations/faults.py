@@ -1737,13 +1737,6 @@ FAULTS = (
         "the steps of a Mamba layer have the numbers of other rows",
         "test_weight_parts.py::test_mamba",
     ),
-    Fault(
-        "integration/groups.py",
-        "recurrent=recurrent or settings.is_gated",
-        "recurrent=settings.is_gated",
-        "a model of Mamba layers has no flows for states",
-        "integration/test_mamba.py::test_equals_the_whole_sequence",
-    ),
     # rotary embeddings
     Fault(
         "integration/rope.py",
