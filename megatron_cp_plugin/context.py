@@ -212,7 +212,7 @@ class Settings:
             shape = Shape.of(q, k, v, seq_len)
             mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
             given = dict(self._options)
-            algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given))
+            algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given, q.device))
         of_mask = causal, window, documents, slices
         compiled = compiled_call(
             algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
@@ -531,11 +531,16 @@ def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
 
 
 def _choose(
-    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
+    topology: Topology,
+    shape: Shape,
+    mask: Mask,
+    kernel: str,
+    given: Mapping[str, object],
+    device: torch.device,
 ) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
     from megatron_cp_plugin.planner.detected_machine import choose_for
 
-    algo, options = choose_for(topology, shape, mask, kernel, given)
+    algo, options = choose_for(topology, shape, mask, kernel, given, device)
     return algo, topology, tuple(sorted(options))
 
 

@@ -4,18 +4,19 @@ import shutil
 from collections.abc import Collection, Sequence
 from textwrap import wrap
 
-_NARROWEST = 30
+_NARROWEST, _WIDEST = 16, 100
 
 
 def text_table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()
 ) -> str:
-    """Returns a table; its last column is folded to the terminal's width, the others never.
+    """Returns a table; its last column is folded to the terminal's width, at most 100, the others
+    never.
 
     Args: right: the columns whose cells stand at the right.
     """
     before = [max(map(len, column)) for column in list(zip(headers, *rows, strict=True))[:-1]]
-    room = shutil.get_terminal_size().columns - sum(before) - 3 * len(headers) - 1
+    room = min(shutil.get_terminal_size().columns, _WIDEST) - sum(before) - 3 * len(headers) - 1
     folded = [_fold(row, max(room, _NARROWEST)) for row in rows]
     last = max(len(line) for line in (headers[-1], *(line for row in folded for line in row[-1])))
     widths = [*before, last]

@@ -4,7 +4,7 @@
         --masks causal,documents:2K,window:4K --algos zigzag,distflash,ulysses,usp,allgather
     python scripts/benchmark_rank.py --ranks 8,64 --heads 128:latent \
         --algos zigzag,zigzag:send=latents
-    python scripts/benchmark_rank.py --rows docs/data/rank_rows.csv
+    python scripts/benchmark_rank.py --rows docs/data/ranks.csv
 
 A rank runs its own program of a job of P ranks, forward and backward. Its messages go nowhere, and
 blocks of others arrive at once: random numbers that a copy on another stream writes, because an
@@ -18,7 +18,7 @@ for windows and spans, which no kernel here has), times the pairs of a rank in t
 step splits the time into kernels of attention, other kernels and copies; in what is left of the
 step the GPU is idle and waits for the host.
 
-The rows of docs/data/rank_rows.csv are those that the simulator is compared with
+The rows of docs/data/ranks.csv are those that the simulator is compared with
 (`scripts/predictions.py`); which of them it is fitted to was decided before they were measured.
 
 Heads as `128:latent` are those of DeepSeek-V3's multi-latent attention, with queries and keys of

@@ -44,13 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 # The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
 LONGEST = """
     test_rollouts test_conformance integration/test_rollouts_in_megatron integration/test_training
-    integration/test_resume integration/test_cut_batches test_documented_commands
-    integration/test_packed_documents test_parity_matrix integration/test_auto
+    integration/test_cut_batches integration/test_resume test_documented_commands
+    core/test_plans_of_before integration/test_packed_documents test_parity_matrix
+    integration/test_auto
     integration/test_gated_delta_net integration/test_inputs test_benchmark_train
     kernels/test_kernels test_documents integration/test_launch integration/test_latent_attention
     integration/test_linear_models integration/test_mistakes integration/test_chunked_loss
     integration/test_endings test_convergence_long test_convergence_smoke
-    algorithms/test_collective_conformance core/test_executor test_cli
+    algorithms/test_collective_conformance core/test_plan core/test_passes test_cli
 """.split()
 _RANKS = {f"{name}.py": rank for rank, name in enumerate(LONGEST)}
 

@@ -14,7 +14,7 @@ import benchmark_rank as benchmark
 
 from megatron_cp_plugin.errors import ConfigError
 
-ROWS = Path(__file__).parents[1] / "docs" / "data" / "rank_rows.csv"
+ROWS = Path(__file__).parents[1] / "docs" / "data" / "ranks.csv"
 HEADER = "ranks,tokens,heads,mask,algorithm,captured,use\n"
 
 

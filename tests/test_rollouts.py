@@ -18,6 +18,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.rollouts import _Tree
 from tests.oracle import naive_attention
 from tests.random_tests import examples
 from tests.span_masks import dense
@@ -391,3 +392,9 @@ def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
 def test_equal_rollouts_one_by_one_of_500_sets(size: int, layout: str) -> None:
     for seed in range(63):
         compare(Random(f"{size} {layout} {seed}"), size, layout)
+
+
+def test_halves_of_a_pack_have_about_equal_work() -> None:
+    """Three short rollouts on one side, a long one on the other."""
+    tree = _Tree(np.array([2, 2, 2, 10]), np.zeros(4, np.int64), token_work=0)
+    assert tree._halves([0, 1, 2, 3]) == ([0, 1, 2], [3])

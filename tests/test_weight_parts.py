@@ -1,8 +1,10 @@
 """Weights whose rows are for different things."""
 
+from types import SimpleNamespace
+
 import torch
 
-from megatron_cp_plugin.harness import recorder
+from megatron_cp_plugin.harness import recorder, weight_parts
 from megatron_cp_plugin.harness.weight_parts import Rows
 
 
@@ -30,3 +32,12 @@ def test_main_weights_have_the_values_of_the_model() -> None:
         for each in (weight, weight.float(), weight.float() * (1 + 2**-12))
     ]
     assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_mamba() -> None:
+    """Rows of z, x, B, C and dt, one after another: of three heads of two, and two groups."""
+    mixer = SimpleNamespace(d_inner_local_tp=6, ngroups_local_tp=2, d_state=2, nheads_local_tp=3)
+    (rows,) = weight_parts._of_mamba(mixer).values()
+    parts = rows.split("in_proj", torch.arange(23.0)[:, None])
+    assert list(parts) == [f"in_proj[{name}]" for name in ("z", "x", "B", "C", "dt")]
+    assert [int(part[0]) for part in parts.values()] == [0, 6, 12, 16, 20]

@@ -118,6 +118,20 @@ def record_communication() -> Iterator[CommunicationLog]:
             _recordings[:] = [other for other in _recordings if other is not log]
 
 
+# Whether this thread's messages are left out of all recordings.
+_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What this thread sends and receives until the context ends is not counted."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
 class Pending[T]:
     """An operation under way. The result may be used, and inputs changed, only after `wait`.
 
@@ -222,7 +236,7 @@ class Communicator(ABC):
     def _count(self, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         for direction, tensors in (("sent", sent), ("received", received)):
             # Of tensors without storage nothing is sent: they stand for others in a simulation.
-            if tensors and not tensors[0].is_meta:
+            if tensors and not tensors[0].is_meta and not _unrecorded.get():
                 row = Transfer(
                     self.global_rank,
                     self.channel,

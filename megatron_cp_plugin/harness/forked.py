@@ -1,16 +1,18 @@
 """Imported once by the process that `forks` forks: the CPU platform, and what training needs."""
 
 import argparse
-import functools
 import gc
 import importlib
-import inspect
 import sys
 import warnings
+import weakref
+from typing import Any
 
 import torch
 
 from megatron_cp_plugin.integration import cpu
+
+MOCK_DOCUMENTS = 10_000
 
 
 def _import_megatron() -> None:
@@ -18,6 +20,8 @@ def _import_megatron() -> None:
     for name in (
         "megatron_cp_plugin.harness.pretrain",
         # And what is imported in functions.
+        "megatron.core.datasets.helpers",
+        "megatron.core.models.mimo",
         "megatron.core.tokenizers.text",
         "megatron_cp_plugin.algorithms",
         "megatron_cp_plugin.integration.checks",
@@ -29,6 +33,8 @@ def _import_megatron() -> None:
     ):
         importlib.import_module(name)
     _read_sources()
+    # Of 3 million mock samples, which each rank would shuffle, a job trains on a few.
+    sys.modules["megatron.core.datasets.gpt_dataset"].MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.harness.pretrain"]
     delattr(sys.modules["megatron_cp_plugin.harness"], "pretrain")
@@ -38,7 +44,16 @@ def _read_sources() -> None:
     """Reads once for all ranks what Megatron looks up in its sources for the help of its flags."""
     from megatron.training.arguments import add_megatron_arguments
 
-    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    factory = sys.modules["megatron.training.argument_utils"].ArgumentGroupFactory
+    read = factory._get_field_docstrings
+    found: dict[type, dict[str, str]] = {}
+
+    def read_once(self: Any, source: type) -> dict[str, str]:
+        if source not in found:
+            found[source] = read(self, source)
+        return found[source]
+
+    factory._get_field_docstrings = read_once
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -48,6 +63,9 @@ with warnings.catch_warnings():
     # Megatron says what is not installed.
     warnings.simplefilter("ignore")
     _import_megatron()
-# A rank whose garbage collector visited these objects would get a copy of most of their memory.
+# A rank that visited these objects, to collect garbage or at its end, would get a copy of most of
+# their memory.
 gc.collect()
 gc.freeze()
+for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    finalizer.atexit = False

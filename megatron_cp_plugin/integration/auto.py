@@ -12,13 +12,14 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
@@ -30,7 +31,6 @@ from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, docu
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings, window_of
-from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.detected_machine import (
     check_agreement,
@@ -42,22 +42,44 @@ from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory
 from megatron_cp_plugin.planner.model import Model, Split
+from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
 
 _SPARE = 0.1  # of a GPU's memory, for what is not counted
 
 log = logging.getLogger(__name__)
 
 
-def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[PluginFlags, list[str]]:
+class Contender(NamedTuple):
+    """A candidate that is worth to be measured. Attributes: flags: that name it."""
+
+    flags: PluginFlags
+    combination: Combination
+
+
+class Resolved(NamedTuple):
+    """A run's choice by simulation.
+
+    Attributes:
+        flags: That name the algorithms.
+        said: What to say about the choice.
+        contenders: Those to measure once there are process groups, the chosen one first; only it
+            where a machine was named.
+        kinds: Of the model's layers.
+    """
+
+    flags: PluginFlags
+    said: list[str]
+    contenders: tuple[Contender, ...]
+    kinds: tuple[Kind, ...]
+
+
+def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from what all of its ranks know.
 
     Args:
         flags: With auto.
         args: Megatron's namespace, as parsed.
         device: Where the run computes.
-
-    Returns:
-        Flags that name the algorithms, and what to say about the choice.
 
     Raises:
         ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
@@ -111,7 +133,70 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> tuple[Plugin
         if errors:
             raise errors[0] from None
         raise
-    return named(choice.best), list(_said(choice, flags, settings, how))
+    listed: tuple[Combination, ...] = (choice.best,)
+    if flags.machine is None and device.type == "cuda":
+        listed = shortlist(choice, kinds, refusal)
+    contenders = tuple(Contender(named(one), one) for one in listed)
+    said = list(_said(choice, flags, settings, how))
+    return Resolved(contenders[0].flags, said, contenders, tuple(kinds))
+
+
+def fastest(
+    resolved: Resolved, group: dist.ProcessGroup, device: torch.device
+) -> tuple[PluginFlags, str | None]:
+    """The contender that is fastest on the GPUs of the job; a collective operation of all ranks.
+
+    Args:
+        resolved: The same on all ranks.
+        group: The context-parallel group.
+        device: Where the run computes.
+
+    Returns:
+        Its flags, and what to say about it; None if nothing was measured.
+    """
+    if len(resolved.contenders) == 1:
+        return resolved.flags, None
+    combinations = [one.combination for one in resolved.contenders]
+    found = of_job(measured_on(group, combinations, resolved.kinds, resolved.flags.kernel, device))
+    if found is None:
+        return resolved.flags, None
+    flags = resolved.contenders[combinations.index(found.best)].flags
+    words = [f"--context-parallel-algo {flags.algo}"]
+    if flags.options:
+        words.append("--cp-options " + " ".join(f"{name}={value}" for name, value in flags.options))
+    if flags.layers:
+        words.append(f'--cp-layers "{", ".join(flags.layers)}"')
+    return flags, f"{found}; to pin the fastest one: {' '.join(words)}"
+
+
+def measured_on(
+    group: dist.ProcessGroup,
+    combinations: Sequence[Combination],
+    kinds: Sequence[Kind],
+    kernel: str,
+    device: torch.device,
+) -> Measured | None:
+    """As `shortlist.measure`, over a process group; what it made for that is given back."""
+    topology = ProcessGroupTopology(group)
+    try:
+        return measure(combinations, kinds, topology, kernel, device)
+    finally:
+        topology.destroy_further_groups()
+
+
+def of_job(found: Measured | None) -> Measured | None:
+    """The times of the job's slowest groups; a collective operation of all ranks.
+
+    Returns:
+        None if a group has measured nothing, or not the same candidates.
+    """
+    every: list[Measured | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    groups = [one for one in every if one is not None]
+    if len(groups) < len(every) or len({one.combinations for one in groups}) > 1:
+        return None
+    slowest = map(max, zip(*(one.seconds for one in groups), strict=True))
+    return Measured(groups[0].combinations, tuple(slowest))
 
 
 @dataclass(frozen=True)
@@ -169,7 +254,7 @@ def resolve_model(
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (repr((kinds, asked)), socket.gethostname(), gpu))
     check_agreement([question for question, _, _ in every])
-    answer: tuple[str, Options] | ContextParallelError | None = None
+    answer: tuple[Combination, ...] | ContextParallelError | None = None
     if dist.get_rank() == 0:
         hosts = [every[rank][1] for rank in dist.get_process_group_ranks(group)]
         try:
@@ -189,7 +274,9 @@ def resolve_model(
             )
             assumed = _assumed(batches.mean_document)
             log.info("%s (machine found %s%s)", sentence(choice), how, assumed)
-            answer = choice.best.algo, choice.best.options
+            answer = (choice.best,)
+            if machine is None and gpu is not None:
+                answer = shortlist(choice, kinds, of_several)
         except ContextParallelError as error:
             answer = error
     answers = [answer]
@@ -197,7 +284,17 @@ def resolve_model(
     if isinstance(answers[0], ContextParallelError):
         raise answers[0]
     assert answers[0] is not None  # rank 0 has one
-    algo, options = answers[0]
+    best = answers[0][0]
+    if len(answers[0]) > 1:
+        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        measured = of_job(measured_on(group, answers[0], kinds, asked.kernel, device))
+        if measured is not None:
+            best = measured.best
+            if dist.get_rank() == 0:
+                given_options = "".join(f", {key}={value!r}" for key, value in best.options)
+                pin = f'install("{best.algo}"{given_options})'
+                log.info("%s; to pin the fastest one: %s", measured, pin)
+    algo, options = best.algo, best.options
     options = tuple(sorted((dict(options) | {"layout": layout.name}).items()))
     return replace(asked, algo=algo, options=options, by_auto=True)
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_cp_plugin.integration.contract import (
 )
 
 _ALLOW = "--cp-allow-untested-megatron"
+_WITHOUT_MEGATRON = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "triton"}
 
 
 def check(*parts: Part, allow_untested: bool) -> None:
@@ -124,10 +125,12 @@ class Replacement:
         """
         _set((each, each._original, each._replacement) for each in replacements)
 
-    def undo(self) -> None:
-        """Puts Megatron's own back; who imported the name meanwhile calls that one again too."""
-        self.hook = None
-        _set([(self, self._replacement, self._original)])
+    @staticmethod
+    def undo(replacements: Sequence[Replacement]) -> None:
+        """Puts Megatron's own back; who imported a name meanwhile calls that one again too."""
+        for each in replacements:
+            each.hook = None
+        _set((each, each._replacement, each._original) for each in replacements)
 
 
 def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
@@ -138,12 +141,18 @@ def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
         if isinstance(each._owner, ModuleType):
             after[before] = value
     kinds = {type(before) for before in after}
-    for module in [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]:
+    modules = [module for name, module in list(sys.modules.items()) if _may_import_megatron(name)]
+    for module in [each for each in modules if isinstance(each, ModuleType)]:
         # A copy, for other threads import; a list of the items would take three times as long.
         for alias, value in vars(module).copy().items():
             # `id` would be slow: packages around Megatron audit each call of it.
             if type(value) in kinds and value in after:
                 setattr(module, alias, after[value])
+
+
+def _may_import_megatron(module: str) -> bool:
+    """Not Python's own modules and those of torch, most of all: a look at each takes time."""
+    return module.partition(".")[0] not in _WITHOUT_MEGATRON
 
 
 def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:

@@ -12,10 +12,11 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
@@ -30,6 +31,9 @@ from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.wrappers import unwrapped
 from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
+
+if TYPE_CHECKING:
+    from megatron_cp_plugin.integration.auto import Resolved
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +69,7 @@ class Installer(ABC):
 
     def undo(self) -> None:
         """Puts Megatron's own back."""
-        for replacement in self._replaced:
-            replacement.undo()
+        compat.Replacement.undo(self._replaced)
 
     @abstractmethod
     def config(self, size: int) -> ContextParallelConfig:
@@ -124,7 +127,7 @@ class LauncherInstaller(Installer):
         self._flags = flags
         self._device = device
         self._batches: Batches | None = None
-        self._chosen = False  # by auto, and not yet compared over the ranks
+        self._resolved: Resolved | None = None  # by auto, and not yet compared over the ranks
         self.recomputes = flags.recompute_attention
 
     def config(self, size: int) -> ContextParallelConfig:
@@ -166,7 +169,8 @@ class LauncherInstaller(Installer):
         check("validated", settings)
         _say(validated, describe_graphs(settings))
         if config.size > 1:
-            ours = "allgather" if settings.is_sparse else comm_type(config.algo)
+            algo = registry.AUTO if config.by_auto else config.algo  # which may yet change
+            ours = "allgather" if settings.is_sparse else comm_type(algo)
             validated.cp_comm_type = [ours]
         self._args = validated
         return validated
@@ -177,8 +181,8 @@ class LauncherInstaller(Installer):
         if self._flags.is_auto:
             from megatron_cp_plugin.integration import auto
 
-            self._flags, said = auto.resolve(self._flags, args, self._device)
-            self._chosen = True
+            self._resolved = auto.resolve(self._flags, args, self._device)
+            self._flags, said = self._resolved.flags, self._resolved.said
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
@@ -193,12 +197,28 @@ class LauncherInstaller(Installer):
                 "validate its arguments before it builds a model: call parse_and_validate_args or "
                 "pretrain first"
             )
-        if self._chosen:
-            from megatron_cp_plugin.integration.auto import check_same
-
-            check_same(self._flags)
-            self._chosen = False
+        if self._resolved is not None:
+            self._compare(self._resolved, given)
+            self._resolved = None
         return self._runtime
+
+    def _compare(self, resolved: Resolved, given: Mapping[str, Any]) -> None:
+        """Compares the choices of all ranks, and measures the best; a collective operation."""
+        from megatron.core import parallel_state
+
+        from megatron_cp_plugin.integration import auto
+
+        auto.check_same(self._flags)
+        groups = given.get("pg_collection")
+        group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+        self._flags, said = auto.fastest(resolved, group, self._device)
+        if said is None:
+            return
+        config = self._flags.config(self._args.context_parallel_size)
+        self._runtime = Runtime(config)
+        self._batches = Batches(self._runtime)
+        _record(config, self._args)
+        _say(self._args, said)
 
     def _serve(self, model: Any) -> None:
         from megatron_cp_plugin.integration.chunked_loss import serve_loss
@@ -285,13 +305,7 @@ def _models() -> tuple[type, ...]:
 
 def _write_args(config: ContextParallelConfig, args: Any) -> None:
     """Puts settings where Megatron records them, and takes out what it would refuse or build."""
-    # Recorded in checkpoints and in Megatron's list of arguments.
-    args.context_parallel_algo = config.algo
-    args.cp_kernel = config.kernel
-    args.cp_options = [f"{name}={value}" for name, value in config.options]
-    args.cp_layers = ", ".join(config.layers) or None
-    args.cp_linear_model = config.linear_model
-    args.cp_chunked_loss = config.chunked_loss
+    _record(config, args)
     # The mask follows from the layout; Megatron would build one of N x N tokens.
     args.create_attention_mask_in_dataloader = False
     if Settings(args).cuts_fused_rotary:
@@ -300,6 +314,16 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
         # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
         # --encoder-seq-length, its other name for the same quantity. The layout was checked.
         args.seq_length, args.encoder_seq_length = None, args.seq_length
+
+
+def _record(config: ContextParallelConfig, args: Any) -> None:
+    """Writes settings where checkpoints and Megatron's list of arguments have them."""
+    args.context_parallel_algo = config.algo
+    args.cp_kernel = config.kernel
+    args.cp_options = [f"{name}={value}" for name, value in config.options]
+    args.cp_layers = ", ".join(config.layers) or None
+    args.cp_linear_model = config.linear_model
+    args.cp_chunked_loss = config.chunked_loss
 
 
 def _say(args: Any, *lines: str | None) -> None:

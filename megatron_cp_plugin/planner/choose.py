@@ -209,7 +209,7 @@ def choose(
             reason = refusal(combination)
             if reason is None:
                 combination = with_memory(combination, kinds, place)
-                reason = _too_large(combination, place)
+                reason = too_large(combination, place)
         if reason is None:
             taken.append(combination)
         else:
@@ -507,7 +507,8 @@ def peak_of_row(row: Row, kind: Kind, place: Place) -> int:
     )
 
 
-def _too_large(combination: Combination, place: Place) -> str | None:
+def too_large(combination: Combination, place: Place) -> str | None:
+    """Why a combination with its peak memory does not fit; None if it does."""
     peaks = [row.peak_bytes for row in combination.rows if row.peak_bytes is not None]
     if place.memory_bytes is None or max(peaks, default=0) <= place.memory_bytes:
         return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from time import monotonic
 
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.planner.candidates import Options
@@ -22,6 +24,20 @@ from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
 _PROPOSALS = 10
+_ERROR = 0.05  # what a step may be off, from docs/predictions.md
+_QUIET_SECONDS = 1.0  # between two lines of progress
+
+
+class _Progress:
+    """Says on standard error what a long plan looks at."""
+
+    def __init__(self) -> None:
+        self._last = monotonic()
+
+    def __call__(self, words: str) -> None:
+        if monotonic() - self._last > _QUIET_SECONDS:
+            self._last = monotonic()
+            print(f"plan: {words}", file=sys.stderr, flush=True)
 
 
 def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None) -> None:
@@ -54,8 +70,9 @@ def plan_model(
     machine = machine_named(name)
     sequences = batch or max(1, STEP_TOKENS // tokens)
     job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
-    found = proposals(job, _PROPOSALS)
-    best = found[0]
+    found = proposals(job, _PROPOSALS, _Progress())
+    best, flop = found[0], job.model.flop(tokens, visible_pairs(tokens, mask))
+    within = sum(one.rate >= best.rate * (1 - _ERROR) for one in found)
     print(
         f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
@@ -63,11 +80,11 @@ def plan_model(
     sizes = ["TP", "CP", "PP", "DP", *(["EP", "ETP"] if job.model.experts else [])]
     headers = (
         *sizes,
-        "parameters",
-        "recompute",
-        "loss",
+        "with",
         "s a step",
-        "tokens/s/GPU",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
         "GiB",
         "attention by",
     )
@@ -77,20 +94,35 @@ def plan_model(
                 str,
                 (s.tensor, s.context, s.pipeline, s.data, s.expert, s.expert_tensor)[: len(sizes)],
             ),
-            "sharded" if s.sharded else "whole",
-            s.recompute,
-            "chunked" if s.chunked_loss else "whole",
+            "".join(
+                letter
+                for letter, used in zip(
+                    "SRC", (s.sharded, s.recompute == "full", s.chunked_loss), strict=True
+                )
+                if used
+            )
+            or "-",
             f"{one.step.seconds:.2f}",
             f"{one.rate:.0f}",
+            f"{one.rate * flop / tokens / 1e12:.0f}",
+            "-"
+            if machine.peak_flops is None
+            else f"{one.rate * flop / tokens / machine.peak_flops:.0%}",
             f"{one.step.gib:.0f}",
             one.choice.best.name if s.context > 1 else "-",
         )
         for one in found
         for s in [one.split]
     ]
-    words = ("parameters", "recompute", "loss", headers[-1])
+    words = ("with", headers[-1])
     right = [n for n, name in enumerate(headers) if name not in words]
     print(text_table(headers, rows, right=right))
+    print("S: parameters sharded, R: full recompute, C: loss in chunks; tokens/s and TFLOP/s a GPU")
+    if within > 1:
+        print(
+            f"the first {within} are within {_ERROR:.0%}, the simulator's error: take the one that "
+            "suits you best"
+        )
     if job.model.experts:
         print(_experts(job, best.split))
     parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())

@@ -20,12 +20,19 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
-from megatron_cp_plugin.planner.choose import Kind, Place, choose
+from megatron_cp_plugin.planner.choose import Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.explain import sentence
 from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.shortlist import measure, shortlist, timer_on
 from megatron_cp_plugin.registry import AUTO, layout_of
 
-_OF_GPU = {"h200": "h200_nvlink", "h100": "h100_400g", "a800": "a800_4x200g", "b200": "b200"}
+_OF_GPU = {
+    "h200": "h200_nvlink",
+    "h100": "h100_400g",
+    "a800": "a800_4x200g",
+    "a100": "a100_8x200g",
+    "b200": "b200",
+}
 _DEFAULT = "h200"
 _KERNEL = "flash4"
 _DRAWS = 32  # of documents, of which one is taken
@@ -136,11 +143,24 @@ def _over_tokens(documents: Sequence[int], seq_len: int) -> float:
 
 
 def choose_for(
-    topology: Topology, shape: Shape, mask: Mask, kernel: str, given: Mapping[str, object]
+    topology: Topology,
+    shape: Shape,
+    mask: Mask,
+    kernel: str,
+    given: Mapping[str, object],
+    device: torch.device,
 ) -> tuple[str, Options]:
     """Algorithm and options for one attention call; a collective operation, once for each shape.
 
-    Args: kernel: name of the one that computes. given: options of `AUTO`: layout, machine.
+    On GPUs the best candidates of the simulation are measured, unless a machine is named.
+
+    Args:
+        topology: The ranks that compute attention together.
+        shape: Of the call.
+        mask: Of the call.
+        kernel: Name of the one that computes.
+        given: Options of `AUTO`: layout, machine.
+        device: Of the call's tensors.
 
     Raises: ConfigError: Another option is given, or nothing serves. ContextParallelError: The ranks
         have not chosen the same.
@@ -148,7 +168,7 @@ def choose_for(
     layout, machine = layout_of(AUTO, given), given.get("machine")
     example = example_of(mask, shape.seq_len, layout, topology.size)
     named = None if machine is None else str(machine)
-    question = shape, example, kernel, layout.name, named
+    question = shape, example, kernel, layout.name, named, device
     # With the topology, so that no process group is held that nobody uses any more.
     choices = topology.choices
     if question not in choices:
@@ -159,7 +179,13 @@ def choose_for(
 
 
 def _chosen(
-    topology: Topology, shape: Shape, example: Example, kernel: str, layout: str, name: str | None
+    topology: Topology,
+    shape: Shape,
+    example: Example,
+    kernel: str,
+    layout: str,
+    name: str | None,
+    device: torch.device,
 ) -> tuple[str, Options]:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ContextParallelError(
@@ -171,23 +197,32 @@ def _chosen(
     asked = compared(topology, "choices", f"one that {AUTO} chooses for", (question, gpu))
     check_agreement([repr(question) for question, _ in asked])
     nodes, peer_access = topology.nodes, topology.peer_access
-    answer: tuple[str, Options] | ContextParallelError | None = None
+    kind = Kind("attention", shape, example.mask)
+    answer: tuple[Combination, ...] | ContextParallelError | None = None
     if topology.rank == 0:
         try:
             machine, how = machine_here(name, asked[0][1])
             if not peer_access:
                 machine = replace(machine, copy=None)
             place = Place(machine, nodes, kernel_on(machine, kernel))
-            choice = choose([Kind("attention", shape, example.mask)], place, layouts=(layout,))
+            choice = choose([kind], place, layouts=(layout,))
             _log.info("%s (machine found %s%s)", sentence(choice), how, example.words)
-            answer = choice.best.algo, choice.best.options
+            measures = name is None and timer_on(device) is not None
+            answer = shortlist(choice, [kind]) if measures else (choice.best,)
         except ContextParallelError as error:
             answer = error
     answer = topology.gather(answer)[0]
     if isinstance(answer, ContextParallelError):
         raise answer
     assert answer is not None  # rank 0 has one
-    return answer
+    best = answer[0]
+    measured = measure(answer, [kind], topology, kernel, device) if len(answer) > 1 else None
+    if measured is not None:
+        best = measured.best
+        if topology.rank == 0:
+            options = "".join(f", {key}={value!r}" for key, value in best.options)
+            _log.info('%s; to pin the fastest one: algo="%s"%s', measured, best.algo, options)
+    return best.algo, best.options
 
 
 def check_agreement(asked: Sequence[str]) -> None:

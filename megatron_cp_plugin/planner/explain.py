@@ -103,17 +103,17 @@ def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
         seen.add(row.algo)
         cells.append(
             (
-                f"{row.name} *" if row.name == chosen else row.name,
                 row.layout,
                 f"{'' if row.simulated else '~'}{row.seconds * 1e3:.2f}",
                 f"{row.exposed * 1e3:.2f}",
                 f"{row.inside / 2**20:.1f}",
                 f"{row.between / 2**20:.1f}",
                 "-" if peak is None else f"{peak / GIB:.2f}",
+                f"{row.name} *" if row.name == chosen else row.name,
             )
         )
-    headers = ("algorithm", "layout", "ms", "exposed", "in node", "between", "peak GiB")
-    return text_table(headers, cells, right=range(2, len(headers)))
+    headers = ("layout", "ms", "exposed", "in node", "between", "peak GiB", "algorithm")
+    return text_table(headers, cells, right=range(1, len(headers) - 1))
 
 
 def changes(choice: Choice) -> list[str]:

@@ -94,7 +94,8 @@ class Host:
     Attributes:
         operation: a kernel of torch. kernel, kernel_backward: an attention kernel. peer: an
             exchange by copy engines. group: an operation of a process group. call,
-            call_backward: of a pass of attention, beside all these.
+            call_backward: of a pass of attention, beside all these. fused: a kernel of ours in
+            Triton, which merges or adds partial results.
     """
 
     operation: float = 0.0
@@ -104,6 +105,7 @@ class Host:
     group: float = 0.0
     call: float = 0.0
     call_backward: float = 0.0
+    fused: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Machine:
             share a GPU. ranks_per_gpu: which share its time.
         memory_gib: of a GPU. memory_bytes_per_second: of operations bound by memory, reads and
             writes together. operation_seconds: such an operation takes at least.
-        matmul_flops: of a model's matrix products.
+        matmul_flops: of a model's matrix products. peak_flops: of the data sheet, dense in
+            bfloat16, for MFU; None: not known.
         kernels: by kernel's name. linear_flops: of a kernel of linear attention, by pass.
         copy: by copy engines over peer memory, inside a node; None: there are none.
         inside, between: over the process group, inside a node; between nodes, of one network card.
@@ -139,6 +142,7 @@ class Machine:
     cards_per_node: int = 1
     between_total: float | None = None
     ranks_per_gpu: int = 1
+    peak_flops: float | None = None
     group_share: float = 1.0
     host: Host = Host()
 

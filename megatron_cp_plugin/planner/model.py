@@ -116,6 +116,22 @@ class Model:
         with_experts = (self.layers - self.dense) * self.layer_parameters
         return with_experts + self.dense * self.dense_parameters + self.embedding_parameters
 
+    def flop(self, tokens: int, pairs: float) -> float:
+        """Of forward and backward of a sequence, without what is recomputed.
+
+        Args: pairs: of a query and a key that see each other.
+        """
+        value_dim = self.value_dim or self.head_dim
+        mlp = self.active * self.expert_parameters if self.experts else self.expert_parameters
+        mlp += sum(one.parameters for one in self.mlp_matrices(self.shared))
+        with_experts = self.layers - self.dense
+        weights = with_experts * (self.attention_parameters + mlp + self.hidden * self.experts)
+        weights += self.dense * self.dense_parameters + self.hidden * self.vocabulary
+        attention = 2 * self.heads * (self.head_dim + value_dim) * pairs
+        if self.linear:
+            attention = 4 * self.heads * self.head_dim * value_dim * tokens
+        return 3.0 * (2 * weights * tokens + self.layers * attention)
+
     def shape(self, tokens: int, tensor: int = 1) -> Shape | LinearShape:
         """Of attention of one of `tensor` ranks, over all tokens of a sequence."""
         heads, value_dim = self.heads // tensor, self.value_dim or self.head_dim

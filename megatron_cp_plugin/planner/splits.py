@@ -6,7 +6,7 @@ Parameters are whole, or sharded as Megatron-FSDP does it, where it can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -55,13 +55,16 @@ class Job:
     sequences: int
 
 
-def proposals(job: Job, most: int) -> list[Proposal]:
+def proposals(
+    job: Job, most: int, say: Callable[[str], None] = lambda words: None
+) -> list[Proposal]:
     """The fastest ways that fit, the fastest first.
 
-    Args: most: how many, at most.
+    Args: most: how many, at most. say: is told what is looked at, again and again.
 
     Raises: ConfigError if nothing fits.
     """
+    say("listing the ways to split")
     ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()
     if not ways:
         raise ConfigError(
@@ -78,6 +81,7 @@ def proposals(job: Job, most: int) -> list[Proposal]:
     for best, split in _worth_it(fitting):
         if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
             break
+        say(f"estimating attention of way {len(found) + 1} of {len(fitting)}")
         seconds = _choice(job, split, choices, quick=True).best.seconds
         found.append((_step(job, split, seconds), split))
     found.sort(key=_time)
@@ -85,6 +89,7 @@ def proposals(job: Job, most: int) -> list[Proposal]:
     made, with_attention = [], list[Step]()
     for _, split in found[: 2 * most]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
+            say(f"simulating attention, TP {split.tensor}, CP {split.context}")
             choice = _choice(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
             taken = _step(job, split, choice.best.seconds, gib)

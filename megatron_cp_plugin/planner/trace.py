@@ -35,12 +35,18 @@ from megatron_cp_plugin.planner.meta import OnMeta, run
 
 
 class Tile(NamedTuple):
-    """An attention kernel. Attributes: area: pairs of a query and a key, for each head."""
+    """An attention kernel.
+
+    Attributes:
+        rows, columns: Of a document, in the mean over pairs: harmonic, because what a kernel loses
+            is in inverse proportion.
+        area: Pairs of a query and a key, for each head.
+    """
 
     phase: Pass
     batch: int
-    rows: int
-    columns: int
+    rows: float
+    columns: float
     area: float
     heads: int
     kv_heads: int
@@ -196,13 +202,27 @@ class _Operations(OnMeta):
         if name in self._SILENT:
             return func(*args, **kwargs)
         result, size = run(func, args, kwargs)
-        if name != "empty_like":  # slow on meta, but it launches nothing either
+        # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
+        # indices and lengths, only a first call does.
+        if name != "empty_like" and not _of_host(args):
             self._events.append(Memory(name, size))
         return result
 
 
+def _of_host(args: Sequence[Any]) -> bool:
+    """Whether a tensor among them has values."""
+    return any(
+        not x.is_meta if isinstance(x, Tensor) else isinstance(x, list | tuple) and _of_host(x)
+        for x in args
+    )
+
+
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+# Names of what `_Fused` notes.
+FUSED = frozenset(("merge", "sum", "rows", "delta"))
 
 
 class _Fused(OnePass):
@@ -244,11 +264,13 @@ class _Kernel(SizesOnly):
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
         packing = call.packing or Packing.adjacent((0, rows), (0, columns))
-        pieces = len(packing)
-        size = rows // pieces, columns // pieces  # of a document, in the mean
         phase: Pass = "forward" if statistics is None else "backward"
         rows, columns = packing.edges[:, 1] - packing.edges[:, 0]
-        area = float(pairs_within(rows, columns, call.causal, call.window).sum())
+        pairs = pairs_within(rows, columns, call.causal, call.window)
+        area = float(pairs.sum())
+        # Of a document: harmonic means over pairs. Nothing is seen of empty ones.
+        by_row, by_column = (float((pairs / n.clip(1)).sum()) for n in (rows, columns))
+        size = (area / by_row, area / by_column) if area else (1.0, 1.0)
         _note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
 
 

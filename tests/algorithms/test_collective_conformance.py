@@ -14,14 +14,14 @@ from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise
-from tests.test_conformance import Case, assert_matches, run
+from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
 SIZES = (1, 2, 3, 4, 6, 8, 9)
 VARIANTS = ("zigzag", "no", "overlap")
@@ -60,19 +60,7 @@ def check(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = Shape(2, seq_len, heads, kv_heads, 8, dtype.itemsize, wide.itemsize)
 
-    def compare(topology: Topology) -> None:
-        algorithm = create(case.algo, topology, dict(case.options))
-        rank = topology.rank
-        traffic = algorithm.traffic(shape, Mask(causal), rank)
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        if rank == 0:  # plans are those of all ranks
-            plan = algorithm.plan(shape, Mask(causal))
-            assert sum(map(plan.pairs, plan.computes)) == visible_pairs(seq_len, Mask(causal))
-
-    run_virtual(size, compare, peer_access=peer_access)
+    assert_plan_is_kept(case, size, shape, Mask(causal), log, peer_access=peer_access)
 
 
 def check_grid(kind: str, size: int, options: dict[str, object], **settings: Any) -> None:

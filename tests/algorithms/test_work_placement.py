@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash
-from megatron_cp_plugin.algorithms.work_placement import Part, assigned
+from megatron_cp_plugin.algorithms.work_placement import Part, _Queries, assigned
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
@@ -49,6 +49,28 @@ def loads(parts: list[Part], size: int) -> list[float]:
     for part in parts:
         found[part.rank] += part.work
     return found
+
+
+def test_pieces_of_queries_are_counted_by_hand() -> None:
+    """Of a window and two documents: pairs, which keys, and the rows of whoever computes them."""
+    at = np.arange(24)
+    age = at[:, None] - at
+    seen = (age >= 0) & (age < 5) & ((at[:, None] < 9) == (at < 9))
+    edges, blocks = np.array([8, 12, 16]), np.array([0, 8, 16, 24])
+    queries = _Queries(1, edges, blocks, Mask(window=5, documents=(9,)).bands.table)
+    assert queries.keys.tolist() == [0, 1]
+    for number, key in enumerate(queries.keys):
+        for piece in range(2):
+            rows, columns = slice(*edges[piece : piece + 2]), slice(*blocks[key : key + 2])
+            pairs = seen[rows, columns]
+            assert queries.counted[number, piece] == pairs.sum()
+            if pairs.any():
+                keys = np.flatnonzero(pairs.any(0)) + blocks[key]
+                assert queries.first[number, piece] == keys[0]
+                assert queries.last[number, piece] == keys[-1] + 1
+    queries.who[1] = [2, 0]
+    rows = [(part.key, part.start, part.stop, part.rank) for part in queries.parts()]
+    assert rows == [(0, 0, 8, 1), (1, 0, 4, 2), (1, 4, 8, 0)]
 
 
 @pytest.mark.parametrize("size", [8, 64])

@@ -169,6 +169,7 @@ def test_heads_that_hold_a_latent() -> None:
     wire = Wire(128, 512, 64, 192, 128)
     assert wire.kv_heads * (192 + 128) == 640
     assert Wire(3, 8, 1, 2, 2).kv_heads == 3
+    assert Wire(6, 15, 1, 2, 2).kv_heads == 6  # four would hold one, and do not divide six
     with pytest.raises(ConfigError, match=r"latents of 8 \+ 5 numbers need fewer than K and V"):
         _ = Wire(3, 8, 5, 2, 2).kv_heads
 

@@ -325,10 +325,13 @@ def compare(
         found = log_probs_of(model, ids, places, labels[0], packed, **more)
     log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
     worst = 0.0
-    parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
-    for ours, theirs in parameters:
-        gradient = gradient_of(ours)
-        dist.all_reduce(gradient, group=group)
+    gradients = [gradient_of(each) for each in model.parameters()]
+    together = torch.cat([each.flatten() for each in gradients])
+    dist.all_reduce(together, group=group)
+    summed = together.split([each.numel() for each in gradients])
+    parameters = zip(model.parameters(), summed, expected.gradients.values(), strict=True)
+    for ours, flat, theirs in parameters:
+        gradient = flat.view_as(theirs)
         if getattr(ours, "sequence_parallel", False):
             dist.all_reduce(gradient, group=model.pg_collection.tp)
         scale = theirs.abs().max().clamp_min(1e-3)

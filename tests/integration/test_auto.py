@@ -24,11 +24,13 @@ from megatron_cp_plugin.integration import auto
 from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, split_flags
 from megatron_cp_plugin.integration.auto import resolve
 from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from megatron_cp_plugin.planner.choose import Kind
 from megatron_cp_plugin.planner.command import megatron_settings, write_run_file
 from megatron_cp_plugin.planner.machine import Host, Machine
 from megatron_cp_plugin.planner.model import MODELS, Model, Split
+from megatron_cp_plugin.planner.shortlist import Measured
 from megatron_cp_plugin.planner.splits import Job
 
 CPU = torch.device("cpu")
@@ -66,10 +68,13 @@ def choose(
         args = parser.parse_args(rest)
         args.world_size = world_size or size
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(8, args.world_size)))
-        named, said = resolve(flags, args, CPU)
+        found = resolve(flags, args, CPU)
+        named, said = found.flags, found.said
         assert not named.is_auto
         check_arguments(args, named.config(size), CPU)  # what comes next finds nothing to refuse
-        assert resolve(flags, args, CPU) == (named, said)
+        again = resolve(flags, args, CPU)
+        assert (again.flags, again.said) == (named, said)
+        assert [one.flags for one in found.contenders] == [named]  # a machine was named
         return named, said
 
     return of
@@ -169,6 +174,8 @@ def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: 
     assert "documents of 4096 tokens on average, by default" in said
     _, said = choose(TINY + "--dataloader-inter-document-masking --cp-explain", 4)
     assert "│ algorithm " in said[1]
+    table = said[1].partition("\nMiB")[0]
+    assert max(map(len, table.splitlines())) <= 100
     _, (said,) = choose(TINY + "--dataloader-inter-document-masking", 4, mean_document="16")
     assert "on average" not in said
     assert "; documents exponential, mean 16)" in said
@@ -411,3 +418,80 @@ def test_an_algorithm_of_somebody_else_with_its_own_layout(
     assert registry.layout_of("auto", {"layout": "mirrored"}) == Mirrored()
     with pytest.raises(ConfigError, match=r"did you mean 'mirrored'\?\): use one of .*, mirrored"):
         registry.layout_of("auto", {"layout": "mirored"})
+
+
+def test_a_run_takes_the_fastest_of_those_measured(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no machine is named and there is a GPU; the slowest group decides."""
+    words = LLAMA + "--seq-length 65536 --context-parallel-size 8 --context-parallel-algo auto"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(auto, "check_arguments", lambda *_: None)  # the kernels need a GPU
+    found = []
+    for more in ("", " --cp-machine h200"):
+        flags, rest = split_flags((words + more).split())
+        args = parser.parse_args(rest)
+        args.world_size = 8
+        found.append(resolve(flags, args, gpu))
+    free, named = found
+    assert len(named.contenders) == 1
+    assert 4 <= len(free.contenders) <= 6
+    assert free.contenders[0].flags == free.flags == replace(named.flags, machine=None)
+    assert not any(one.flags.is_auto for one in free.contenders)
+    listed = tuple(one.combination for one in free.contenders)
+    last = free.contenders[-1].flags
+    seconds = tuple(1.0 - number / 100 for number in range(len(listed)))
+
+    def measured(*_: object) -> Measured:
+        return Measured(listed, seconds)
+
+    def of_two_groups(every: list[Any], mine: Measured) -> None:
+        slow = Measured(listed, (0.5, *seconds[1:]))  # the other group's
+        every[:] = [mine, slow if every == [None, None] else None]
+
+    monkeypatch.setattr(auto, "measured_on", measured)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", of_two_groups)
+    for ranks, expected in ((2, last), (3, free.flags)):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
+        flags, said = auto.fastest(free, None, gpu)  # type: ignore[arg-type]
+        assert flags == expected
+        if ranks == 3:  # one group has measured nothing
+            assert said is None
+            continue
+        assert said is not None
+        pin = f"to pin the fastest one: --context-parallel-algo {last.algo}"
+        options = " ".join(f"{name}={value}" for name, value in last.options)
+        assert said.endswith(pin + (f" --cp-options {options}" if options else ""))
+        again, rest = split_flags(said.rpartition(": ")[2].split())
+        again.check()
+        assert (again.algo, dict(again.options).keys()) == (last.algo, dict(last.options).keys())
+    assert auto.fastest(named, None, gpu) == (named.flags, None)  # type: ignore[arg-type]
+
+
+def test_what_was_measured_takes_the_place_of_what_was_chosen(
+    parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from megatron_cp_plugin.integration.installer import LauncherInstaller
+
+    flags, rest = split_flags((TINY + "--context-parallel-algo auto").split())
+    chosen, other = (replace(flags, algo=algo, by_auto=True) for algo in ("zigzag", "distflash"))
+    args = parser.parse_args([*rest, "--context-parallel-size", "2"])
+    args.rank = 0
+    installer = LauncherInstaller(chosen, CPU)
+    installer._args = args
+    resolved = auto.Resolved(chosen, [], (), ())
+    installer._resolved = resolved
+    installer._runtime = before = Runtime(chosen.config(2))
+    monkeypatch.setattr(auto, "check_same", lambda flags: None)
+    monkeypatch.setattr(auto, "fastest", lambda *_: (other, "measured"))
+    groups = argparse.Namespace(cp=None)
+    runtime = installer._runtime_of({"pg_collection": groups})
+    assert runtime is not before
+    assert runtime is installer._runtime_of({})  # once
+    assert (runtime.config.algo, runtime.config.layout.name) == ("distflash", "contiguous")
+    assert args.context_parallel_algo == "distflash"
+    assert "measured" in capsys.readouterr().out

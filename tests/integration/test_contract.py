@@ -382,5 +382,5 @@ def test_a_program_that_has_imported_a_name_before_is_served(
     monkeypatch.setitem(sys.modules, framework.__name__, framework)
     (replacement,) = compat.replace({"roll_tensor": lambda original, x: -x}, "algorithm")
     assert framework.rolled(3) == multi_token_prediction.roll_tensor(3) == -3
-    replacement.undo()
+    compat.Replacement.undo([replacement])
     assert framework.rolled is multi_token_prediction.roll_tensor is own

@@ -232,6 +232,12 @@ def test_what_is_kept_for_the_backward(
     assert sum(kept.values()) // (tokens * batch * WIDTH * dtype.itemsize) == units
 
 
+def test_groups_have_the_rates_of_as_many_heads(group: dist.ProcessGroup) -> None:
+    module = attention("transnormer", group, config=config(num_query_groups=2))
+    layer, layers = module.layer_number, module.config.num_layers
+    assert module._decay.rates == transnormer_rates(2, layer, layers)
+
+
 def test_rates_are_those_of_the_published_model() -> None:
     slopes = [2.0**-n for n in range(1, 9)]
     first = transnormer_rates(8, 1, 24)

@@ -178,7 +178,8 @@ def test_each_document_is_a_sequence(
         place = Place(topology.rank, size)
         layer = mixer(served(mamba_mixer.MambaMixer), place, runtime=runtime, D_has_hdim=wide)
         mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
-        out, _ = layer(mine, packed_seq_params=DocumentMask(seq_len=tokens, starts=starts))
+        packed = DocumentMask(seq_len=tokens, starts=starts, padding=((tokens - 2, tokens),))
+        out, _ = layer(mine, packed_seq_params=packed)
         part = shard(dout, 0, cut, topology.rank, size)
         assert list(layer.state_dict()) == list(whole.state_dict())
         return [out.detach(), *torch.autograd.grad(out, [mine, *layer.parameters()], part)]
@@ -201,6 +202,8 @@ def test_what_layers_refuse(on_cpu: None) -> None:
     x = torch.zeros(4, 1, 8, dtype=torch.float64)
     with pytest.raises(ContextParallelError, match="Mamba layers do not support inference: leave"):
         layer(x, inference_context=object())
+    with pytest.raises(ContextParallelError, match="Mamba layers do not support spans: leave it"):
+        layer(x, packed_seq_params=SimpleNamespace(spans=()))
     cyclic = ContextParallelConfig("attention2d", 2, options=(("variant", "no"),))
     said = "Mamba layers need a layout of consecutive tokens, got the cyclic layout of attention2d"
     with pytest.raises(ConfigError, match=said):

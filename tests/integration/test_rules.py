@@ -28,6 +28,7 @@ LASP = replace(ZIGZAG, algo="lasp", linear_model="transnormer")
 MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
 LATENTS = replace(ZIGZAG, send_latents=True)
+MAMBA = {"experimental_attention_variant": None, "hybrid_layer_pattern": "M*-"}
 DOCUMENTS = replace(ZIGZAG, options=(("layout", "documents"),))
 
 
@@ -36,7 +37,8 @@ class Case:
     """Settings that one rule refuses, and near ones that it does not.
 
     Attributes: asks: without any of them nothing is refused. beside: other settings that the rule
-        reads. near: changes to them, and configurations, each of which is served.
+        reads. near: changes to them, and configurations, each of which is served. also: changes of
+        which each is refused too.
     """
 
     asks: dict[str, Any]
@@ -44,6 +46,7 @@ class Case:
     config: ContextParallelConfig = ZIGZAG
     near: tuple[dict[str, Any] | ContextParallelConfig, ...] = ()
     device: str = "cuda"
+    also: tuple[dict[str, Any], ...] = ()
 
     def settings(
         self, change: dict[str, Any] | ContextParallelConfig | None = None, device: str = ""
@@ -53,7 +56,8 @@ class Case:
         return Settings(SimpleNamespace(**source), config, torch.device(device or self.device))
 
 
-# Of features, by name: what is near.
+# Of features, by name: what else is refused, and what is near.
+ALSO = {"recurrent layers in CUDA graphs": (MAMBA,)}
 BY_DOCUMENTS = replace(ZIGZAG, options=(("layout", "thd"),))
 NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     "documents of several samples in a pipeline": (
@@ -148,7 +152,7 @@ def of_feature(rule: Rule) -> Case:
     asks = {rule.setting: ASKING.get(rule.setting, True)} | BESIDE.get(rule.name, {})
     beside = {name: value for name, value in asks.items() if name in IDLE}
     asks = {name: value for name, value in asks.items() if name not in beside}
-    return Case(asks, beside, near=NEAR.get(rule.name, ()))
+    return Case(asks, beside, near=NEAR.get(rule.name, ()), also=ALSO.get(rule.name, ()))
 
 
 GRAPHS = {"cuda_graph_impl": "local"}
@@ -231,7 +235,7 @@ CASES: dict[str, Case] = {
         {},
         {"multi_latent_attention": False},
         LATENTS,
-        near=({"multi_latent_attention": True}, ZIGZAG),
+        near=({"multi_latent_attention": True}, {"multi_latent_attention": None}, ZIGZAG),
     ),
     **{
         f"does not work with {words}": Case(asks, config=LATENTS, near=(*near, ZIGZAG))
@@ -285,7 +289,7 @@ CASES: dict[str, Case] = {
             "perform-rl-step",
         )
     },
-    "softmax attention beside them": Case(GATED, config=MIXED, near=(ZIGZAG,)),
+    "softmax attention beside them": Case(GATED, config=MIXED, near=(ZIGZAG,), also=(MAMBA,)),
     "need a layout of consecutive tokens": Case(
         GATED, config=CYCLIC, near=(ZIGZAG, RING, replace(CYCLIC, size=1))
     ),
@@ -450,6 +454,8 @@ def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: C
     assert ": " in said
     for name in case.asks:
         assert rule.refusal(case.settings({name: None})) is None, name
+    for change in case.also:
+        assert rule.refusal(case.settings(change)) is not None, change
     for change in case.near:
         assert rule.refusal(case.settings(change)) is None, change
     if case.device == "cpu":

@@ -1,6 +1,6 @@
 """Whether the tests find faults: plants those of `faults.py` one at a time, and runs the tests.
 
-    .venv/bin/python -m tests.mutations.check [NUMBER ...] [--jobs 2] [--report FILE]
+    .venv/bin/python -m tests.mutations.check [NUMBER ...] [--named] [--jobs 2] [--report FILE]
 
 In copies of the tree, with the tests that `make test` runs: first the one that found the fault
 before, then those of the changed module. A fault is found if a test fails which passes without it.
@@ -53,11 +53,12 @@ class Outcome:
 class Tree:
     """A copy of a tree of sources, in which one fault at a time is planted."""
 
-    def __init__(self, source: Path, folder: Path, all_tests: bool) -> None:
-        """Args: all_tests: the slow ones too."""
+    def __init__(self, source: Path, folder: Path, all_tests: bool, named: bool) -> None:
+        """Args: all_tests: the slow ones too. named: only the test that the fault names."""
         ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "results", "*.egg-info")
         self.root = Path(shutil.copytree(source, folder, ignore=ignored))
         self._marked = () if all_tests else QUICK
+        self._named = named
         self._passes: dict[str, bool] = {}  # whether a test does without a fault
         probe = "import megatron_cp_plugin as package; print(package.__file__)"
         where = self._run("-c", probe).stdout.strip()
@@ -77,7 +78,7 @@ class Tree:
         return Outcome(fault, failed, monotonic() - start)
 
     def _failures(self, fault: Fault) -> Iterator[str]:
-        for files in self._stages(fault):
+        for files in [[f"tests/{fault.test}"]] if self._named else self._stages(fault):
             done = self._run("-m", "pytest", *PYTEST, *self._marked, *files)
             found = re.findall(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", done.stdout, re.M)
             if found:
@@ -139,13 +140,13 @@ class Tree:
 
 
 def check(
-    faults: Sequence[tuple[int, Fault]], source: Path, jobs: int, all_tests: bool
+    faults: Sequence[tuple[int, Fault]], source: Path, jobs: int, all_tests: bool, named: bool
 ) -> Iterator[tuple[int, Outcome]]:
     """The outcome of every fault, as it comes."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(jobs):
-            trees.put(Tree(source, Path(folder, str(number)), all_tests))
+            trees.put(Tree(source, Path(folder, str(number)), all_tests, named))
 
         def find(fault: Fault) -> Outcome:
             tree = trees.get()
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to be checked")
     parser.add_argument("--all", action="store_true", help="with the slow tests too")
+    parser.add_argument("--named", action="store_true", help="only with the test of each row")
     parser.add_argument("--report", type=Path, help="a file for the table")
     args = parser.parse_args(argv)
     faults = [(n, f) for n, f in enumerate(FAULTS, 1) if not args.numbers or n in args.numbers]
@@ -173,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(title), flush=True)
     rows: dict[int, str] = {}
     outcomes = []
-    for number, outcome in check(faults, args.tree.resolve(), args.jobs, args.all):
+    for number, outcome in check(faults, args.tree.resolve(), args.jobs, args.all, args.named):
         outcomes.append(outcome)
         rows[number] = outcome.row(number)
         print(rows[number], flush=True)

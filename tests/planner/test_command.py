@@ -127,10 +127,13 @@ def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert cli.main(words.split()) == 0
     said = capsys.readouterr().out
     assert "│ EP │ ETP │" in said
-    rows = [line.split("│")[1:-1] for line in said.split("experts of")[0].splitlines()[4:-1]]
+    assert max(map(len, said.partition("experts of")[0].splitlines())) <= 100
+    lines = [line.split("│")[1:-1] for line in said.split("experts of")[0].splitlines()[4:]]
+    rows = [cells for cells in lines if cells and cells[0].strip()]  # others are folded
     memory: dict[tuple[str, ...], list[int]] = {}  # by all but the split of experts
     for row in rows:
-        memory.setdefault((*row[:4], row[6]), []).append(int(row[10]))
+        memory.setdefault((*row[:4], str("R" in row[6])), []).append(int(row[11]))
+        assert abs(float(row[10].strip().rstrip("%")) / 100 - int(row[9]) / 2250) < 0.01
     assert any(len(several) > 1 for several in memory.values())
     for several in memory.values():  # the fastest first: what is slower needs less
         assert several == sorted(several, reverse=True)
@@ -140,7 +143,19 @@ def test_a_mixture_of_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert f"experts of the first: tokens come by {written['moe_token_dispatcher_type']}, " in said
 
 
+def test_operations_of_a_model() -> None:
+    """Six for each parameter that a token meets, and those of attention."""
+    model = MODELS["llama3-8b"]
+    weights = model.parameters - model.hidden * model.vocabulary  # the embedding multiplies nothing
+    pairs = 8192 * 8193 / 2
+    expected = 6 * weights * 8192 + 3 * 32 * 4 * 32 * 128 * pairs
+    assert model.flop(8192, pairs) == pytest.approx(expected)
+    active = MODELS["deepseek-v3"].flop(4096, 0) / 4096 / 6
+    assert active == pytest.approx(37e9, rel=0.03)  # its report: 37B for each token
+
+
 def test_machines_by_their_gpu() -> None:
+    assert machine_here(None, "NVIDIA A100-SXM4-80GB")[0] == Machine.load("a100_8x200g")
     assert machine_here(None, "NVIDIA H100 80GB HBM3")[0] == Machine.load("h100_400g")
     assert machine_here(None, "NVIDIA A800-SXM4-80GB")[0] == Machine.load("a800_4x200g")
     found, how = machine_here(None, "NVIDIA T4")

@@ -1,7 +1,9 @@
 """Gates and the delta rule: states of all ranks' runs against the recurrence in float64."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
@@ -338,3 +341,44 @@ def test_wrong_gates_are_refused() -> None:
     refused(r"divides the largest.*got \[4, 3, 3\]", qkv=(x, x[:, :, :3], x[:, :, :3]))
     refused(r"got \[6, 2, 3\]", qkv=(torch.cat((x, x[:, :, :2]), 2), x[:, :, :2], x[:, :, :3]))
     assert cp.linear_attention(x, x[:, :, :2], x).shape == x.shape
+
+
+def passed_along(
+    added: Tensor,
+    through: Tensor,
+    first: Tensor | None,
+    bounds: Tensor,
+    order: Tensor,
+    begins: Tensor,
+) -> Tensor:
+    """See `core.fused.FusedOperations.passed_along`."""
+    found = []
+    for way, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
+        state = (
+            torch.zeros_like(added[0]) if first is None or begins[way] < 0 else first[begins[way]]
+        )
+        for run in order[start:stop].tolist():
+            state = through[run] @ state + added[run]
+        found.append(state)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("documents", list(DOCUMENTS))
+@pytest.mark.parametrize(("size", "layout"), [(1, "contiguous"), (3, "zigzag"), (4, "thd")])
+def test_ways_of_a_kernel_that_passes_runs_by_itself(
+    monkeypatch: pytest.MonkeyPatch, size: int, layout: str, documents: str, begun: bool
+) -> None:
+    """States before all runs and behind the last one are those of the rounds without it."""
+    seq_len = 16 * size
+    starts = DOCUMENTS["multiples" if layout == "thd" else documents](size, seq_len)
+    made = create_linear("lasp2", VirtualWorld(size).topology(0), {"layout": layout})
+    route = made.route_of(seq_len, starts)
+    runs = sum(map(len, route.runs))
+    states = RunStates(torch.randn(runs, 1, 2, DIM, VALUE_DIM), torch.randn(runs, 1, 2, DIM, DIM))
+    first = torch.randn(1, 2, DIM, VALUE_DIM) if begun else None
+    asked = route, first, range(runs)
+    want = states.reaching(*asked, to_the_end=True)
+    fused = SimpleNamespace(passed_along=passed_along)
+    monkeypatch.setattr("megatron_cp_plugin.core.linear.states.fused_for", lambda x: fused)
+    assert relative_error(states.reaching(*asked, to_the_end=True), want) < 1e-5

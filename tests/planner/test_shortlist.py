@@ -1,0 +1,190 @@
+"""What is measured of a choice, and what follows from it, with a clock that is made up."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from threading import get_ident
+
+import pytest
+import torch
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner import detected_machine
+from megatron_cp_plugin.planner import shortlist as module
+from megatron_cp_plugin.planner.choose import Kind, Place, choose
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
+from tests.oracle import naive_attention
+
+CPU = torch.device("cpu")
+MACHINE = Machine.load("h200_nvlink")
+SMALL = Shape(1, 96, 8, 4, 16, element_bytes=8)
+
+
+def kinds(*masks: Mask, shape: Shape = SMALL) -> list[Kind]:
+    return [Kind(f"layers {number}", shape, mask, number + 1) for number, mask in enumerate(masks)]
+
+
+class Clock:
+    """Runs what it times, and says for candidate n of a rank what `seconds` says.
+
+    Each candidate is timed once, and then three times.
+    """
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        self._seconds = seconds
+        self._ranks: dict[int, int] = {}
+        self.calls: dict[int, int] = defaultdict(int)
+
+    def of_rank(self, rank: int) -> None:
+        self._ranks[get_ident()] = rank
+
+    def __call__(self, body: Callable[[], object]) -> float:
+        body()
+        rank = self._ranks[get_ident()]
+        number, self.calls[rank] = self.calls[rank] // 4, self.calls[rank] + 1
+        return self._seconds(rank, number)
+
+
+def with_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], float]) -> Clock:
+    clock = Clock(seconds)
+    for where in (module, detected_machine):
+        monkeypatch.setattr(where, "timer_on", lambda device: clock)
+    return clock
+
+
+def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
+    place = Place(MACHINE, MACHINE.nodes(8), "flash4")
+    of_call = [Kind("attention", Shape(1, 65536, 32, 8, 128), Mask())]
+    choice = choose(of_call, place)
+    found = shortlist(choice, of_call)
+    assert 4 <= len(found) <= 6
+    assert found[0] is choice.best
+    assert len({(one.algo, one.options) for one in found}) == len(found)
+    assert len({one.algo for one in found}) >= 4
+    refused = found[1].algo
+    without = shortlist(choice, of_call, lambda one: "no" if one.algo == refused else None)
+    assert refused not in {one.algo for one in without}
+    assert len(without) >= 4
+    # What does not fit a GPU is not measured either.
+    most = max(one.rows[0].peak_bytes or 0 for one in found)
+    tight = replace(choice, place=replace(place, memory_bytes=most - 1))
+    assert len(shortlist(tight, of_call)) < len(found) or all(
+        (one.rows[0].peak_bytes or 0) < most for one in shortlist(tight, of_call)[1:]
+    )
+
+
+def test_nothing_is_measured_on_one_rank_or_of_linear_attention() -> None:
+    for size, shape in ((1, SMALL), (4, LinearShape(1, 96, 8, 16, 16))):
+        of_call = [Kind("attention", shape, Mask())]
+        choice = choose(of_call, Place(MACHINE, MACHINE.nodes(size), "flash4"))
+        assert shortlist(choice, of_call) == (choice.best,)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=24), Mask(documents=(30, 60))])
+def test_the_slowest_rank_decides(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidate 1 is the fastest on three ranks and the slowest on one; 2 is next."""
+
+    def seconds(rank: int, number: int) -> float:
+        return {1: 1.0 if rank == 2 else 0.1, 2: 0.3}.get(number, 0.5)
+
+    clock = with_clock(monkeypatch, seconds)
+    of_call = kinds(mask)
+    choice = choose(of_call, Place(MACHINE, MACHINE.nodes(4), "flash4"))
+    listed = shortlist(choice, of_call)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_call, topology, "reference", CPU)
+
+    found = run_virtual(4, job)
+    assert len(set(found)) == 1
+    assert found[0] is not None
+    assert found[0].best == listed[2]
+    assert found[0].seconds[:3] == (0.5, 1.0, 0.3)
+    assert str(found[0]).startswith(f"auto measured {len(listed)} candidates: {listed[0].name} 500")
+
+
+def test_layers_count_as_often_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = with_clock(monkeypatch, lambda rank, number: 0.1)
+    of_model = kinds(Mask(), Mask(window=24))  # one layer, and two
+    choice = choose(of_model, Place(MACHINE, MACHINE.nodes(2), "flash4"))
+    listed = shortlist(choice, of_model)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_model, topology, "reference", CPU)
+
+    for found in run_virtual(2, job):
+        assert found is not None
+        assert found.seconds == pytest.approx([0.3] * len(listed))
+        assert found.best == listed[0]  # of equals the one that the simulation prefers
+
+
+@pytest.mark.parametrize("missing", ["gpu", "memory"])
+def test_nothing_is_measured_unless_all_ranks_can(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = with_clock(monkeypatch, lambda rank, number: 0.1)
+    ranks: dict[int, int] = {}
+    if missing == "gpu":
+        monkeypatch.setattr(
+            module, "timer_on", lambda device: None if ranks[get_ident()] == 1 else clock
+        )
+    else:
+        monkeypatch.setattr(
+            module, "_free_bytes", lambda device: 1 if ranks[get_ident()] == 1 else 2**40
+        )
+    of_call = kinds(Mask())
+    listed = shortlist(choose(of_call, Place(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+
+    def job(topology: Topology) -> Measured | None:
+        ranks[get_ident()] = topology.rank
+        clock.of_rank(topology.rank)
+        return measure(listed, of_call, topology, "reference", CPU)
+
+    assert run_virtual(2, job) == [None, None]
+    assert not clock.calls
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_call_takes_the_fastest_unless_a_machine_is_named(
+    named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = with_clock(monkeypatch, lambda rank, number: 0.1 if number == 1 else 0.5)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 96, n, 16, dtype=torch.float64) for n in (8, 4, 4))
+    state = torch.get_rng_state()
+
+    def job(topology: Topology) -> tuple[torch.Tensor, set[object], int]:
+        clock.of_rank(topology.rank)
+        how = {"algo": "auto", "group": topology, **({"machine": "h200"} if named else {})}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        with cp.record_communication() as log:
+            cp.attention(*shards, **how)
+        first = log.bytes(rank=topology.rank)
+        with cp.record_communication() as log:
+            out = cp.attention(*shards, **how)
+        assert first == log.bytes(rank=topology.rank)  # what was tried is not counted
+        return cp.unshard(out, 1, **how), set(topology.choices.values()), first
+
+    with caplog.at_level(logging.INFO):
+        found = run_virtual(4, job)
+    expected = naive_attention(q, k, v, causal=True, scale=0.25)
+    for whole, chosen, _ in found:
+        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
+        assert chosen == found[0][1]
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto measured")]
+    assert len(said) == (not named)
+    assert bool(clock.calls) is not named
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers stay his
+    if not named:
+        ((algo, options),) = found[0][1]  # type: ignore[misc]
+        pin = "".join(f", {key}={value!r}" for key, value in options)
+        assert said[0].endswith(f'; to pin the fastest one: algo="{algo}"{pin}')
