@@ -111,6 +111,20 @@ def test_beside_model_parallelism(tmp_path: Path, model: str, split: str) -> Non
     assert_equal(compare(reference, run, Tolerances()))
 
 
+def test_a_checkpoint_of_megatron_goes_on(tmp_path: Path) -> None:
+    """Saved by Megatron's own layers on the whole sequence, loaded on two ranks."""
+    saved = f"--save {tmp_path / 'saved'} --save-interval 2 --ckpt-format torch_dist"
+    whole = (*MODEL, *saved.split(), "--context-parallel-algo", "megatron")
+    losses = run_warm(tmp_path / "whole", *whole, script=JOB).succeeded().losses
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    split = f"--load {tmp_path / 'saved'} --ckpt-format torch_dist --context-parallel-algo zigzag"
+    words = (*MODEL, *split.split(), "--context-parallel-size", "2")
+    resumed = run_warm(tmp_path / "split", *words, ranks=2, script=JOB).succeeded().losses
+    assert len(resumed) == 1
+    assert resumed[0] == pytest.approx(losses[2], rel=1e-5)
+    assert resumed[0] != losses[0]
+
+
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """A model that can be had: 4 context-parallel ranks, and fla."""
