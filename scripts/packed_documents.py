@@ -48,15 +48,19 @@ class Line:
 
 
 LINES = (
-    Line("zigzag", "zigzag"),
-    Line("zigzag, layout=documents", "zigzag", (("layout", "documents"),)),
+    Line("zigzag, route=ring", "zigzag", (("route", "ring"),)),
+    Line(
+        "zigzag, layout=documents, route=ring",
+        "zigzag",
+        (("layout", "documents"), ("route", "ring")),
+    ),
     Line(
         "zigzag, layout=documents, route=straight",
         "zigzag",
         (("layout", "documents"), ("route", "straight")),
     ),
+    Line("distflash, helpers=distance", "distflash", (("helpers", "distance"),)),
     Line("distflash", "distflash"),
-    Line("distflash, helpers=work", "distflash", (("helpers", "work"),)),
     Line("ulysses", "ulysses", style="--"),
     Line("all-gather", "allgather", (("transport", "group"),), style="--"),
 )

@@ -72,7 +72,7 @@ class Choice:
 CHOICES = [
     *(Choice(algo, ()) for algo in ("ring", "zigzag", "distflash", "allgather", "ulysses", "usp")),
     Choice("zigzag", (("layout", "documents"),)),
-    Choice("distflash", (("helpers", "work"),)),
+    Choice("distflash", (("helpers", "distance"),)),
     *(Choice("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
     *(Choice("any", (("relay", name),)) for name in ("none", "either")),
     Choice("random_balanced", ()),

@@ -24,8 +24,8 @@ EVEN = ("ulysses", "usp", "attention2d")
 CASES = [
     Case("distflash"),
     Case("distflash", (("balanced", False),)),
-    Case("distflash", (("last_step", "owner"),)),
-    Case("distflash", (("helpers", "work"),)),
+    Case("distflash", (("helpers", "distance"),)),
+    Case("distflash", (("helpers", "distance"), ("last_step", "owner"))),
     Case("ring", (("backward", "kv"),)),
     Case("zigzag", (("backward", "query"),)),
     Case("allgather", (("chunks", 2),)),
@@ -91,7 +91,8 @@ def test_the_plan_stops_where_the_window_ends(window: int, steps: int, size: int
 
 
 def distflash(size: int, window: int) -> Plan:
-    algorithm = create("distflash", VirtualWorld(size).topology(0), {"last_step": "owner"})
+    options = {"helpers": "distance", "last_step": "owner"}
+    algorithm = create("distflash", VirtualWorld(size).topology(0), options)
     return algorithm.plan(Shape(1, BLOCK * size, 1, 1, 8), Mask(window=window))
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
-from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, group_counts, number
+from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import head_groups
@@ -20,7 +20,6 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 
@@ -94,10 +93,12 @@ class DistFlash(PointToPoint):
     Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
     as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
 
-    With layout "thd" every rank computes one pair of blocks in each of P steps, see EvenPlacement;
-    under span masks, of which nothing is known, it is helped as on contiguous chunks.
+    Under windows, documents and spans ranks help by work, see WorkPlacement. With layout "thd"
+    every rank computes one pair of blocks in each of P steps, see EvenPlacement; under span masks,
+    of which nothing is known, it is helped by distance.
 
-    Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2.
+    Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2. Differs: helpers by work; the paper has
+    causal masks alone.
     """
 
     @dataclass(frozen=True)
@@ -114,10 +115,11 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
-            helpers: "distance", who helps whom follows from their distance, as in the paper; or
-                "work", ranks with more than the mean of what the mask leaves give some of it to
-                ranks with less, see `WorkPlacement`: for windows, documents and spans on contiguous
-                chunks. Without these the two are the same.
+            helpers: "work", ranks with more than the mean of what a window, documents or spans
+                leave give some of it to ranks with less, see `WorkPlacement`; or "distance", who
+                helps whom follows from their distance, as in the paper. The two are the same
+                under other masks, and with layout "thd" or transport "peer", for which blocks
+                must come from one rank at a time.
             layout: "contiguous", or "thd", see ring: no rank would wait, so that `balanced` says
                 whether queries may travel in place of keys, and `last_step` is for spans alone, see
                 EvenPlacement.
@@ -127,7 +129,7 @@ class DistFlash(PointToPoint):
         balanced: bool = True
         overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
-        helpers: Literal["distance", "work"] = "distance"
+        helpers: Literal["work", "distance"] = "work"
         layout: Literal["contiguous", "thd"] = "contiguous"
 
     options: Options
@@ -135,18 +137,6 @@ class DistFlash(PointToPoint):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         self.overlap = options.overlap
-
-    @classmethod
-    def check(
-        cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        assert isinstance(options, cls.Options)
-        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        if options.helpers == "work" and options.layout != "contiguous":
-            raise ConfigError(
-                f"distflash helpers work needs layout contiguous, got {options.layout}: leave one "
-                "of the two out"
-            )
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
         chunks = 1 if phase == "forward" else self.options.chunks
@@ -156,7 +146,9 @@ class DistFlash(PointToPoint):
         if isinstance(self.layout, PaddedDocuments) and mask.slices is None:
             helped = self._helped(shape, mask, phase) if helping else frozenset[int]()
             return EvenPlacement(*of_all, helped=helped)
-        if self.options.balanced and self.options.helpers == "work" and mask.special:
+        options = self.options
+        of_work = options.balanced and options.helpers == "work" and options.transport != "peer"
+        if of_work and mask.special and options.layout == "contiguous":
             return WorkPlacement(
                 *of_all,
                 seq_len=shape.seq_len,

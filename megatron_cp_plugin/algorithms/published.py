@@ -56,13 +56,14 @@ class Attention2DO(Attention2D):
 
 @register("distflash-paper", listed=False)
 class DistFlashPaper(DistFlash):
-    """distflash:last_step=owner. Source: DISTFLASHATTN, Algorithm 2."""
+    """distflash:last_step=owner:helpers=distance. Source: DISTFLASHATTN, Algorithm 2."""
 
     @dataclass(frozen=True)
     class Options(DistFlash.Options):
-        """Options of distflash; nobody helps in the last step of an even P."""
+        """Options of distflash; helpers by distance, and none in the last step of an even P."""
 
         last_step: Literal["owner", "shared"] = "owner"
+        helpers: Literal["work", "distance"] = "distance"
 
 
 @register("distflash-unbalanced", listed=False)

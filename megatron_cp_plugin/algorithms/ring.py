@@ -8,12 +8,15 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Literal
 
+import numpy as np
+
 from megatron_cp_plugin.core.algorithm import PointToPoint
-from megatron_cp_plugin.core.blocks.visible_rows import sees_all
+from megatron_cp_plugin.core.blocks.rows import row_count
+from megatron_cp_plugin.core.blocks.visible_rows import rows_met, sees_all
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Contiguous, Layout
@@ -26,7 +29,7 @@ from megatron_cp_plugin.registry import register
 
 Travelling = Literal["kv", "query"]
 Rule = Literal["auto", "kv", "query"]  # of the backward
-Route = Literal["ring", "straight", "double"]
+Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
 
@@ -114,6 +117,33 @@ class DoubleRingPlacement(RingPlacement):
         return tuple((numbers[node], next(places[node])) for node in self.nodes)
 
 
+@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
+    """Whether blocks take at most half of the steps, and no more bytes, if they go straight.
+
+    Rows of keys are counted, of the rank that sends most and of all ranks. In all, rows that go
+    straight count once for each rank that they pass, as if they went round the ring the shorter
+    way: so no more rows than before cross nodes, whatever their size.
+    """
+    if not mask.special:
+        return False
+    met = rows_met(layout.within(mask.followed), size, seq_len, mask, 1)
+    pairs = [(owner, other) for owner, others in enumerate(met) for other in others]
+    distances = {(other - owner) % size for owner, other in pairs} - {0}
+    if not distances or 2 * len(distances) > max(distances):
+        return False
+    rows, distance = np.zeros((size, size), np.int64), np.arange(size)  # [owner, distance]
+    for owner, other in pairs:
+        rows[owner, (other - owner) % size] = row_count(met[owner][other])
+    rows[:, 0] = 0
+    # A ring passes on at least what any of the ranks behind needs.
+    passed = np.maximum.accumulate(rows[:, :0:-1], 1)[:, ::-1]
+    sources = (distance[:, None] + distance[:-1]) % size
+    most = np.bincount(sources.ravel(), passed.ravel()).max()
+    apart = np.minimum(distance, size - distance)
+    return bool(rows.sum(1).max() <= most and (rows * apart).sum() <= passed.sum())
+
+
 def ring_placement(
     layout: Layout,
     nodes: Sequence[int],
@@ -124,8 +154,11 @@ def ring_placement(
     rules: "Ring.Options",
 ) -> RingPlacement:
     """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
-    size, e, backward = len(nodes), shape.element_bytes, rules.backward
-    passed_on = size > 2 and rules.route != "straight"  # else gradients are no sums
+    size, e, backward, route = len(nodes), shape.element_bytes, rules.backward, rules.route
+    if route == "auto":
+        straight = goes_straight(layout, size, shape.seq_len, mask)
+        route = "straight" if straight else "ring"
+    passed_on = size > 2 and route != "straight"  # else gradients are no sums
     wide = passed_on and rules.gradients == "float32"
     if backward == "auto":
         # What moves fewer bytes a hop: K, V, dK, dV; or Q, dO, dQ and rows of lse and delta.
@@ -134,7 +167,7 @@ def ring_placement(
         of_queries += 2 * shape.heads * shape.wide_bytes
         backward = "kv" if shape.kv_width * (e + g) <= of_queries else "query"
     retains = (
-        (rules.keep, rules.route, backward, len(groups)) == ("auto", "ring", "kv", 1)
+        (rules.keep, route, backward, len(groups)) == ("auto", "ring", "kv", 1)
         # It pays where all ranks save the same hop, and K and V are small.
         and size > 1
         and shape.elements(size) <= _SHORT
@@ -143,9 +176,9 @@ def ring_placement(
     )
     of_all = layout, size, groups, False, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"
-    if rules.route == "double":
+    if route == "double":
         return DoubleRingPlacement(*of_pass, tuple(nodes))
-    return (StraightPlacement if rules.route == "straight" else RingPlacement)(*of_pass)
+    return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)
 
 
 def nodes_for(name: str, topology: Topology, route: Route, teams_of: int = 1) -> Sequence[int]:
@@ -197,13 +230,15 @@ class Ring(PointToPoint):
                 dtype of q. Gradients that are no sums, as between two ranks, travel in that of q.
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
                 needs the block, and its gradients straight back; "double", once to each other node
-                and from rank to rank inside nodes.
+                and from rank to rank inside nodes; "auto", straight where a mask leaves so few
+                pairs of blocks that this takes at most half of the ring's steps and no more bytes
+                (`goes_straight`), else ring.
         """
 
         backward: Rule = "auto"
         keep: Literal["auto", "local"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Route = "ring"
+        route: Route = "auto"
 
     options: Options
 

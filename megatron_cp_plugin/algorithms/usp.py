@@ -61,7 +61,7 @@ class Usp(Ulysses):
         layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
         backward: Rule = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Literal["ring", "straight", "double", "grid"] = "ring"
+        route: Literal["auto", "ring", "straight", "double", "grid"] = "auto"
         rows: int = number(0, least=0)
         transport: Wanted = "auto"
 

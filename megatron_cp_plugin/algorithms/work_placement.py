@@ -34,6 +34,8 @@ _GRAIN, _MOST_PIECES = 0.005, 1024
 # So many blocks of others come to a rank together. Whoever gives work away sends it before its own
 # first step: what it sent later would wait until that step is done.
 _AT_ONCE = 8
+# Where keys begin if there are none.
+_NONE = 1 << 40
 # Bytes between nodes count as so many.
 _BETWEEN = 2.0
 
@@ -176,13 +178,13 @@ class _Queries:
         first, last: [keys, pieces]: which keys. who: [keys, pieces]: who computes them.
     """
 
-    def __init__(self, rank: int, edges: Numbers, blocks: Numbers, bands: Numbers) -> None:
+    def __init__(self, rank: int, edges: Numbers, counted: _Counted) -> None:
+        """Args: counted: the work of these pieces."""
         self.rank, self.edges, self.rows = rank, edges, np.diff(edges)
-        counted = _counted(edges, blocks, bands[:, (bands[0] < edges[-1]) & (bands[1] > edges[0])])
         self.keys, row = np.unique(counted.key, return_inverse=True)
         shape, at = (len(self.keys), len(self.rows)), (row, counted.piece)
         self.counted = np.zeros(shape)
-        self.first, self.last = np.full(shape, blocks[-1]), np.zeros(shape, np.int64)
+        self.first, self.last = np.full(shape, _NONE), np.zeros(shape, np.int64)
         np.add.at(self.counted, at, counted.work)
         np.minimum.at(self.first, at, counted.first)
         np.maximum.at(self.last, at, counted.last)
@@ -276,8 +278,16 @@ class _Assignment:
         found: list[Part] = []
         order = np.argsort(-self.load, kind="stable")
         above = [int(rank) for rank in order if self.load[rank] > self.ceiling]
+        edges = {rank: self._pieces(rank) for rank in sorted(above)}
+        ends = dict(zip(edges, np.cumsum([*map(len, edges.values())]).tolist(), strict=True))
+        counted = _counted(np.concatenate([[0], *edges.values()])[1:], self.blocks, self.bands)
         for rank in above:
-            found += self._relieved(rank).parts()
+            first = ends[rank] - len(edges[rank])
+            own = (first <= counted.piece) & (counted.piece < ends[rank] - 1)
+            some = _Counted(*(column[own] for column in counted))
+            queries = _Queries(rank, edges[rank], some._replace(piece=some.piece - first))
+            self._relieve(queries)
+            found += queries.parts()
         left = ~np.isin(self.counted.piece, above)
         pairs = self.counted.piece[left] * self.size + self.counted.key[left]
         distinct, which = np.unique(pairs, return_inverse=True)
@@ -288,15 +298,18 @@ class _Assignment:
             found.append(Part(query, key, 0, stop, query, work))
         return found
 
-    def _relieved(self, rank: int) -> _Queries:
-        """The queries of a rank after it gave away what was too much."""
+    def _pieces(self, rank: int) -> Numbers:
+        """Where the pieces of a rank's queries begin, and where the last one ends."""
         start, stop = self.blocks[rank : rank + 2].tolist()
         keys = int(np.count_nonzero(self.last[rank]))
         wanted = self.load[rank] / (_GRAIN * self.mean)
         pieces = int(np.clip(wanted, 8, max(32, _MOST_PIECES // keys)))
-        edges = np.unique(np.linspace(start, stop, pieces + 1).astype(np.int64))
-        queries = _Queries(rank, edges, self.blocks, self.bands)
-        while (excess := float(self.load[rank]) - self.ceiling) > self.trifle:
+        edges: Numbers = np.unique(np.linspace(start, stop, pieces + 1).astype(np.int64))
+        return edges
+
+    def _relieve(self, queries: _Queries) -> None:
+        """Gives away what is too much of a rank's queries."""
+        while (excess := float(self.load[queries.rank]) - self.ceiling) > self.trifle:
             most = self.ceiling + 2 * self.trifle
             moves = [
                 (cost, to, some)
@@ -307,7 +320,6 @@ class _Assignment:
                 break
             _, to, some = min(moves, key=itemgetter(0))
             self._give(queries, to, some)
-        return queries
 
     def _moves(self, queries: _Queries, excess: float) -> Iterator[tuple[float, int, _Some]]:
         """What a rank may give away: bytes for each pair of a query and a key; to whom; what."""

@@ -14,7 +14,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention
 from tests.plan_check import check
-from tests.test_conformance import Case, assert_matches
+from tests.test_conformance import Case, assert_matches, run
 
 NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]
 MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
@@ -125,6 +125,80 @@ def test_straight_ways_halve_what_the_busiest_rank_of_a_contiguous_ring_sends(si
         sent = [algorithm.traffic(shape, Mask(), rank) for rank in range(size)]
         most[route] = max(traffic.backward_bytes // block for traffic in sent)
     assert most == {"ring": max(2 * size - 3, size - 1), "straight": size - 1}
+
+
+FEW = [
+    Mask(window=9),
+    Mask(window=30),
+    Mask(documents=tuple(range(7, 320, 11))),
+    Mask(documents=(60, 61, 150), window=20),
+    Mask(causal=False, documents=tuple(range(5, 320, 9))),
+]
+
+
+@pytest.mark.parametrize("mask", FEW, ids=str)
+@pytest.mark.parametrize("algo", ["zigzag", "usp", "zigzag:layout=documents"])
+@pytest.mark.parametrize("size", [8, 16])
+def test_few_pairs_go_straight(size: int, algo: str, mask: Mask) -> None:
+    """In fewer steps and messages; no rank of any size of node sends more."""
+    shape = Shape(1, 40 * size, 4, 2, 8)
+    name, *words = algo.split(":")
+    given: dict[str, object] = dict(word.split("=") for word in words)
+    given |= {"ulysses": 2} if name == "usp" else {}
+    for of_node in (1, 2, 4, size):
+        topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
+        plans = {}
+        for route in ("auto", "ring", "straight"):
+            made = create(name, topology, {**given, "route": route}).within(mask.followed)
+            plans[route] = [made.plan(shape, mask, phase) for phase in PHASES]
+        chosen = plans["ring" if plans["auto"][0].relay else "straight"]
+        assert [plan.moves for plan in plans["auto"]] == [plan.moves for plan in chosen]
+        for auto, ring in zip(plans["auto"], plans["ring"], strict=True):
+            for nodes in (None, topology.nodes):
+                most, sums = [], []
+                for plan in (auto, ring):
+                    sent = [plan.sent(rank, shape, nodes).bytes for rank in range(size)]
+                    most.append(max(sent))
+                    sums.append(sum(sent))
+                assert sums[0] <= sums[1]
+                assert nodes or most[0] <= most[1]
+
+
+@pytest.mark.parametrize(
+    ("algo", "size", "mask", "straight"),
+    [
+        ("zigzag", 8, Mask(window=9), True),
+        ("zigzag", 8, Mask(documents=tuple(range(20, 320, 40))), True),
+        ("zigzag", 4, Mask(window=9), False),  # two steps of three
+        ("zigzag", 8, Mask(), False),
+        ("zigzag", 8, Mask(window=300), False),
+        ("ring", 8, Mask(window=9), False),  # one step either way
+        ("zigzag", 1, Mask(window=9), False),
+    ],
+)
+def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) -> None:
+    made = create(algo, VirtualWorld(size).topology(0), {})
+    for phase in PHASES:
+        assert made.plan(Shape(1, 40 * size, 4, 2, 8), mask, phase).relay is not straight
+
+
+@pytest.mark.parametrize("size", [6, 7, 8])
+@pytest.mark.parametrize("rule", ["kv", "query"])
+def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
+    seq_len = 8 * size
+    lengths = [0, 17, 18, 40, seq_len]
+    case = Case("zigzag", (("backward", rule),))
+    expected = expected_attention(
+        seq_len=seq_len,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        causal=True,
+        window=5,
+        cu_seqlens=lengths,
+    )
+    results, _ = run(case, expected, size, window=5, cu_seqlens=torch.tensor(lengths))
+    assert_matches(case, results, expected, bound=1e-10)
 
 
 def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

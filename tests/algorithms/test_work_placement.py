@@ -9,8 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.algorithms.distflash import DistFlash
-from megatron_cp_plugin.algorithms.work_placement import Part, _Queries, assigned
+from megatron_cp_plugin.algorithms.work_placement import (
+    Part,
+    WorkPlacement,
+    _counted,
+    _Queries,
+    assigned,
+)
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
@@ -18,7 +23,6 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
 from tests.oracle import expected_attention
@@ -27,7 +31,7 @@ from tests.random_tests import examples
 from tests.span_masks import dense, mask_of, random_lengths, random_spans, random_window
 from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
 
-WORK = Case("distflash", (("helpers", "work"),))
+WORK = Case("distflash")
 COSTS = 40, 12
 PACKS = ("lognormal:16K:1", "lognormal:2K:1", "configs/lengths/long_tail.csv", "images", "trees")
 
@@ -57,7 +61,8 @@ def test_pieces_of_queries_are_counted_by_hand() -> None:
     age = at[:, None] - at
     seen = (age >= 0) & (age < 5) & ((at[:, None] < 9) == (at < 9))
     edges, blocks = np.array([8, 12, 16]), np.array([0, 8, 16, 24])
-    queries = _Queries(1, edges, blocks, Mask(window=5, documents=(9,)).bands.table)
+    bands = Mask(window=5, documents=(9,)).bands.table
+    queries = _Queries(1, edges, _counted(edges, blocks, bands))
     assert queries.keys.tolist() == [0, 1]
     for number, key in enumerate(queries.keys):
         for piece in range(2):
@@ -189,7 +194,21 @@ def test_other_masks_have_the_plan_of_the_paper() -> None:
         assert mine == papers
 
 
-def test_layout_thd_is_refused() -> None:
-    options = DistFlash.Options(helpers="work", layout="thd")
-    with pytest.raises(ConfigError, match="helpers work needs layout contiguous, got thd"):
-        DistFlash.check(options, size=2, heads=2, kv_heads=2, causal=True)
+@pytest.mark.parametrize(
+    ("options", "by_work"),
+    [
+        ({}, True),
+        ({"last_step": "owner"}, True),
+        ({"balanced": "false"}, False),
+        ({"helpers": "distance"}, False),
+        ({"layout": "thd"}, False),
+        ({"transport": "peer"}, False),
+    ],
+)
+def test_where_ranks_help_by_work(options: dict[str, object], by_work: bool) -> None:
+    shape, world = Shape(1, 64, 4, 2, 8), VirtualWorld(4, peer_access=True)
+    mask = Mask(documents=(8, 40))
+    for name in ("distflash", "distflash-paper"):
+        made = create(name, world.topology(0), options).within(mask.followed)
+        placement = made.placement(shape, mask, "forward")
+        assert isinstance(placement, WorkPlacement) is (by_work and name == "distflash")

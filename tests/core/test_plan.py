@@ -51,7 +51,7 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
     for helped in (True, False):
         for last_step in ("owner", "shared"):
             yield "distflash", {"balanced": helped, "last_step": last_step, "chunks": 2}
-    yield "distflash", {"helpers": "work"}
+    yield "distflash", {"helpers": "distance"}
     yield "allgather", {"chunks": 3}
     for rows in range(1, size + 1):
         if size % rows == 0:

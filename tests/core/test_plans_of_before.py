@@ -40,7 +40,21 @@ Options = dict[str, Any]
 
 
 def variants(size: int) -> Iterator[tuple[str, Options]]:
-    """Every algorithm with what changes its plan; `world` and `heads` are not options."""
+    """Every algorithm with what changes its plan; `world` and `heads` are not options.
+
+    What chooses by itself today is named as it was then.
+    """
+    for name, options in _variants(size):
+        yield name, DEFAULTS.get(name, {}) | options
+
+
+DEFAULTS: dict[str, Options] = {
+    **{name: {"route": "ring"} for name in ("ring", "zigzag", "usp")},
+    "distflash": {"helpers": "distance"},
+}
+
+
+def _variants(size: int) -> Iterator[tuple[str, Options]]:
     for rule in ("kv", "query"):
         for heads in ((32, 8), (4, 4)):
             yield "ring", {"backward": rule, "heads": heads}

@@ -28,7 +28,7 @@ CHOICES = [
     ("zigzag", {"route": "straight"}),
     ("zigzag", {"route": "double", "chunks": 2}),
     ("zigzag", {"layout": "documents"}),
-    ("distflash", {"helpers": "work"}),
+    ("distflash", {"helpers": "distance"}),
     ("attention2d", {"variant": "overlap"}),
     ("usp", {"ulysses": 1, "route": "grid"}),
 ]

@@ -22,14 +22,13 @@ from megatron_cp_plugin.core.blocks.rows import (
 )
 from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.blocks.visible_rows import (
-    keys_seen,
     longest_gap,
-    queries_seeing,
+    rows_met,
     rows_of_parts,
     visible_rows,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import Contiguous, Layout, Zigzag, document_starts
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
@@ -162,19 +161,20 @@ def gathered(rows: int) -> Callable[[Tokens], Sent]:
     return count
 
 
+RING, DISTANCE = ("route", "ring"), ("helpers", "distance")
 CASES = [
-    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 3, ring),
-    (Case("zigzag", (("layout", "documents"), ("backward", "kv"))), 5, ring),
+    (Case("zigzag", (("layout", "documents"), RING, ("backward", "kv"))), 3, ring),
+    (Case("zigzag", (("layout", "documents"), RING, ("backward", "kv"))), 5, ring),
     (
         Case("zigzag", (("layout", "documents"), ("route", "straight"), ("backward", "kv"))),
         5,
         straight,
     ),
-    (Case("zigzag", (("backward", "kv"),)), 5, ring),
-    (Case("ring", (("backward", "kv"), ("chunks", 2))), 3, ring),
-    (Case("ring", (("backward", "kv"),)), 5, ring),
-    (Case("distflash"), 3, helped),
-    (Case("distflash"), 5, helped),
+    (Case("zigzag", (RING, ("backward", "kv"))), 5, ring),
+    (Case("ring", (RING, ("backward", "kv"), ("chunks", 2))), 3, ring),
+    (Case("ring", (RING, ("backward", "kv"))), 5, ring),
+    (Case("distflash", (DISTANCE,)), 3, helped),
+    (Case("distflash", (DISTANCE,)), 5, helped),
     (Case("distflash", (("balanced", False), ("last_step", "owner"))), 5, straight),
     (Case("allgather"), 5, straight),  # over peer memory
     (Case("allgather", (("transport", "group"),)), 3, gathered(3)),
@@ -400,7 +400,7 @@ def test_visible_rows(
 
 @examples(200)
 @given(
-    st.sampled_from([Contiguous(), Zigzag(), Balanced()]),
+    st.sampled_from([Contiguous(), Zigzag(), Balanced(), Cyclic()]),
     st.integers(1, 7),
     st.integers(1, 150),
     st.data(),
@@ -412,16 +412,21 @@ def test_visible_rows_of_all_pairs(
     mask = data.draw(masks(seq_len))
     layout = layout.within(mask.documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    seen, seeing = (find(layout, size, seq_len, mask) for find in (keys_seen, queries_seeing))
+    seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
     for query in range(size):
         for key in range(size):
             rows, cols = visible_rows(spans[query], spans[key], mask)
-            assert seeing[key].get(query, ()) == union((rows,), gap_of(spans[query]))
-            assert seen[query].get(key, ()) == union((cols,), gap_of(spans[key]))
+            assert seeing[query].get(key, ()) == union((rows,), gap_of(spans[query]))
+            assert seen[key].get(query, ()) == union((cols,), gap_of(spans[key]))
 
 
 @examples(100)
-@given(st.sampled_from([Contiguous(), Zigzag()]), st.integers(1, 5), st.integers(1, 90), st.data())
+@given(
+    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
+    st.integers(1, 5),
+    st.integers(1, 90),
+    st.data(),
+)
 def test_rows_of_parts(layout: Layout, size: int, seq_len: int, data: st.DataObject) -> None:
     """At once, and each by itself, those that overlap too."""
     mask = data.draw(masks(seq_len))

@@ -33,7 +33,7 @@ def row_count(rows: Rows) -> int:
 
 def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
     """Rows that are in any part, and those between them in gaps of at most `gap` rows."""
-    distinct = [*{rows for rows in parts if rows}]
+    distinct = [*{id(rows): rows for rows in parts if rows}.values()]  # a hash takes all of them
     if len(distinct) > 1:
         # Often one of them is all rows.
         whole = min(rows[0][0] for rows in distinct), max(rows[-1][1] for rows in distinct)

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.ranges import (
     Span,
     expanded,
     joined,
+    offsets,
     offsets_of_each,
     runs,
 )
@@ -62,58 +63,58 @@ def visible_rows(
     return united(rows.table[:2], gap), united(cols.table[:2], gap)
 
 
-@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def keys_seen(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
-    """[rank][owner]: rows of the owner's keys that any query of the rank sees, if any.
+@lru_cache(maxsize=32)  # both passes of a micro-batch have the same
+def rows_met(
+    layout: Layout, size: int, seq_len: int, mask: Mask, side: Literal[0, 1]
+) -> list[dict[int, Rows]]:
+    """[owner][other]: rows of the owner's queries (0), or keys (1), that meet any of the other's
+    keys, or queries; without an entry where there are none.
 
     As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
-
-    Args: layout: of positions without a step.
     """
     tokens = TokenMap.of(layout, size, seq_len)
-    if tokens.alike(0, mask) is None:
-        return _of_all_pairs(tokens, mask.bands)
-    return list(map(dict, map(enumerate, _of_kinds(tokens, mask, 1))))
-
-
-@lru_cache(maxsize=16)
-def queries_seeing(layout: Layout, size: int, seq_len: int, mask: Mask) -> list[dict[int, Rows]]:
-    """[rank][owner]: rows of the owner's queries that see any key of the rank; as `keys_seen`."""
-    tokens = TokenMap.of(layout, size, seq_len)
-    if tokens.alike(0, mask) is None:
-        return _of_all_pairs(tokens, mask.bands.transposed)
-    return [dict(enumerate(met)) for met in zip(*_of_kinds(tokens, mask, 0), strict=True)]
+    if not tokens.gaps and tokens.alike(0, mask) is None:
+        blocks = _Blocks.of(tokens)
+        gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
+        return _visible(blocks, gaps, blocks, mask.bands if side else mask.bands.transposed)
+    rows = _of_kinds(tokens, mask, side)
+    of_owners: Iterable[Iterable[Rows]] = zip(*rows, strict=True) if side else rows
+    return [{other: met for other, met in enumerate(some) if met} for some in of_owners]
 
 
 def rows_of_parts(
-    tokens: TokenMap, parts: Iterable[tuple[int, int, int, int]], mask: Mask
+    tokens: TokenMap, parts: Sequence[tuple[int, int, int, int]], mask: Mask
 ) -> dict[tuple[int, int, int, int], tuple[Rows, Rows]]:
     """As `visible_rows` of rows [start, stop) of a block of queries and of a block of keys, for
     many of them at once; rows of queries count in their whole block.
 
-    Args:
-        tokens: positions without a step.
-        parts: (owner of queries, owner of keys, start, stop) of each.
+    Args: parts: (owner of queries, owner of keys, start, stop) of each.
     """
-    parts = tuple(parts)
+    found = {}
+    if tokens.gaps:
+        for query, key, start, stop in parts:
+            rows, cols = visible_rows(tokens[query].at(start, stop), tokens[key], mask)
+            of_block = tuple((start + first, start + last) for first, last in rows)
+            found[query, key, start, stop] = of_block, cols
+        return found
     cuts = {(query, row) for query, _, *rows in parts for row in rows}
     edges = sorted(cuts | {(query, 0) for query, _ in cuts})
     segments = [one for one in pairwise(edges) if one[0][0] == one[1][0]]
     number = {first: index for index, (first, _) in enumerate(segments)}
     number |= {last: index + 1 for index, (_, last) in enumerate(segments)}
-    rows = _Blocks.of([tokens[query].at(row, stop) for (query, row), (_, stop) in segments])
-    keys = _Blocks.of(tokens)
-    of_keys = _visible(keys, np.zeros(len(tokens), np.int64), rows, mask.bands)
-    of_queries = _visible(rows, np.zeros(len(segments), np.int64), keys, mask.bands.transposed)
-    found = {}
-    for query, key, start, stop in parts:
-        some = range(number[query, start], number[query, stop])
-        seeing = [(segments[one][0][1], of_queries[key].get(one, ())) for one in some]
+    owner, start, stop = np.array([(*first, row) for first, (_, row) in segments], np.int64).T
+    before = offsets(np.array(tokens.lengths))[owner]
+    positions, _ = joined(tokens).cut(np.stack((before + start, before + stop)))
+    segment = np.cumsum(stop - start).searchsorted(offsets(positions.lengths), side="right")
+    queries, keys = _Blocks.of_spans(len(segments), segment, positions), _Blocks.of(tokens)
+    of_keys = _visible(keys, np.zeros(len(tokens), np.int64), queries, mask.bands)
+    of_queries = _visible(queries, np.zeros(len(segments), np.int64), keys, mask.bands.transposed)
+    for query, key, *ends in parts:
+        some = range(number[query, ends[0]], number[query, ends[1]])
+        seeing = [(segments[one][0][1], of_queries[one].get(key, ())) for one in some]
         moved = (tuple((n + first, n + last) for first, last in rows) for n, rows in seeing)
-        found[query, key, start, stop] = (
-            union(moved),
-            union(of_keys[one].get(key, ()) for one in some),
-        )
+        seen = union(of_keys[key].get(one, ()) for one in some)
+        found[query, key, ends[0], ends[1]] = union(moved), seen
     return found
 
 
@@ -123,9 +124,7 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     blocks = TokenMap.of(layout, size, seq_len)
     if not mask.special:
         return _all_see_all(blocks, mask)
-    if blocks.gaps:
-        return all(sees(queries, keys, mask) for queries in blocks for keys in blocks)
-    return all(len(seen) == size for seen in keys_seen(layout, size, seq_len, mask))
+    return all(len(seen) == size for seen in rows_met(layout, size, seq_len, mask, 1))
 
 
 def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
@@ -142,12 +141,9 @@ def rows_at_distances(
     layout: Layout, size: int, seq_len: int, mask: Mask
 ) -> list[tuple[list[int], list[int]]]:
     """[t]: of ranks p = 0, 1, ... how many rows of the queries of rank p + t, modulo `size`, see
-    keys of rank p, and how many rows these keys are; with gaps as `keys_seen`.
-
-    Args: layout: of positions without a step.
+    keys of rank p, and how many rows these keys are; with gaps as `rows_met`.
     """
-    tokens = layout, size, seq_len, mask
-    seen, seeing = keys_seen(*tokens), queries_seeing(*tokens)
+    seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
     counts: dict[int, int] = {}
 
     def count(rows: Rows) -> int:
@@ -158,27 +154,22 @@ def rows_at_distances(
     found = []
     for distance in range(size):
         pairs = [((key + distance) % size, key) for key in range(size)]
-        of_queries = [count(seeing[key].get(query, ())) for query, key in pairs]
-        found.append((of_queries, [count(seen[query].get(key, ())) for query, key in pairs]))
+        of_queries = [count(seeing[query].get(key, ())) for query, key in pairs]
+        found.append((of_queries, [count(seen[key].get(query, ())) for query, key in pairs]))
     return found
 
 
 def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
-    """[rank][owner]: rows of the rank's queries (0), of the owner's keys (1), that meet others."""
-    alike = [tokens.alike(query, mask) or () for query in range(len(tokens))]
-    gap = longest_gap(max(tokens.lengths))
-    rows = {
-        (query, key): visible_rows(tokens[query], tokens[key], mask, gap)[side]
-        for query, key in set().union(*alike)
-    }
+    """[query][key]: rows of the queries (0), or of the keys (1), that meet the other block; found
+    once for pairs that are alike.
+    """
+    ranks = range(len(tokens))
+    alike = [tokens.alike(query, mask) or [(query, key) for key in ranks] for query in ranks]
+    rows = {}
+    for pair in set().union(*alike):
+        query, key = (tokens[rank] for rank in pair)
+        rows[pair] = visible_rows(query, key, mask, longest_gap(tokens.lengths[pair[side]]))[side]
     return [list(map(rows.__getitem__, pairs)) for pairs in alike]
-
-
-def _of_all_pairs(tokens: TokenMap, bands: Bands) -> list[dict[int, Rows]]:
-    """See `keys_seen`: of all pairs of blocks at once."""
-    blocks = _Blocks.of(tokens)
-    gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
-    return _visible(blocks, gaps, blocks, bands)
 
 
 class _Blocks(NamedTuple):
@@ -199,14 +190,18 @@ class _Blocks(NamedTuple):
     def of(cls, blocks: Sequence[Ranges]) -> Self:
         """Args: blocks: of which no two share a position."""
         owner = np.repeat(np.arange(len(blocks)), [len(spans) for spans in blocks])
-        spans = joined(blocks)
+        return cls.of_spans(len(blocks), owner, joined(blocks))
+
+    @classmethod
+    def of_spans(cls, number: int, owner: Numbers, spans: Ranges) -> Self:
+        """Args: number: of blocks. owner: of each span the number of its block, ascending."""
         shift = spans.start - offsets_of_each(owner, spans.lengths)
         order = np.argsort(spans.start)
-        return cls(len(blocks), *(x[order] for x in (owner, spans.start, spans.stop, shift)))
+        return cls(number, *(x[order] for x in (owner, spans.start, spans.stop, shift)))
 
 
 def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> list[dict[int, Rows]]:
-    """By blocks of queries: rows of each block of keys that any of the queries sees, if any.
+    """By blocks of keys: rows that any query of each block of queries sees, if any.
 
     Args: gaps: how many rows of each block of keys may lie between others that come with them.
     """
@@ -227,12 +222,12 @@ def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> li
     end = np.minimum(end[which], keys.stops[span]) - keys.shift[span]
     pair, begin, end = _united_of_each(pair, begin, end, np.tile(gaps, queries.number))
     ranges = list(zip(begin.tolist(), end.tolist(), strict=True))
-    found: list[dict[int, Rows]] = [{} for _ in range(queries.number)]
+    found: list[dict[int, Rows]] = [{} for _ in range(keys.number)]
     first, last = runs(pair[1:] != pair[:-1], len(pair))
     columns = (x.tolist() for x in (pair[first], first, last + 1))
     for number, start, stop in zip(*columns, strict=True):
         query_number, key_number = divmod(number, keys.number)
-        found[query_number][key_number] = tuple(ranges[start:stop])
+        found[key_number][query_number] = tuple(ranges[start:stop])
     return found
 
 

@@ -8,14 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
 from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.balance import deal, room
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
-from megatron_cp_plugin.core.ranges import Ranges, Span
+from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.
@@ -174,5 +174,11 @@ def _dealt(
     parts: list[tuple[int, int]], size: int, work: Callable[[int, int], int]
 ) -> tuple[Ranges, ...]:
     """Parts of a sequence for each rank. Args: work: as of `deal`."""
-    edges = (np.array(rows, np.int64).reshape(-1, 2).T for rows in deal(parts, size, work))
-    return tuple(Ranges.between(*of_rank).united for of_rank in edges)
+    dealt = deal(parts, size, work)
+    rank = np.repeat(np.arange(size), list(map(len, dealt)))
+    edges = np.array([*chain(*dealt)], np.int64).reshape(-1, 2)
+    start, stop = edges[np.lexsort((edges[:, 0], rank))].T
+    first, last = runs((start[1:] != stop[:-1]) | (rank[1:] != rank[:-1]), len(rank))
+    joined = Ranges.between(start[first], stop[last])
+    bounds = rank[first].searchsorted(np.arange(size + 1)).tolist()
+    return tuple(joined[begin:end] for begin, end in pairwise(bounds))

@@ -28,7 +28,9 @@ class PlanError(ContextParallelError):
 
 
 def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Mask) -> None:
-    """Raises: ConfigError unless every token is one rank's, and every pair has one place."""
+    """Raises: ConfigError unless every token is one rank's, and every pair has one place, on a rank
+    that there is.
+    """
     owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
     for query, key in product(range(placement.size), repeat=2):
@@ -36,6 +38,12 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
         met = f"queries of rank {query} meet keys of rank {key}"
         if not all(isinstance(place, Place) for place in places):
             raise ConfigError(f"{name} says that {met} at {places}: let `place` yield a Place")
+        for place in places:
+            if not (0 <= place.rank < placement.size and place.step >= 0):
+                raise ConfigError(
+                    f"in {name} {met} on rank {place.rank} in step {place.step}: use ranks 0 to "
+                    f"{placement.size - 1} and steps from 0"
+                )
         if not places and sees(owned[query], owned[key], mask):
             raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
         edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)

@@ -9,8 +9,8 @@ the plan has the hops that begin or end at the rank.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -24,14 +24,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     union,
 )
 from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import (
-    keys_seen,
-    longest_gap,
-    queries_seeing,
-    rows_of_parts,
-    sees,
-    visible_rows,
-)
+from megatron_cp_plugin.core.blocks.visible_rows import longest_gap, rows_met, rows_of_parts
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.head_groups import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
@@ -50,7 +43,6 @@ from megatron_cp_plugin.core.plans.plan import (
 )
 from megatron_cp_plugin.core.plans.team_heads import with_teams
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.errors import ConfigError
 
 # In place of the number of a stop:
 _HOME = -1  # the rank where inputs start, or where results end
@@ -92,16 +84,13 @@ class _Pair(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """Rows of a block that go from one rank to another.
-
-    Attributes: posted, needed: steps, as in `Move`.
-    """
+    """A block, or some rows of it, that goes from one rank to another. Attributes: as of `Move`."""
 
     posted: int
     needed: int
     source: int
     target: int
-    rows: Rows
+    block: Block
 
 
 class _Line:
@@ -141,38 +130,20 @@ class _Line:
         self.stop = [met[0][0] if met else _NOWHERE for met in self.met] if simple else []
 
 
-class _Route(NamedTuple):
-    """The part of a block's line that a mask leaves: the way of its inputs, or of the results.
-
-    Attributes:
-        results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
-        origin: the rank from which the line's distances count.
-        end: the rank that has the inputs at first, or to which the results go.
-        steps: of the stops, and behind them of `end`: `first` or `last` of the line.
-        needed: numbers of the stops that compute with the block, ascending.
-        rows: the rows that each of these computes with.
-        stops: numbers of the stops that the block reaches.
-        gap: see `longest_gap`.
-        whole: rows that come to every stop; None: those that the stop and the stops behind it need.
-        at: the number of the rank's stop; None: the plan is of all ranks.
+@lru_cache(maxsize=64)  # the same under all masks
+def _cyclic_lines(placement: BlockPlacement) -> tuple[list[tuple[int, Place]], list[_Line]]:
+    """Where queries meet the keys of rank 0, by their owner; the line of all queries, and of all
+    keys.
     """
-
-    results: bool
-    origin: int
-    end: int
-    line: _Line
-    steps: Sequence[int]
-    needed: Sequence[int]
-    rows: Sequence[Rows]
-    stops: Sequence[int]
-    gap: int
-    whole: Rows | None
-    at: int | None
-
-    def rank_at(self, stop: int) -> int:
-        """The rank of a stop, by its number."""
-        size = len(self.line.met)
-        return self.end if stop == _HOME else (self.origin + self.line.ranks[stop]) % size
+    size = placement.size
+    places = [(t, place) for t in range(size) for place in placement.place(t, 0)]
+    of_queries = [
+        (-t % size, place._replace(rank=(place.rank - t) % size))
+        for t, place in places
+        if place.rank != t
+    ]
+    of_keys = [(t, place) for t, place in places if place.rank]
+    return places, [_Line(size, of_queries), _Line(size, of_keys)]
 
 
 class _Chain(NamedTuple):
@@ -188,7 +159,68 @@ class _Chain(NamedTuple):
     stops: Sequence[int]
     end: int
     step: int
-    near: bool
+    near: bool = True
+
+
+class _Route(NamedTuple):
+    """The part of a block's line that a mask leaves: the way of its inputs, or of the results.
+
+    Attributes:
+        results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
+        owner: of the block.
+        origin: the rank from which the line's distances count.
+        end: the rank that has the inputs at first, or to which the results go.
+        line: the line.
+        needed: numbers of the stops that compute with the block, ascending.
+        rows: the rows that each of these computes with.
+        stops: numbers of the stops that the block reaches.
+        gap: see `longest_gap`.
+        whole: rows that come to every stop; None: those that the stop and the stops behind it need.
+    """
+
+    results: bool
+    owner: int
+    origin: int
+    end: int
+    line: _Line
+    needed: Sequence[int]
+    rows: Sequence[Rows]
+    stops: Sequence[int]
+    gap: int
+    whole: Rows | None
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Of the stops, and behind them of `end`."""
+        return self.line.last if self.results else self.line.first
+
+    def rank_at(self, stop: int) -> int:
+        """The rank of a stop, by its number."""
+        size = len(self.line.met)
+        return self.end if stop == _HOME else (self.origin + self.line.ranks[stop]) % size
+
+    def rows_along(self, stops: Sequence[int], wanted: Sequence[int]) -> dict[int, Rows]:
+        """Rows of the inputs that come to stops of a chain, or of the results that leave them, by
+        the stop's index in the chain.
+
+        Inputs have the rows that the stop and those behind it need, results the rows that it and
+        those before it need.
+
+        Args: stops: of the chain. wanted: indices of these stops, ascending.
+        """
+        if self.whole is not None:
+            return dict.fromkeys(wanted, self.whole)
+        needed, found, total = self.needed, dict[int, Rows](), Rows()
+        begin, end = bisect_left(needed, stops[0]), bisect_right(needed, stops[-1])
+        for index in wanted if self.results else reversed(wanted):
+            if self.results:
+                first, begin = begin, bisect_right(needed, stops[index], begin, end)
+                more = self.rows[first:begin]
+            else:
+                last, end = end, bisect_left(needed, stops[index], begin, end)
+                more = self.rows[end:last]
+            found[index] = total = union((total, *more), self.gap)
+        return found
 
 
 class _Routes:
@@ -197,16 +229,13 @@ class _Routes:
     Attributes:
         masked: pairs of blocks that do not see each other are left out.
         selective: rows that do not see the other block of a pair are left out too.
-        at_once: the rows that meet are found for all pairs of blocks together.
-        visible: [rank][owner]: rows of the owner's keys that the rank sees, if `at_once`.
         parts: rows of both blocks that meet, of pairs with a part of the query rows, by the owners
-            of queries and of keys and the bounds of the part; found together if `at_once`.
+            of queries and of keys and the bounds of the part; none if not `masked`.
         ranks: the ranks of which the plan is.
         segments: the node segment of each rank; None: all ranks are in one.
         sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
         steps: number of steps of one group of heads, the same on all ranks.
-        hops: hops of inputs (false) and of results (true) of a side, by the owner of the block.
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
         times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
@@ -232,24 +261,25 @@ class _Routes:
         self.tokens = placement.layout.within(mask.followed), self.size, seq_len
         self.spans = TokenMap.of(*self.tokens)
         self.lengths = self.spans.lengths
-        special, gaps = bool(mask.special), self.spans.gaps
-        self.masked = placement.masked or (special and not gaps)
+        special = bool(mask.special)
+        self.masked = placement.masked or (special and not self.spans.gaps)
         # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
         self.selective = self.masked and (special or not placement.relay)
-        self.at_once = self.masked and not gaps
-        self.visible = keys_seen(*self.tokens, mask) if self.at_once else []
         self.parts: dict[tuple[int, int, int, int], tuple[Rows, Rows]] = {}
         self.ranks = range(self.size) if rank is None else (rank,)
         segments = [placement.node_segment(each) for each in range(self.size)]
         self.segments = segments if len(set(segments)) > 1 else None
         self.sources = [placement.key_source(owner) for owner in range(self.size)]
         self.pairs: list[_Pair] = []
-        ways = product((False, True), Side)
-        self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
+        ways = [*product((False, True), Side)]
+        self._hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
+        self._routes: dict[tuple[bool, Side], list[tuple[_Route, list[_Chain]]]]
+        self._routes = {way: [] for way in ways}
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
+        self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
         self._noted: dict[tuple[object, ...], int] = {}
         self.steps = 1
         if placement.assembled:
@@ -259,8 +289,8 @@ class _Routes:
         else:
             self._meet()
         for side in Side:
-            for owner, hops in self.hops[False, side].items():
-                self.received.update(((side, owner, hop.target), hop.rows) for hop in hops)
+            for owner, hops in self.hops(False, side).items():
+                self.received.update(((side, owner, hop.target), hop.block.rows) for hop in hops)
 
     def home(self, side: Side, owner: int) -> int:
         """The rank that has a block before the first step."""
@@ -274,20 +304,15 @@ class _Routes:
 
     def _meet(self) -> None:
         """Asks the placement for each pair of blocks."""
-        sparse = self.masked and not self.placement.relay
+        asked: Iterable[tuple[int, int]] = product(range(self.size), range(self.size))
+        if self.masked and not self.placement.relay:
+            met = enumerate(self.met(KEYS))
+            asked = sorted((query, key) for key, queries in met for query in queries)
         meetings: dict[tuple[Side, int], list[tuple[int, Place]]] = {}
-        pairs = [
-            _Pair(query, key, place)
-            for query, key in product(range(self.size), range(self.size))
-            if not sparse or self._sees(query, key)
-            for place in self.placement.place(query, key)
-        ]
-        if self.at_once:
-            parts = [(*pair[:2], *self.part(pair)) for pair in pairs if not pair.place.whole]
-            self.parts = rows_of_parts(self.spans, parts, self.mask) if parts else {}
+        pairs = [_Pair(*pair, place) for pair in asked for place in self.placement.place(*pair)]
+        self._find_parts(pairs)
         for pair in pairs:
             query, key, place = pair
-            self._check(*pair)
             if place.rank != query:
                 meetings.setdefault((QUERIES, query), []).append((key, place))
             if place.rank != self.sources[key]:
@@ -300,25 +325,32 @@ class _Routes:
     def _meet_alike(self) -> None:
         """Asks the placement, which is `cyclic`, only for the pairs with the keys of rank 0."""
         size = self.size
-        places = [(t, place) for t in range(size) for place in self.placement.place(t, 0)]
+        places, lines = _cyclic_lines(self.placement)
+        partial = product([each for each in places if not each[1].whole], range(size))
+        self._find_parts(_Pair((key + t) % size, key, place) for (t, place), key in partial)
         for t, place in places:
-            self._check(t, 0, place)
             keys = [(rank - place.rank) % size for rank in self.ranks]
             # A step in which ranks compute with their own blocks counts for all.
             for key in keys if t or not place.step else range(size):
                 rank = (key + place.rank) % size
                 self._add(_Pair((key + t) % size, key, place._replace(rank=rank)))
         self.pairs.sort()
-        of_queries = (
-            (-t % size, place._replace(rank=(place.rank - t) % size))
-            for t, place in places
-            if place.rank != t
-        )
-        of_keys = ((t, place) for t, place in places if place.rank)
-        for side, meetings in zip(Side, (of_queries, of_keys), strict=True):
-            line = _Line(size, meetings)
+        for side, line in zip(Side, lines, strict=True):
             for owner in range(size) if line.ranks else ():
                 self._follow(side, owner, owner, line)
+
+    def _find_parts(self, pairs: Iterable[_Pair]) -> None:
+        if self.masked:
+            some = [pair for pair in pairs if not pair.place.whole and self._sees(*pair[:2])]
+            parts = [(*pair[:2], *self.part(pair)) for pair in some]
+            self.parts = rows_of_parts(self.spans, parts, self.mask) if parts else {}
+
+    def _add(self, pair: _Pair) -> None:
+        """Adds a pair if the mask needs it; a pair of another rank only adds to `steps`."""
+        if self._sees(pair.query, pair.key) and (pair.place.whole or self._rows(KEYS, pair)):
+            self.steps = max(self.steps, pair.place.step + 1)
+            if pair.place.rank in self.ranks:
+                self.pairs.append(pair)
 
     def _gather(self) -> None:
         """Gathers blocks: each block goes to all ranks of a team, and all get the same rows of it.
@@ -350,31 +382,52 @@ class _Routes:
                 return
         homes = [self.home(side, owner) for owner in team]
         for owner, home in zip(team, homes, strict=True):
-            rows = given[owner]
+            block = Block((owner,), given[owner])
             ends = [one for one in homes if one != home and self.rank in (None, one, home)]
-            self.hops[False, side][owner] = [_Hop(-1, 0, home, one, rows) for one in ends]
-            self.hops[True, side][owner] = [_Hop(0, 1, one, home, rows) for one in ends]
+            self._hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
+            self._hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
 
     def _away(self, side: Side, owner: int) -> Iterator[Rows]:
         """Rows of a block that meet blocks which its home does not compute it with."""
         there = self.placement.blocks_of(self.home(side, owner))[1 - side]
-        return (rows for other, rows in self._seen(side)[owner].items() if other not in there)
-
-    def _check(self, query: int, key: int, place: Place) -> None:
-        if not (0 <= place.rank < self.size and place.step >= 0):
-            raise ConfigError(
-                f"queries of rank {query} meet keys of rank {key} on rank {place.rank} in step "
-                f"{place.step}: use ranks 0 to {self.size - 1} and steps from 0"
-            )
-
-    def _add(self, pair: _Pair) -> None:
-        """Adds a pair if the mask needs it; a pair of another rank only adds to `steps`."""
-        if self._sees(pair.query, pair.key) and (pair.place.whole or self._rows(KEYS, pair)):
-            self.steps = max(self.steps, pair.place.step + 1)
-            if pair.place.rank in self.ranks:
-                self.pairs.append(pair)
+        return (rows for other, rows in self.met(side)[owner].items() if other not in there)
 
     # What the mask needs of them
+
+    def met(self, side: Side) -> Sequence[Mapping[int, Rows]]:
+        """[owner][other]: rows of the owner's block that meet the other's block, all or those that
+        see it or are seen; of other blocks only those that it meets.
+        """
+        if side not in self._met:
+            others: Sequence[Iterable[int]] = [range(self.size)] * self.size
+            if self.masked:
+                others = self._met[side] = rows_met(*self.tokens, self.mask, side.value)
+            if not self.selective:
+                blocks = enumerate(others)
+                self._met[side] = [dict.fromkeys(some, self._whole(n)) for n, some in blocks]
+        return self._met[side]
+
+    def _whole(self, owner: int) -> Rows:
+        return between(0, self.lengths[owner])
+
+    def _sees(self, query: int, key: int) -> bool:
+        """Whether any query of a block sees any key of another; true for all if not `masked`."""
+        return query in self.met(KEYS)[key]
+
+    def _rows(self, side: Side, pair: _Pair) -> Rows:
+        """Rows of one block of a pair that travel for the pair: all, or those that meet the other
+        block; none if the mask hides the pair.
+        """
+        query, key, place = pair
+        if place.whole:
+            owner, other = (key, query) if side else (query, key)
+            return self.met(side)[owner].get(other, ())
+        start, stop = self.part(pair)
+        if self.masked:
+            met = self.parts.get((query, key, start, stop), ((), ()))
+            if self.selective or not met[0]:
+                return met[side]
+        return self._whole(key) if side else between(start, stop)
 
     def _follow(self, side: Side, owner: int, origin: int, line: _Line) -> None:
         """Finds the hops of a block: of its inputs, and of the results for it."""
@@ -383,7 +436,6 @@ class _Routes:
         stops = self._stops(origin, line, needed)
         if not stops:
             return
-        self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
         home, gap, whole = self.home(side, owner), longest_gap(self.lengths[owner]), None
         source, sent = home, stops
         retaining = self.placement.retained_by(owner) if side else None
@@ -393,25 +445,29 @@ class _Routes:
                 source, self.received[side, owner, retaining] = retaining, whole
                 own = line.number.get((source - origin) % self.size)
                 sent = tuple([stop for stop in stops if stop != own])
-        here, number = True, _NOWHERE
-        if self.rank is not None:
-            number = line.number.get((self.rank - origin) % self.size, _NOWHERE)
-            here = self.rank in (home, source) or number in stops
+        here = self.rank in (None, home, source) or self._stop(origin, line) in stops
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
-        if not here and kind in self._noted:
+        new = kind not in self._noted
+        if new:
+            self._noted[kind] = 0
+            self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
+        elif not here:
             return
-        self._noted[kind] = 0
         for results, end, reached in ((False, source, sent), (True, home, stops)):
-            at = None if self.rank is None else _HOME if self.rank == end else number
-            steps, rows = (line.last, None) if results else (line.first, whole)
-            of_line = results, origin, end, line, steps
-            route = _Route(*of_line, needed, parts, reached, gap, rows, at)
+            rows = None if results else whole
+            route = _Route(results, owner, origin, end, line, needed, parts, reached, gap, rows)
             chains = self._chains(route)
-            if self.rank is not None:
+            if new and self.rank is not None:
                 self._note(self.times[results, side], route, chains)
-            if here and (hops := [*self._hops(route, chains)]):
-                self.hops[results, side][owner] = hops
+            if here:
+                self._routes[results, side].append((route, chains))
+
+    def _stop(self, origin: int, line: _Line) -> int:
+        """The number of the rank's stop, of a plan of one rank."""
+        if self.rank is None:
+            return _NOWHERE
+        return line.number.get((self.rank - origin) % self.size, _NOWHERE)
 
     def _stops(self, origin: int, line: _Line, needed: Sequence[int]) -> Sequence[int]:
         """Numbers of the stops that a block reaches: a relay goes on, in each node segment, to the
@@ -432,75 +488,17 @@ class _Routes:
         self, side: Side, owner: int, origin: int, line: _Line
     ) -> Sequence[tuple[int, Rows]]:
         """Numbers of the stops that need a block, ascending, and the rows that each needs."""
-        if self.at_once and (stop := line.stop):
-            seen = self._seen(side)[owner].items()
-            found = [(stop[other - origin], rows) for other, rows in seen]
+        met = self.met(side)[owner].items()
+        if stop := line.stop:
+            found = [(stop[other - origin], rows) for other, rows in met]
             return sorted([pair for pair in found if pair[0] >= 0 and pair[1]])
         needed: dict[int, Rows] = {}
-        if self.at_once:
-            others: Iterable[tuple[int, Rows | None]] = self._seen(side)[owner].items()
-        else:
-            others = ((other, None) for other in range(self.size))
-        for other, all_rows in others:
+        for other, rows in met:
+            query, key = (other, owner) if side else (owner, other)
             for number, place in line.met[other - origin]:
-                rows = all_rows
-                if rows is None or not place.whole:
-                    pair = (other, owner) if side else (owner, other)
-                    rows = self._rows(side, _Pair(*pair, place))
-                if rows:
-                    needed[number] = union((needed[number], rows)) if number in needed else rows
+                if some := rows if place.whole else self._rows(side, _Pair(query, key, place)):
+                    needed[number] = union((needed.get(number, ()), some))
         return sorted(needed.items())
-
-    def _seen(self, side: Side) -> list[dict[int, Rows]]:
-        """[owner][other]: rows of the owner's block that the other owner's block meets, if any."""
-        return self._keys_seen if side else self._queries_seen
-
-    @cached_property
-    def _keys_seen(self) -> list[dict[int, Rows]]:
-        return self._by_owner(self.visible)
-
-    @cached_property
-    def _queries_seen(self) -> list[dict[int, Rows]]:
-        if self.selective:
-            return self._by_owner(queries_seeing(*self.tokens, self.mask))
-        return [dict.fromkeys(keys, self._whole(query)) for query, keys in enumerate(self.visible)]
-
-    def _by_owner(self, of_ranks: Sequence[dict[int, Rows]]) -> list[dict[int, Rows]]:
-        found: list[dict[int, Rows]] = [{} for _ in of_ranks]
-        for other, seen in enumerate(of_ranks):
-            for owner, rows in seen.items():
-                found[owner][other] = rows
-        if self.selective:
-            return found
-        return [dict.fromkeys(others, self._whole(owner)) for owner, others in enumerate(found)]
-
-    def _whole(self, owner: int) -> Rows:
-        return between(0, self.lengths[owner])
-
-    def _sees(self, query: int, key: int) -> bool:
-        """Whether any query of a block sees any key of another; true for all if not `masked`."""
-        if self.at_once:
-            return key in self.visible[query]
-        return not self.masked or sees(self.spans[query], self.spans[key], self.mask)
-
-    def _rows(self, side: Side, pair: _Pair) -> Rows:
-        """Rows of one block of a pair that travel for the pair: all, or those that meet the other
-        block; none if the mask hides the pair.
-        """
-        query, key = pair.query, pair.key
-        if self.at_once and pair.place.whole:
-            owner, other = (key, query) if side else (query, key)
-            return self._seen(side)[owner].get(other, ())
-        start, stop = self.part(pair)
-        met = self.parts.get((query, key, start, stop))
-        if met is None and self.masked and self._sees(query, key):
-            rows, cols = visible_rows(self.spans[query].at(start, stop), self.spans[key], self.mask)
-            met = tuple((start + first, start + last) for first, last in rows), cols
-        if self.masked and not (met and met[0]):
-            return ()
-        if met is None or not self.selective:
-            return self._whole(key) if side else between(start, stop)
-        return met[side]
 
     # How they travel
 
@@ -516,7 +514,7 @@ class _Routes:
         steps, head, found = route.steps, _HOME, []
         if not self.placement.relay:
             back = 1 if route.results else -1
-            return [_Chain((stop,), _HOME, steps[stop] + back, near=True) for stop in route.stops]
+            return [_Chain((stop,), _HOME, steps[stop] + back) for stop in route.stops]
         for near, some in self._in_segments(route):
             if route.results:
                 first = route.needed[bisect_left(route.needed, some[0])]
@@ -548,59 +546,46 @@ class _Routes:
                 own = [*map(route.steps.__getitem__, stops)]
                 times.update(pairwise([*own, step] if results else [step, *own]))
 
-    def _hops(self, route: _Route, chains: Sequence[_Chain]) -> Iterator[_Hop]:
-        """The hops of chains that begin or end at the rank; all if the plan is of all ranks.
+    def hops(self, result: bool, side: Side) -> Mapping[int, Sequence[_Hop]]:
+        """Hops of the inputs, or of the results, of a side, by the owner of the block."""
+        found, routes = self._hops[result, side], self._routes[result, side]
+        for route, chains in routes:
+            found[route.owner] = [*self._hops_along(route, chains)]
+        routes.clear()
+        return found
 
-        Inputs have the rows that a stop and the stops behind it need.
-        """
-        steps, results, at = route.steps, route.results, route.at
+    def _hops_along(self, route: _Route, chains: Sequence[_Chain]) -> Iterator[_Hop]:
+        """The hops of chains that begin or end at the rank; all if the plan is of all ranks."""
+        steps, results, owners = route.steps, route.results, (route.owner,)
+        at = _HOME if self.rank == route.end else self._stop(route.origin, route.line)
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
             last, heading = len(stops) - 1, not (near or results)
-            numbers: Sequence[int] = range(last + 1)
-            if at is not None:
+            numbers = range(last + 1)
+            if self.rank is not None:
                 number = stops.index(at) - results if at in stops else _NOWHERE
                 if at == end:
                     number = last if results else -1
                 numbers = range(max(0, number), min(number + 1, last) + 1)
-            wanted = {stops[number] for number in (*numbers, *(0,) * heading)}
+            wanted = [*dict.fromkeys((*(0,) * heading, *numbers))]
             if not wanted:
                 continue
-            if route.whole is None:
-                rows = _rows_of_chain(route, stops if results else stops[::-1], wanted)
-            else:
-                rows = dict.fromkeys(wanted, route.whole)
+            rows = route.rows_along(stops, wanted)
             if heading:
-                later = rows[stops[0]] = union((rows[stops[0]], later), route.gap)
-            for number in numbers:
-                stop, beside = stops[number], number + 1 if results else number - 1
-                other, its_step = end, step
-                if 0 <= beside <= last:
-                    other, its_step = stops[beside], steps[stops[beside]]
-                here, there = route.rank_at(stop), route.rank_at(other)
-                if results:
-                    yield _Hop(steps[stop], its_step, here, there, rows[stop])
-                else:
-                    yield _Hop(its_step, steps[stop], there, here, rows[stop])
+                later = rows[0] = union((rows[0], later), route.gap)
+            low, high = numbers.start, numbers.stop
+            some = stops[low : high + 1] if results else stops[max(low - 1, 0) : high]
+            points = [(steps[stop], route.rank_at(stop)) for stop in some]
+            if high > last if results else not low:
+                points.insert(len(points) * results, (step, route.rank_at(end)))
+            for number, ((posted, source), (needed, target)) in zip(
+                numbers, pairwise(points), strict=True
+            ):
+                yield _Hop(posted, needed, source, target, Block(owners, rows[number]))
 
 
 # Both passes of a micro-batch use the same routes if their placements are equal.
 _routes = lru_cache(maxsize=16)(_Routes)
-
-
-def _rows_of_chain(route: _Route, stops: Sequence[int], wanted: set[int]) -> dict[int, Rows]:
-    """Rows that a wanted stop and all stops before it in `stops` need, by the wanted stop."""
-    needed, back = route.needed, stops[0] > stops[-1]
-    low, high = sorted((stops[0], stops[-1]))
-    begin, end = bisect_left(needed, low), bisect_right(needed, high)
-    found: dict[int, Rows] = {}
-    total: Rows = ()
-    for stop in sorted(wanted, reverse=back):
-        at = (bisect_left if back else bisect_right)(needed, stop, begin, end)
-        more = route.rows[at:end] if back else route.rows[begin:at]
-        begin, end = (begin, at) if back else (at, end)
-        found[stop] = total = union((total, *more), route.gap)
-    return found
 
 
 class _Writer:
@@ -669,17 +654,17 @@ class _Writer:
         """Moves of all blocks for a group of heads."""
         routes, assembled, group = self.routes, self.placement.assembled, self.groups[number]
         most, before = max(routes.lengths), number * routes.steps
-        for (result, side), of_owners in routes.hops.items():
+        for result, side in product((False, True), Side):
             for messages in self._messages(result, side, number):
                 name = messages[0][0]
                 heads = self.all_heads if assembled and name in PER_HEAD else group
-                for owner, hops in of_owners.items():
-                    padded = routes.widths.get((side, owner), most) if assembled else None
-                    for posted, needed, source, target, rows in hops:
+                wide = name in self.wide
+                for owner, hops in routes.hops(result, side).items():
+                    padded = routes.widths.get((side, owner), most) if assembled else 0
+                    for posted, needed, source, target, block in hops:
                         ends = before + posted, before + needed, source, target
-                        tokens = row_count(rows) if padded is None else padded
-                        what = messages, Block((owner,), rows), tokens, heads
-                        yield Move(*ends, *what, wide=name in self.wide)
+                        tokens = padded or row_count(block.rows)
+                        yield Move(*ends, messages, block, tokens, heads, 0, wide)
 
     def _computes(self) -> Iterator[Compute]:
         made = [*(self._joined() if self.placement.assembled else self._by_pairs())]
@@ -703,7 +688,7 @@ class _Writer:
                 held = {
                     owner: self._rows(side, owner, rank)
                     for owner in sorted(owners)
-                    if owner in routes.hops[False, side] or routes.home(side, owner) == rank
+                    if owner in routes.hops(False, side) or routes.home(side, owner) == rank
                 }
                 tokens = sum(routes.lengths[owner] for owner in held)
                 rows = between(0, tokens)
