@@ -61,6 +61,10 @@ def test_what_auto_chose_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> No
     launched._runtime = runtime  # type: ignore[assignment]
     assert launched._runtime_of({}) is runtime
     assert compared == []
-    launched._chosen = True
-    assert launched._runtime_of({}) is launched._runtime_of({}) is runtime
+    monkeypatch.setattr(
+        "megatron_cp_plugin.integration.auto.fastest", lambda *given: (launched._flags, None)
+    )
+    launched._resolved = object()  # type: ignore[assignment]
+    given = {"pg_collection": SimpleNamespace(cp=None)}
+    assert launched._runtime_of(given) is launched._runtime_of(given) is runtime
     assert compared == [launched._flags]

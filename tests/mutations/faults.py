@@ -1211,8 +1211,8 @@ FAULTS = (
     ),
     Fault(
         "integration/installer.py",
-        "            check_same(self._flags)\n            self._chosen = False\n",
-        "            check_same(self._flags)\n",
+        "            self._resolved = None\n        return self._runtime",
+        "        return self._runtime",
         "what auto chose is compared for each model",
         "integration/test_installer.py::test_what_auto_chose_is_compared_once",
     ),
