@@ -12,8 +12,6 @@ import torch
 
 from megatron_cp_plugin.integration import cpu
 
-MOCK_DOCUMENTS = 10_000
-
 
 def _import_megatron() -> None:
     cpu.install()
@@ -33,8 +31,6 @@ def _import_megatron() -> None:
     ):
         importlib.import_module(name)
     _read_sources()
-    # Of 3 million mock samples, which each rank would shuffle, a job trains on a few.
-    sys.modules["megatron.core.datasets.gpt_dataset"].MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.harness.pretrain"]
     delattr(sys.modules["megatron_cp_plugin.harness"], "pretrain")

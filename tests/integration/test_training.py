@@ -53,21 +53,11 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.slow
-def test_torchrun_with_a_run_file(tmp_path: Path) -> None:
-    """Against a fork with as many mock documents as processes have that are started by hand."""
-    script = tmp_path / "all_documents.py"
-    script.write_text(
-        "import runpy\n"
-        "from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset\n"
-        "MockGPTLowLevelDataset.size = 100_000\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
-    )
-    megatron = ("--context-parallel-algo", "megatron")
-    reference = run_warm(tmp_path / "reference", *ROPE, *megatron, script=script).succeeded()
+def test_torchrun_with_a_run_file(rope: Job, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("megatron:\n  context_parallel_size: 2\ncontext_parallel:\n  algo: zigzag\n")
     job = run_torchrun(str(SCRIPT), "--config", str(file), *ROPE, ranks=2).succeeded()
-    assert_same_training(job, reference)
+    assert_same_training(job, rope)
     assert "zigzag on 2 rank(s), zigzag layout" in job.text
 
 
