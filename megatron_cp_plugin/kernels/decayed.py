@@ -258,6 +258,12 @@ def run_states(
 
 
 @triton.jit
+def _rounded_to_tf32(x):  # type: ignore[no-untyped-def]
+    """float32 with a mantissa of 10 bits, the nearest."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pass_kernel(  # type: ignore[no-untyped-def]
     found_ptr,
     added_ptr,
@@ -300,7 +306,11 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         added = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
         if MATRIX:
             through = tl.load(of_run + matrix_at, in_matrix, 0.0)
-            state = tl.dot(through, state, input_precision="tf32x3") + added
+            # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs.
+            high, of_state = _rounded_to_tf32(through), _rounded_to_tf32(state)
+            low = tl.dot(through - high, of_state, input_precision="tf32")
+            low = tl.dot(high, state - of_state, low, input_precision="tf32")
+            state = tl.dot(high, of_state, low, input_precision="tf32") + added
         else:
             log = tl.load(of_run + row * through_row, row < dim, 0.0)
             state = tl.exp(log)[:, None] * state + added
