@@ -82,7 +82,6 @@ ELSEWHERE: dict[str, str] = {
     "torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K --heads "
     "32:32,32:8": GPUS,
     "python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K": GPUS,
-    "git clone <this repository> && cd megatron_cp_plugin": ITSELF,
     "git clone <this repository> && cd <its folder>": ITSELF,
     "make smoke": "tests/test_convergence_smoke.py",
     "make test": ITSELF,
