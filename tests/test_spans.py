@@ -28,11 +28,12 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.plan_json import from_json, to_json
+from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, naive_attention
 from tests.pairwise import pairwise
 from tests.plan_check import check
+from tests.plan_reader import from_json
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
     Spans,

@@ -502,7 +502,6 @@ _LOSS = {
 }
 _ALL_KEYS = "no rank has keys to look at", "leave one of the two out"
 _WHOLE_WEIGHT = "its weights are whole in the forward pass of their own module only"
-_OR_NOT = ", or leave --cuda-graph-impl out"
 
 # A table is read by rows.
 # fmt: off

@@ -18,6 +18,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.fused import register_fused
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -64,14 +65,8 @@ def peak_of(
     topology = DryRunGroup(rank, nodes, peer_access=peer_access)
     algorithm = make(topology)
     layout = algorithm.layout.within(mask.followed)
-    tokens = layout.length(rank, len(nodes), shape.seq_len)
-    widths = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-    (heads, kv_heads), (dim, value_dim) = widths
-    q, k, v, dout = (
-        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
-        for n, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
-    )
-    compiled = Compiled(algorithm, Call(shape, mask, dim**-0.5, _Sizes(kernel)))
+    q, k, v, dout = on_meta(shape, layout.length(rank, len(nodes), shape.seq_len))
+    compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, _Sizes(kernel)))
     with AllocationTracker([q, k, v, dout]):
         saved = compiled.forward.attend(q, k, v)[2]
         compiled.backward().differentiate(dout, saved)  # receive buffers have their final size now
@@ -85,6 +80,16 @@ def peak_of(
     del out, gradients
     peer = topology.peer_bytes
     return Peak(forward + peer, living.most + peer, between, peer)
+
+
+def on_meta(shape: Shape | LinearShape, tokens: int) -> list[Tensor]:
+    """q, k, v and dout of so many tokens, without storage."""
+    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
+    heads, dims = (shape.heads, kv_heads, kv_heads, shape.heads), (shape.head_dim, shape.value_dim)
+    return [
+        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
+        for n, d in zip(heads, (dims[0], *dims, dims[1]), strict=True)
+    ]
 
 
 class AllocationTracker(OnMeta):
@@ -127,20 +132,8 @@ class SizesOnly(SoftmaxKernel):
     """Makes what a kernel would make, of tensors without storage; subclasses say what a call is."""
 
     name = "sizes"
-
-    def __init__(
-        self,
-        *,
-        rectangular: bool,
-        windows: bool,
-        packs: bool,
-        gaps: bool,
-        places_outputs: bool,
-        places_gradients: bool,
-    ) -> None:
-        self.rectangular_causal, self.windows = rectangular, windows
-        self.packs, self.gaps = packs, gaps
-        self.places_outputs, self.places_gradients = places_outputs, places_gradients
+    rectangular_causal = windows = packs = gaps = True
+    places_outputs = places_gradients = True
 
     @abstractmethod
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:
@@ -170,14 +163,10 @@ class _Sizes(SizesOnly):
     """With the memory that a kernel takes within."""
 
     def __init__(self, kernel: SoftmaxKernel) -> None:
-        super().__init__(
-            rectangular=kernel.rectangular_causal,
-            windows=kernel.windows,
-            packs=kernel.packs,
-            gaps=kernel.gaps,
-            places_outputs=kernel.places_outputs,
-            places_gradients=kernel.places_gradients,
-        )
+        self.rectangular_causal, self.windows = kernel.rectangular_causal, kernel.windows
+        self.packs, self.gaps = kernel.packs, kernel.gaps
+        self.places_outputs = kernel.places_outputs
+        self.places_gradients = kernel.places_gradients
         self._kernel = kernel
 
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:

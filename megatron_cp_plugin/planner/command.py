@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 
@@ -232,28 +231,18 @@ def write_run_file(
     megatron: Mapping[str, object],
     algo: str,
     options: Options,
-    layers: Sequence[str] = (),
     linear_model: str | None = None,
 ) -> None:
     """Writes what was chosen as a run file, and says so.
 
-    Args: layers: the algorithm of each, where they have several. linear_model: what layers of
-        linear attention are.
+    Args: linear_model: what layers of linear attention are.
     """
     need("megatron", "--yaml", "yaml")
     import yaml
 
     chosen: dict[str, object] = {"algo": algo, **dict(options)}
-    if len(set(layers)) > 1:
-        chosen["layers"] = pattern(layers)
     if linear_model is not None:
         chosen["linear_model"] = linear_model
     sections = {"megatron": dict(megatron), "context_parallel": chosen}
     path.write_text(yaml.safe_dump(sections, sort_keys=False))
     print(f"wrote {path}")
-
-
-def pattern(layers: Sequence[str]) -> str:
-    """Layers as `layers.parse_layers` reads them."""
-    runs = [(name, len(list(same))) for name, same in groupby(layers)]
-    return ", ".join(name if count == 1 else f"{name}*{count}" for name, count in runs)

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 
-import torch
-
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
-from megatron_cp_plugin.planner.call_memory import DTYPES, AllocationTracker, peak_of
+from megatron_cp_plugin.planner.call_memory import AllocationTracker, on_meta, peak_of
 from megatron_cp_plugin.planner.linear_sizes import LinearSizes
 from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within
 from megatron_cp_plugin.planner.trace import alone
@@ -115,15 +113,7 @@ def _linear_peak(
     rank, size = len(nodes) // 2, len(nodes)
     algorithm = registry.create_linear(algo, alone(rank, nodes, peer_access=False), options)
     algorithm.check(algorithm.options, size=size, heads=shape.heads)
-    tokens = algorithm.layout.length(rank, size, shape.seq_len)
-    q, k, v, dout = (
-        torch.empty(
-            (shape.batch, tokens, shape.heads, dim),
-            dtype=DTYPES[shape.element_bytes],
-            device="meta",
-        )
-        for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
-    )
+    q, k, v, dout = on_meta(shape, algorithm.layout.length(rank, size, shape.seq_len))
     # Any rate below 1: so states are weighted, as most models have them.
     call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), LinearSizes())
     with AllocationTracker([q, k, v, dout]) as living:

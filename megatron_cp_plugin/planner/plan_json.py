@@ -1,4 +1,4 @@
-"""Writes plans as JSON and reads them back.
+"""Writes plans as JSON.
 
 A plan is an object with
 
@@ -22,17 +22,14 @@ stop) of these, which are packed one behind the other.
 heads are as in head_groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_cp_plugin.core.blocks.rows import Rows
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.slices import Slice, Slices, starts_and_slices
-from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan, move_row_bytes
-from megatron_cp_plugin.core.ranges import Span
+from megatron_cp_plugin.core.masks.slices import starts_and_slices
+from megatron_cp_plugin.core.plans.plan import Block, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
 
 Json = dict[str, Any]
 
@@ -78,40 +75,6 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
     }
 
 
-def from_json(document: Mapping[str, Any]) -> Plan:
-    """The plan of which `to_json` made this."""
-    mask = document["mask"]
-    documents, slices = tuple(mask["documents"]), None
-    if mask["slices"] is not None:
-        slices = Slices.cut((Slice(*one) for one in mask["slices"]), documents)
-        documents = ()
-    return Plan(
-        document["phase"],
-        Mask(mask["causal"], mask["window"], documents, slices),
-        document["rectangular"],
-        TokenMap.recorded(
-            [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
-        ),
-        tuple(map(_heads_of, document["head_groups"])),
-        document["steps"],
-        tuple(
-            Compute(
-                one["step"],
-                one["rank"],
-                _block_of(one["queries"]),
-                _block_of(one["keys"]),
-                _heads_of(one["heads"]),
-                one["share"],
-            )
-            for one in document["computes"]
-        ),
-        tuple(map(_move_of, document["transfers"])),
-        document["relay"],
-        _kept_of(document),
-        document["shares"],
-    )
-
-
 def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
     return [
         {
@@ -123,20 +86,6 @@ def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
         for kept in all_ranks
         if kept.rank == rank
     ]
-
-
-def _kept_of(document: Mapping[str, Any]) -> tuple[Kept, ...]:
-    return tuple(
-        Kept(
-            rank,
-            tuple(kept["tensors"]),
-            tuple(kept["owners"]),
-            kept["share"],
-            None if kept["rows"] is None else _rows_of(kept["rows"]),
-        )
-        for rank, own in enumerate(document["ranks"])
-        for kept in own["keeps"]
-    )
 
 
 def _transfer(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
@@ -159,35 +108,12 @@ def _transfer(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
     }
 
 
-def _move_of(document: Mapping[str, Any]) -> Move:
-    return Move(
-        document["posted"],
-        document["needed"],
-        document["source"],
-        document["target"],
-        tuple(map(tuple, document["messages"])),
-        _block_of(document["block"]),
-        document["tokens"],
-        _heads_of(document["heads"]),
-        document["share"],
-        document["wide"],
-    )
-
-
 def _block(block: Block) -> Json:
     return {"owners": list(block.owners), "rows": _ranges(block.rows)}
 
 
-def _block_of(document: Mapping[str, Any]) -> Block:
-    return Block(tuple(document["owners"]), _rows_of(document["rows"]))
-
-
 def _ranges(rows: Rows) -> list[list[int]]:
     return [[start, stop] for start, stop in rows]
-
-
-def _rows_of(ranges: Sequence[Sequence[int]]) -> Rows:
-    return tuple((start, stop) for start, stop in ranges)
 
 
 def _heads(group: HeadGroup) -> Json:
@@ -197,8 +123,3 @@ def _heads(group: HeadGroup) -> Json:
         "first": group.first,
         "last": group.last,
     }
-
-
-def _heads_of(document: Mapping[str, Any]) -> HeadGroup:
-    q, kv = (slice(*document[name]) for name in ("q", "kv"))
-    return HeadGroup(q, kv, document["first"], document["last"])

@@ -42,7 +42,6 @@ __all__ = [
     "PassTime",
     "Timeline",
     "host_seconds",
-    "layer_seconds",
     "simulate",
     "tile_seconds",
 ]
@@ -205,37 +204,6 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
 
     forward, backward = one(few.forward, more.forward), one(few.backward, more.backward)
     return Timeline(forward, backward, more.intervals, more.ranks)
-
-
-def layer_seconds(
-    algo: str,
-    options: Mapping[str, object],
-    size: int,
-    shape: Shape | LinearShape,
-    mask: Mask,
-    machine: Machine,
-    *,
-    nodes: Sequence[int] | None = None,
-    transport: str = "auto",
-    kernel: str | None = None,
-    captured: bool = False,
-) -> float:
-    """Seconds of forward and backward.
-
-    Args: nodes: default: as many ranks on each as the machine has GPUs; others as of `simulate`.
-    """
-    where = machine.nodes(size) if nodes is None else nodes
-    return simulate(
-        algo,
-        options,
-        shape,
-        mask,
-        machine,
-        where,
-        transport=transport,
-        kernel=kernel,
-        captured=captured,
-    ).seconds
 
 
 def host_seconds(

@@ -52,9 +52,9 @@ class Step:
         """Of the GPU that needs most."""
         return sum(self.memory.values())
 
-    def fits(self, machine: Machine, spare: float = 0.1) -> bool:
-        """Whether it fits. Args: spare: share of the memory for what is not counted."""
-        return self.gib <= machine.memory_gib * (1 - spare)
+    def fits(self, machine: Machine) -> bool:
+        """Whether it fits, beside a tenth of the memory for what is not counted."""
+        return self.gib <= machine.memory_gib * 0.9
 
 
 def nodes_of(split: Split, machine: Machine) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
@@ -27,7 +26,7 @@ from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, pairs_within
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.planner.call_memory import DTYPES, OnePass, SizesOnly
+from megatron_cp_plugin.planner.call_memory import OnePass, SizesOnly, on_meta
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Wait
 from megatron_cp_plugin.planner.linear_sizes import BackwardSizes, ForwardSizes, LinearSizes
 from megatron_cp_plugin.planner.machine import Pass
@@ -91,37 +90,17 @@ def trace_softmax(
     mask: Mask,
     *,
     peer_access: bool,
-    rectangular: bool = True,
 ) -> Trace:
     """What a rank does in both passes.
 
     Args:
         make: makes the algorithm. nodes: the node of each rank. peer_access: whether the ranks of
-            one node reach each other's memory. rectangular: the kernel takes causal tiles with more
-            columns than rows, and windows.
+            one node reach each other's memory.
     """
     algorithm = make(alone(rank, nodes, peer_access=peer_access))
-    tokens = algorithm.layout.within(mask.followed).length(rank, len(nodes), shape.seq_len)
-    dtype, (heads, kv_heads) = DTYPES[shape.element_bytes], (shape.heads, shape.kv_heads)
-    q, k, v, dout = (
-        torch.empty((shape.batch, tokens, n, d), dtype=dtype, device="meta")
-        for n, d in (
-            (heads, shape.head_dim),
-            (kv_heads, shape.head_dim),
-            (kv_heads, shape.value_dim),
-            (heads, shape.value_dim),
-        )
-    )
-    kernel = _Kernel(
-        rectangular=rectangular,
-        windows=rectangular,
-        packs=True,
-        gaps=True,
-        places_outputs=True,
-        places_gradients=True,
-    )
-    call = Call(shape, mask, shape.head_dim**-0.5, kernel)
-    compiled = Compiled(algorithm.within(mask.followed), call)
+    algorithm = algorithm.within(mask.followed)
+    q, k, v, dout = on_meta(shape, algorithm.layout.length(rank, len(nodes), shape.seq_len))
+    compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, _Kernel()))
     with _recorded() as forward:
         saved = compiled.forward.attend(q, k, v)[2]
     with _recorded() as backward:
@@ -139,15 +118,7 @@ def trace_linear(
 ) -> Trace:
     """What a rank does in both passes of linear attention. Args: as in `trace_softmax`."""
     algorithm = make(alone(rank, nodes, peer_access=False))
-    tokens = algorithm.layout.length(rank, len(nodes), shape.seq_len)
-    q, k, v, dout = (
-        torch.empty(
-            (shape.batch, tokens, shape.heads, dim),
-            dtype=DTYPES[shape.element_bytes],
-            device="meta",
-        )
-        for dim in (shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim)
-    )
+    q, k, v, dout = on_meta(shape, algorithm.layout.length(rank, len(nodes), shape.seq_len))
     call = LinearCall(shape.seq_len, causal, Decay((1.0,) * shape.heads), _LinearKernel())
     with _recorded() as forward:
         saved = algorithm.forward(q, k, v, None, call)[2]

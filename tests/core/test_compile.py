@@ -15,10 +15,11 @@ from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.plan_json import from_json, to_json
+from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
 from tests.plan_check import check
+from tests.plan_reader import from_json
 from tests.random_tests import examples
 from tests.test_random_attention import (
     HEADS,

@@ -10,8 +10,7 @@ import yaml
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.layers import parse_layers
-from megatron_cp_plugin.planner.command import megatron_settings, pattern
+from megatron_cp_plugin.planner.command import megatron_settings
 from megatron_cp_plugin.planner.detected_machine import machine_here, machine_named
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Split
@@ -162,11 +161,6 @@ def test_machines_by_their_gpu() -> None:
     assert found == Machine.load("h200_nvlink")
     assert how == "by default, for no machine is known for NVIDIA T4: name yours"
     assert machine_here("h100", "NVIDIA T4") == (Machine.load("h100_400g"), "as it was named")
-
-
-@pytest.mark.parametrize("layers", [("lasp2",) * 7 + ("zigzag",), ("ring", "zigzag") * 2])
-def test_patterns_are_read_back(layers: tuple[str, ...]) -> None:
-    assert parse_layers(pattern(layers)) == layers
 
 
 @pytest.mark.parametrize(

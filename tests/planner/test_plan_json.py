@@ -13,9 +13,10 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import peak
-from megatron_cp_plugin.planner.plan_json import from_json, to_json
+from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.spans import image_blocks
 from tests.plan_check import check
+from tests.plan_reader import from_json
 
 SHAPE = Shape(2, 96, 16, 4, 8, value_dim=6)
 NODES = (0, 0, 1, 1)

@@ -24,7 +24,7 @@ from megatron_cp_plugin.planner.machine import (
     Machine,
     Rate,
 )
-from megatron_cp_plugin.planner.simulate import layer_seconds, simulate
+from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.planner.trace import Memory, Tile, Trace, trace_softmax
 
 FLOPS, BYTES = 1e12, 1e9
@@ -244,7 +244,7 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
 def test_a_thousand_ranks_in_seconds(algo, mask):
     of, shape = machine(), Shape(1, 1024 * 64, 64, 8, 16)
     whole, few = (
-        layer_seconds(algo, {}, size, replace(shape, seq_len=64 * size), mask, of)
+        simulate(algo, {}, replace(shape, seq_len=64 * size), mask, of, of.nodes(size)).seconds
         for size, mask in ((1024, mask), (64, replace(mask, documents=mask.documents[:5])))
     )
     assert whole > 8 * few if mask == Mask() else whole > few
@@ -254,7 +254,7 @@ def test_too_many_ranks_on_a_grid_by_blocks():
     options = {"variant": "overlap", "rows": 8}
     shape = Shape(1, 128 * 64, 4, 4, 16)
     with pytest.raises(ConfigError, match="simulated on up to 64 ranks, got 128"):
-        layer_seconds("attention2d", options, 128, shape, Mask(), machine())
+        simulate("attention2d", options, shape, Mask(), machine(), machine().nodes(128))
 
 
 @pytest.mark.parametrize("algo", registry.available("linear"))

@@ -1,0 +1,88 @@
+"""Reads plans as the planner writes them in JSON: what the file says is the whole plan."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_cp_plugin.core.blocks.rows import Rows
+from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.masks.slices import Slice, Slices
+from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan
+from megatron_cp_plugin.core.ranges import Span
+from megatron_cp_plugin.core.tiles import Mask
+
+
+def from_json(document: Mapping[str, Any]) -> Plan:
+    """The plan of which `to_json` made this."""
+    mask = document["mask"]
+    documents, slices = tuple(mask["documents"]), None
+    if mask["slices"] is not None:
+        slices = Slices.cut((Slice(*one) for one in mask["slices"]), documents)
+        documents = ()
+    return Plan(
+        document["phase"],
+        Mask(mask["causal"], mask["window"], documents, slices),
+        document["rectangular"],
+        TokenMap.recorded(
+            [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
+        ),
+        tuple(map(_heads_of, document["head_groups"])),
+        document["steps"],
+        tuple(
+            Compute(
+                one["step"],
+                one["rank"],
+                _block_of(one["queries"]),
+                _block_of(one["keys"]),
+                _heads_of(one["heads"]),
+                one["share"],
+            )
+            for one in document["computes"]
+        ),
+        tuple(map(_move_of, document["transfers"])),
+        document["relay"],
+        _kept_of(document),
+        document["shares"],
+    )
+
+
+def _kept_of(document: Mapping[str, Any]) -> tuple[Kept, ...]:
+    return tuple(
+        Kept(
+            rank,
+            tuple(kept["tensors"]),
+            tuple(kept["owners"]),
+            kept["share"],
+            None if kept["rows"] is None else _rows_of(kept["rows"]),
+        )
+        for rank, own in enumerate(document["ranks"])
+        for kept in own["keeps"]
+    )
+
+
+def _move_of(document: Mapping[str, Any]) -> Move:
+    return Move(
+        document["posted"],
+        document["needed"],
+        document["source"],
+        document["target"],
+        tuple(map(tuple, document["messages"])),
+        _block_of(document["block"]),
+        document["tokens"],
+        _heads_of(document["heads"]),
+        document["share"],
+        document["wide"],
+    )
+
+
+def _block_of(document: Mapping[str, Any]) -> Block:
+    return Block(tuple(document["owners"]), _rows_of(document["rows"]))
+
+
+def _rows_of(ranges: Sequence[Sequence[int]]) -> Rows:
+    return tuple((start, stop) for start, stop in ranges)
+
+
+def _heads_of(document: Mapping[str, Any]) -> HeadGroup:
+    q, kv = (slice(*document[name]) for name in ("q", "kv"))
+    return HeadGroup(q, kv, document["first"], document["last"])
