@@ -250,7 +250,9 @@ def resolve_model(
     given = dict(asked.options)
     layout, machine = asked.layout, given.get("machine")
     kinds = kinds_of_model(model, batches, layout, asked.size)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    # By a tensor: the CPU platform answers for torch.cuda as if there were a GPU.
+    device = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (repr((kinds, asked)), socket.gethostname(), gpu))
     check_agreement([question for question, _, _ in every])
@@ -286,7 +288,6 @@ def resolve_model(
     assert answers[0] is not None  # rank 0 has one
     best = answers[0][0]
     if len(answers[0]) > 1:
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         measured = of_job(measured_on(group, answers[0], kinds, asked.kernel, device))
         if measured is not None:
             best = measured.best

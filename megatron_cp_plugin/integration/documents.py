@@ -168,18 +168,19 @@ def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
     return tensor[0]
 
 
-def document_mask(packed: PackedSeqParams | None) -> DocumentMask | None:
+def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | None:
     """Copies the boundaries to the host, which waits for the GPU once a micro-batch.
 
     Args:
         packed: What a model was given.
+        size: Context-parallel ranks of the run.
 
     Raises:
         ContextParallelError: Queries and keys differ, documents are padded, or the group is not
             that of the run.
     """
     if isinstance(packed, DocumentMask):
-        return packed.beside(document_mask(packed.packed))
+        return packed.beside(document_mask(packed.packed, size))
     if packed is None:
         return None
     lengths = _lengths(packed)
@@ -196,6 +197,12 @@ def document_mask(packed: PackedSeqParams | None) -> DocumentMask | None:
         raise ContextParallelError(
             "packed sequences need the context-parallel group of the run, got another "
             "cp_group: leave it out"
+        )
+    ranks = getattr(packed, "local_cp_size", None)
+    if ranks not in (None, size):
+        raise ContextParallelError(
+            f"packed sequences need the {size} context-parallel ranks of the run, got "
+            f"local_cp_size {ranks}: leave it out"
         )
     bounds = lengths.tolist()
     mask = DocumentMask(seq_len=bounds[-1], starts=document_starts(bounds, bounds[-1]))

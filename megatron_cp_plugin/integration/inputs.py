@@ -85,9 +85,7 @@ class Inputs(ABC):
         given, mask, fault = call.arguments, None, None
         group = self._group
         try:
-            group = group_of(given.get("packed_seq_params"), self._group)
-            if group is not self._group:
-                self._check_group(model, group)
+            group = self._group_of(model, given.get("packed_seq_params"))
             _check_cache(given, group)
             mask = self._mask_of(model, given, group)
             _check_spans(model, mask, self._runtime.config, carries=self._recurrent)
@@ -108,22 +106,9 @@ class Inputs(ABC):
             given["packed_seq_params"] = mask
         return call.args, call.kwargs
 
-    def _check_group(self, model: Any, group: dist.ProcessGroup) -> None:
-        """Refuses other ranks than those of the run, where a layer would not know of them."""
-        self._runtime.check_group(group)
-        settings = Settings(model.config)
-        weights = settings.moe_aux_loss_coeff
-        reasons = {
-            "DSA layers split documents": settings.is_sparse,
-            "Megatron sums the losses of --moe-aux-loss-coeff": any(
-                weights if isinstance(weights, list) else [weights]
-            ),
-        }
-        for reason in (reason for reason, applies in reasons.items() if applies):
-            raise ContextParallelError(
-                f"{reason} over the {self._group.size()} context-parallel ranks of the run, got "
-                f"packed_seq_params of {group.size()}: leave one of the two out"
-            )
+    def _group_of(self, model: Any, packed: Any) -> dist.ProcessGroup:
+        """The context-parallel ranks of a micro-batch."""
+        return self._group
 
     def _cut_whole(
         self,
@@ -218,7 +203,7 @@ class SplitInputs(Inputs):
         self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
     ) -> DocumentMask | None:
         self._cut = _cut(given, self._batches, group) if group.size() > 1 else None
-        mask = document_mask(given.get("packed_seq_params"))
+        mask = document_mask(given.get("packed_seq_params"), group.size())
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
 
@@ -243,6 +228,27 @@ class CutInputs(Inputs):
         super().__init__(model, runtime, group, CallChecks())
         self._positions: dict[dist.ProcessGroup, PositionsOfPacks] = {}
         self._called = False
+
+    def _group_of(self, model: Any, packed: Any) -> dist.ProcessGroup:
+        """Refuses other ranks than those of the run, where a layer would not know of them."""
+        group = group_of(packed, self._group)
+        if group is self._group:
+            return group
+        self._runtime.check_group(group)
+        settings = Settings(model.config)
+        weights = settings.moe_aux_loss_coeff
+        reasons = {
+            "DSA layers split documents": settings.is_sparse,
+            "Megatron sums the losses of --moe-aux-loss-coeff": any(
+                weights if isinstance(weights, list) else [weights]
+            ),
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            raise ContextParallelError(
+                f"{reason} over the {self._group.size()} context-parallel ranks of the run, got "
+                f"packed_seq_params of {group.size()}: leave one of the two out"
+            )
+        return group
 
     def _mask_of(
         self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup

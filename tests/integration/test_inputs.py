@@ -464,7 +464,7 @@ def test_positions_in_documents(given: bool) -> None:
         PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=5),
     )
     runtime = Runtime(ContextParallelConfig("ring", 1))
-    runtime.mask = document_mask(mask)
+    runtime.mask = document_mask(mask, 1)
     table = torch.arange(8.0)[:, None, None, None]
     embedding: Any = SimpleNamespace(get_emb=lambda *_: table, inv_freq=None)
     angles = LayoutRotaryEmbedding(embedding, runtime, ALONE)(5)

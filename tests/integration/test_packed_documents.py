@@ -252,6 +252,7 @@ def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module
         ({"cu_seqlens_kv": [0, 2, 8]}, "got cu_seqlens_kv that differ from cu_seqlens_q"),
         ({"cu_seqlens_q_padded": [0, 4, 8]}, "got cu_seqlens_q_padded that differ"),
         ({"cp_group": object()}, "got another cp_group: leave it out"),
+        ({"local_cp_size": 2}, "need the 1 context-parallel ranks .* got local_cp_size 2"),
     ],
 )
 def test_sequences_that_the_model_cannot_take_are_refused(
