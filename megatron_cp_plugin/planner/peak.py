@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import lcm
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
@@ -37,7 +38,8 @@ def peak_bytes(
     Of more than 64 ranks, where these exchange block by block, it is that of 32 and of 64 (or of
     four and eight teams or nodes) with as many tokens each, and goes on in a straight line: what a
     rank holds at a time grows by as much with every further one, or not at all. Spans count as a
-    causal mask there, or a full one.
+    causal mask there, or a full one. Who helps by work depends on the whole mask: there no fewer
+    ranks stand for all.
 
     Args:
         algo, options: as `registry.create`. nodes: of each rank. kernel: name of one; where it is
@@ -55,8 +57,11 @@ def peak_bytes(
         few = step * max(_FEW_TEAMS, _ALL // 2 // step)
         meet_at_once = by_collectives(algo, options, shape, nodes, peer_access=peer_access)
         if not meet_at_once and 2 * few < size:
-            tokens = shape.seq_len // size
             mask = mask if mask.slices is None else Mask(mask.causal)
+            made = registry.create(algo, alone(0, nodes, peer_access=peer_access), dict(options))
+            if isinstance(made.placement(shape, mask, "forward"), WorkPlacement):
+                return _peak(algo, options, shape, mask, nodes, kernel, peer_access=peer_access)
+            tokens = shape.seq_len // size
             low, high = (
                 _peak(
                     algo,

@@ -38,9 +38,10 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("zigzag", {"backward": "query", "chunks": 2}),
     ("zigzag", {"backward": "kv", "chunks": 2}),
     ("zigzag", {"backward": "kv", "gradients": "model"}),
-    ("distflash", {"overlap": True}),
-    ("distflash", {"overlap": False, "chunks": 2}),
-    ("distflash", {"last_step": "owner"}),
+    ("distflash", {"helpers": "distance", "overlap": True}),
+    ("distflash", {"helpers": "distance", "overlap": False, "chunks": 2}),
+    ("distflash", {"helpers": "distance", "last_step": "owner"}),
+    ("distflash", {"transport": "peer"}),
 ]
 
 
@@ -97,6 +98,18 @@ def test_copy_engines_find_what_they_need(
     for name in by_rank[0]:
         channels = [channels[name] for channels in by_rank]
         assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+
+
+@pytest.mark.parametrize("mask", [Mask(window=7), Mask(documents=(3, 7))], ids=str)
+@pytest.mark.parametrize("size", [3, 4, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False, "chunks": 2}, {"last_step": "owner"}], ids=str
+)
+def test_helpers_by_work_send_messages_where_peer_memory_is(
+    options: dict[str, object], size: int, mask: Mask
+) -> None:
+    """They exchange with several ranks at once, which copy engines do not; nothing is refused."""
+    assert compare("distflash", options, size, mask, 5 * size + size // 2) == [{}] * size
 
 
 @pytest.mark.parametrize(

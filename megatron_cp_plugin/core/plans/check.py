@@ -46,6 +46,8 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
                 )
         if not places and sees(owned[query], owned[key], mask):
             raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
+        if len(places) == 1 and places[0].whole and not places[0].part[0]:
+            continue
         edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
         starts, stops = zip(*edges, strict=True) if edges else ((0,), (1,))
         if (*starts, 1) != (0, *stops):
