@@ -71,7 +71,7 @@ def test_rows_of_the_grid_are_inside_nodes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": 2}, "takes rows with route grid, got rows 2 with route ring: leave rows out"),
+        ({"rows": 2}, "takes rows with route grid, got rows 2 with route auto: leave rows out"),
         (
             {"rows": 3, "route": "grid"},
             "rows to divide its 4 teams, got 3: use one of 1, 2, 4, or 0",

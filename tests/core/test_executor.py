@@ -38,9 +38,9 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("zigzag", {"backward": "query", "chunks": 2}),
     ("zigzag", {"backward": "kv", "chunks": 2}),
     ("zigzag", {"backward": "kv", "gradients": "model"}),
-    ("distflash", {"overlap": True}),
-    ("distflash", {"overlap": False, "chunks": 2}),
-    ("distflash", {"last_step": "owner"}),
+    ("distflash", {"helpers": "distance", "overlap": True}),
+    ("distflash", {"helpers": "distance", "overlap": False, "chunks": 2}),
+    ("distflash", {"helpers": "distance", "last_step": "owner"}),
 ]
 
 
