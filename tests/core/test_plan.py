@@ -188,12 +188,18 @@ def test_nodes_of_any_numbering() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("name", ["ring", "zigzag", "distflash"])
-def test_two_buffers_are_enough_and_one_is_not(name: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ring", {}), ("zigzag", {}), ("distflash", {"helpers": "distance"})],
+    ids=["ring", "zigzag", "distflash"],
+)
+def test_two_buffers_are_enough_and_one_is_not(
+    name: str, options: dict[str, object], size: int
+) -> None:
     shape = Shape(1, 5 * size + 1, 4, 2, 8)
     for mask in (Mask(), Mask(False), Mask(window=9)):
         for phase in PHASES:
-            plan = algorithm(name, size, chunks=2).plan(shape, mask, phase)
+            plan = algorithm(name, size, chunks=2, **options).plan(shape, mask, phase)
             check_slots(plan, 2)
             if plan.steps > 2 * len(plan.groups):
                 with pytest.raises(PlanError, match="buffer"):
