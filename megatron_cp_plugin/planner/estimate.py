@@ -367,19 +367,23 @@ class Estimator:
         kinds, order = self._of_rank(placement, rank, members)
         group, times = placement.groups[0], len(placement.groups)
         wide, backward = placement.wide_gradients, phase == "backward"
-        of_query = self._width(_INPUTS[phase], group)
-        of_query += self._width(_RESULTS[phase], group, wide=wide)
-        of_key = self._width(("k", "v"), group)
-        of_key += self._width(("dk", "dv"), group, wide=wide) if backward else 0
+        query_results = self._width(_RESULTS[phase], group, wide=wide)
+        key_results = self._width(("dk", "dv"), group, wide=wide) if backward else 0
+        of_query = self._width(_INPUTS[phase], group) + query_results
+        of_key = self._width(("k", "v"), group) + key_results
         latency = placement.latency if placement.relay else 0
         known: list[tuple[float, _Moved]] = []
+        last = 0.0  # results of a step, which travel after it
         for step in kinds:
-            moved = _Moved()
+            moved, home = _Moved(), _Moved()
             for far in (False, True):
                 size = step.queries[far] * of_query + step.keys[far] * of_key
                 if size:
                     message = self._link(size * self.shape.batch, far, members, latency)
                     moved = moved.plus(message)
+                    size = step.queries[far] * query_results + step.keys[far] * key_results
+                    home = home.plus(self._link(size * self.shape.batch, far, members, latency))
+            last = max(last, home.seconds)
             computing = self._computing(step.tiles, group, phase)
             if not self.peer:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
@@ -394,7 +398,6 @@ class Estimator:
                     came = (before if before > came else came) + coming
                 before = came if came > now else now
                 now = before + computing
-        last = max((moved.seconds for _, moved in known), default=0.0)
         computed = inside = between = host = 0.0
         for kind, count in Counter(order).items():
             computing, moved = known[kind]
