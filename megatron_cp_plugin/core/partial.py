@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.communication.devices import fused_for
 
 
 class RowIndex(NamedTuple):

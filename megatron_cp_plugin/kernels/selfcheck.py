@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels.base import kernel_names, resolve
+from megatron_cp_plugin.kernels.choice import kernel_names, resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
 from megatron_cp_plugin.kernels.reference import Reference
 

@@ -1,8 +1,9 @@
-"""The GPU of a rank, and copies from the host to it."""
+"""The GPU of a rank, copies from the host to it, and operations that are fused there."""
 
 import os
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,24 @@ def take_gpu(instead: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+_fused: dict[str, Callable[[], Any]] = {}
+
+
+def register_fused(device_type: str, load: Callable[[], Any]) -> None:
+    """Has tensors of a type of device go through fused operations in float32.
+
+    Args: load: gives, at each use, an object with functions of `core` that have these names, for
+        all dtypes but float64, of lse and statistics in float32.
+    """
+    _fused[device_type] = load
+
+
+def fused_for(x: Tensor) -> Any:
+    """The fused operations for tensors on x's device; None: PyTorch's own serve."""
+    load = _fused.get(x.device.type)
+    return None if load is None else load()
 
 
 def check_devices(names: str, *tensors: Tensor) -> None:
