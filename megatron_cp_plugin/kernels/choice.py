@@ -47,7 +47,7 @@ def choose[P: AnyProblem, K: Kernel](
     """
     if name == "auto":
         for candidate, load in kernels.items():
-            reason = _unsupported(load(), problem)
+            reason = why_not(load(), problem)
             if reason is None:
                 if os.environ.get("RANK", "0") == "0":  # the others choose the same
                     log.info("%s: %s for %s", kind, candidate, problem)
@@ -55,7 +55,7 @@ def choose[P: AnyProblem, K: Kernel](
             log.debug("%s %s not taken: %s", kind, candidate, reason)
         raise AssertionError("one kernel serves every problem")
     kernel = named(kind, name, kernels)
-    reason = _unsupported(kernel, problem)
+    reason = why_not(kernel, problem)
     if reason is not None:
         raise KernelUnavailableError(f"{kind} {name}: {reason}; use kernel auto")
     return kernel
@@ -71,7 +71,8 @@ def named[K: Kernel](kind: str, name: str, kernels: Mapping[str, Callable[[], K]
     return kernels[name]()
 
 
-def _unsupported[P: AnyProblem](kernel: Kernel[P], problem: P) -> str | None:
+def why_not[P: AnyProblem](kernel: Kernel[P], problem: P) -> str | None:
+    """Why a kernel cannot serve a problem; None if it can."""
     if problem.deterministic and not kernel.deterministic:
         return "its results differ from run to run in the last bits, got deterministic mode"
     return kernel.unsupported(problem)

@@ -291,15 +291,9 @@ def executor_of(
     """A rank's part of one pass.
 
     Args:
-        placement: the placement of the pass.
         steps: its plan; if teams split heads, the plan between teams.
-        exchange: if teams split heads, a plan that has this rank's exchanges in its team; else
-            None.
-        call: the call.
-        topology: all ranks.
-        transport: sends the messages of the steps.
-        slots: see `Transport.way`.
-        overlap: see Executor.
+        exchange: if teams split heads, a plan that has this rank's exchanges in its team.
+        transport: sends the messages of the steps, with so many `slots`; see `Transport.way`.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
@@ -340,7 +334,7 @@ def executor_of(
 def _gathering(
     steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
 ) -> tuple[dict[Side, Team], Program]:
-    """The teams of queries and of keys that gather blocks, and what the rank does with these."""
+    """Teams that gather queries and keys, and what the rank does with these."""
     # Only moves before the first step: each group of heads has the same rows.
     first = [
         move
@@ -365,7 +359,7 @@ def _gathering(
 
 
 def _excerpt(team: Team, places: Ranges) -> Rows:
-    """The rows that a team puts in order from now on. Args: places: of those that tiles have."""
+    """The rows that a team puts in order from now on: those of `places`, which tiles have."""
     order, whole = team.order, between(0, team.order.tokens)
     wanted = united(places.extents, longest_gap(order.tokens))
     if order.members == 1 or 2 * row_count(wanted) > order.tokens:
@@ -452,12 +446,7 @@ class _Run:
         ]
 
     def base(self, number: int, coming: Coming) -> Named:
-        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came.
-
-        Args:
-            number: of the round.
-            coming: as `arrive` returned it; emptied.
-        """
+        """Tensors of a round's base blocks: the team's, of `coming`, or the own."""
         while coming:
             message, wait = coming.pop(0)
             self._shared.update(zip(message, wait(), strict=True))
@@ -546,10 +535,9 @@ class _Run:
                     self._complete.append((move.heads, side))
 
     def _note(self, heads: HeadGroup, side: Side) -> bool:
-        """Notes that results for a base block came, or that its last step is done.
+        """Notes that results for a base block came, or that its last step is done: is it complete?
 
-        Returns: whether nothing is missing any more. A mask may shorten a relay, so that the last
-        results come before the last step.
+        A mask may shorten a relay, so that the last results come before the last step.
         """
         group = heads.q.start, side
         missing = self._missing.get(group)

@@ -39,12 +39,7 @@ EVERYTHING = slice(None)
 
 
 class SomeHeads(NamedTuple):
-    """Some heads of all tensors.
-
-    Attributes:
-        heads: the heads.
-        slices: their index into each tensor, by its name.
-    """
+    """Some heads of all tensors, and their index into each tensor by its name."""
 
     heads: HeadGroup
     slices: Mapping[str, Index]
@@ -229,13 +224,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def program(plan: Plan, rank: int, windows: bool = False) -> Program:
-    """What `rank` does with its own tokens in one round: blocks go from rank to rank.
-
-    Args:
-        plan: the plan of the pass.
-        rank: the rank.
-        windows: as in `plan_tiles`.
-    """
+    """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
     own, inner = (rank, _keys_of(plan, rank)), during(plan)
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
@@ -315,13 +304,7 @@ def gathering_program(
 ) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args:
-        plan: the plan of the pass.
-        rank: the rank.
-        tiles: what the rank computes.
-        tokens: number of query tokens that the team has together.
-        packed: as in `Batches`.
-        gaps: as in `Batches`.
+    Args: tiles: what the rank computes. tokens: query tokens of the team. packed, gaps: see `Batches`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
@@ -371,7 +354,6 @@ def exchanging_program(
     Args:
         steps: what the rank does between teams, in one round.
         plan: a plan of `rank` with the exchanges in its team; any mask will do.
-        rank: the rank.
         members: ranks of its team.
         exchanges: as in `HeadPlacement`.
     """
@@ -386,13 +368,7 @@ def exchanging_program(
 
 
 def _within(step: Step, base: HeadGroup, count: int) -> Step:
-    """A step whose base blocks have the heads `base`.
-
-    Args:
-        step: a step of the program between teams.
-        base: the heads of the base blocks.
-        count: number of head groups in `base`.
-    """
+    """A step whose base blocks have the heads `base`, of so many groups."""
     if count == 1:
         return step._replace(within=None)
     q, kv = (
@@ -406,13 +382,9 @@ def _within(step: Step, base: HeadGroup, count: int) -> Step:
 def _rounds(
     plan: Plan, rank: int, members: tuple[int, ...] | None, groups: tuple[HeadGroup, ...]
 ) -> tuple[Round, ...]:
-    """Rounds without their steps.
+    """Rounds without their steps, one for each group of heads.
 
-    Args:
-        plan: the plan that has the moves of a team.
-        rank: the rank.
-        members: ranks of its team; None: every move of the rank goes to a team.
-        groups: groups of heads, one for each round. Moves of all heads belong to the first round.
+    Args: members: ranks of the team of the plan; None: every move of the rank goes to a team.
     """
     whole = together(groups)
     found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
@@ -475,14 +447,7 @@ def _retained(plan: Plan, rank: int) -> list[Kept]:
 def _tasks(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows], windows: bool
 ) -> dict[int, tuple[Task, ...]]:
-    """The tasks of a rank, by step.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        held: of `_rows_that_come`.
-        windows: as in `plan_tiles`.
-    """
+    """The tasks of a rank, by step."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute, windows=windows)):
@@ -509,13 +474,7 @@ def _first(rows: Rows, held: Rows | None) -> int:
 def _last_uses(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows]
 ) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of other ranks, by the step that uses them last; blocks come again in each group.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        held: of `_rows_that_come`.
-    """
+    """Blocks of other ranks, by the step that uses them last; blocks come again in each group."""
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
 

@@ -67,7 +67,10 @@ class Staying(Departure):
 
 
 class Team(ABC):
-    """Ranks that gather each other's tensors. Attributes: order: how their tokens are joined."""
+    """Ranks that gather each other's tensors over one channel, and send results over another.
+
+    Attributes: order: how the members' tokens are joined.
+    """
 
     def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
         """Makes a team.
@@ -84,34 +87,18 @@ class Team(ABC):
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
     ) -> Callable[[], Sequence[Tensor]]:
-        """Gathers a message: [B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T].
-
-        Args:
-            message: names of the tensors that travel as one.
-            given: the rank's own tensors, by name.
-            part: the heads to take of them.
+        """Gathers tensors that travel as one: [B,S,heads,D] -> [B,T,heads,D], [B,H,S] -> [B,H,T].
 
         Returns: a function that waits for the tensors; to be called once.
         """
 
     @abstractmethod
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """Sends results for the team's tokens to the ranks that own them.
-
-        Args:
-            operation: names and heads of the tensors.
-            targets: memory for results of the own tokens, by name.
-            tensors: the results for all tokens of the team.
-        """
+        """Sends results for the team's tokens to the ranks that own them, for memory in `targets`."""
 
 
 class Travelling(NamedTuple):
-    """The rows of this rank's tokens that travel, if not all rows do.
-
-    Attributes:
-        member: this rank's index in the team.
-        rows: the rows that travel.
-    """
+    """The rows of this rank's tokens that travel, and its index in the team."""
 
     member: int
     rows: Rows
@@ -266,8 +253,6 @@ def gathering(
     """A team that gathers blocks.
 
     Args:
-        inward: channel of the inputs.
-        outward: channel of the results.
         owned: positions of all ranks.
         members: owners of the blocks, in the order of the channels' ranks.
         own: owner of the block that this rank has.
@@ -291,12 +276,7 @@ def _ordered(
 ) -> tuple[Assembly, Travelling | None]:
     """How the tokens of a team are joined, and the rows that this rank sends (None: all).
 
-    Args:
-        owned: positions of all ranks.
-        members: owners of the blocks.
-        own: owner of the block that this rank has.
-        travelling: (owner, rows that travel), for each member.
-        width: rows to which blocks are padded.
+    Args: travelling: (owner, rows that travel) of the members. width: rows of padded blocks.
     """
     rows = dict(travelling)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
@@ -324,11 +304,7 @@ class ExchangingTeam(Team):
     def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
         """[B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S] likewise.
 
-        Args:
-            x: the own tokens, with all heads.
-            part: heads of each share; None: all h.
-
-        Returns: a function that waits for the tensor; to be called once.
+        Args: part: heads of each share; None: all h.
         """
         tokens = 1 if x.dim() == 4 else 2
         blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
@@ -336,14 +312,9 @@ class ExchangingTeam(Team):
         return lambda: (self.order.join(coming.wait(), tokens).contiguous(),)
 
     def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
-        """Sends results back to the ranks that own the tokens.
+        """Sends results [B,T,heads,D] or [B,heads,T] back to the ranks that own the tokens.
 
-        Args:
-            x: [B,T,heads,D] or [B,heads,T].
-            target: [B,S,U*h,D] or [B,U*h,S]; the results go to the heads of each share in it.
-            part: heads of each share; None: all h.
-
-        Returns: a function that waits for the results, and places them.
+        Args: target: [B,S,U*h,D] or [B,U*h,S]; results go to the heads `part` (None: all) of each share.
         """
         tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
@@ -362,13 +333,7 @@ def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:
 
 
 def _shares(x: Tensor, members: int, part: Index) -> Tensor:
-    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view.
-
-    Args:
-        x: the tensor, with all heads.
-        members: U.
-        part: heads of each share; None: all h.
-    """
+    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
     shares = x.unflatten(2 if x.dim() == 4 else 1, (members, -1))
     return shares if part is None else shares[(EVERYTHING, *part)]
 
