@@ -33,8 +33,12 @@ from megatron_cp_plugin.arguments import (
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.autograd.function import Attention, check_shapes, compiled_call
-from megatron_cp_plugin.core.autograd.guards import cast_inputs
+from megatron_cp_plugin.core.autograd.function import (
+    Attention,
+    cast_inputs,
+    check_shapes,
+    compiled_call,
+)
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.process_groups import topology_of

@@ -26,10 +26,12 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.autograd.function import (
     Attention,
     aligned,
+    as_written,
+    cast_inputs,
     compiled_call,
+    differentiable_once,
     differentiate,
 )
-from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
 from megatron_cp_plugin.core.comm import PHASE
 from megatron_cp_plugin.core.kernel import (
     Gradients,

@@ -21,7 +21,6 @@ from megatron_cp_plugin.core.comm import (
 )
 from megatron_cp_plugin.core.communication.gloo_threads import end_after_gloo
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
-from megatron_cp_plugin.core.communication.streams import copy_stream
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
@@ -83,6 +82,12 @@ def _alone() -> Topology:
     return VirtualWorld(1).topology(0)
 
 
+@cache
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    """The stream of a GPU's copies to others."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class ProcessGroupTopology(Topology):
     """Over a torch.distributed process group."""
 
@@ -134,7 +139,7 @@ class ProcessGroupTopology(Topology):
         return all(answers)
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return PeerCommunicator(name, self._group, slots, copy_stream())
+        return PeerCommunicator(name, self._group, slots, _copy_stream(torch.cuda.current_device()))
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         if len(ranks) == 1:

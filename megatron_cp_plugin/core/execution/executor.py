@@ -130,11 +130,11 @@ class Executor:
     program: Program
     topology: Topology
     transport: Transport
-    way: Way | None
-    teams: Teams
-    filled: PaddedHeads | None
-    keep: bool
     overlap: bool
+    way: Way | None = None
+    teams: Teams = field(default_factory=dict)
+    filled: PaddedHeads | None = None
+    keep: bool = False
     # Kernel calls of tasks, made when each is first computed, beside the computation before it.
     _calls: dict[Batches, tuple[Tile | Batch, ...]] = field(default_factory=dict, init=False)
 
@@ -285,7 +285,6 @@ def executor_of(
     topology: Topology,
     transport: Transport,
     slots: int,
-    *,
     overlap: bool,
 ) -> Executor:
     """A rank's part of one pass.
@@ -297,38 +296,26 @@ def executor_of(
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
+    common = topology, transport, overlap
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = _gathering(steps, channels, call, topology.rank)
-        return Executor(
-            call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
-        )
-    way, windows = transport.way(steps, slots), call.kernel.windows
-    parts = program(steps, transport.topology.rank, windows)
-    messages = way is not None and way.slots is None
-    if not channels or not isinstance(placement, HeadPlacement):
-        parts = without_idle(parts) if messages else parts
-        return Executor(
-            call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
-        )
-    assert exchange is not None
-    team, parts = _exchanging(parts, exchange, channels[QUERIES], placement, topology.rank)
-    parts = without_idle(parts) if messages else parts
-    teams, shape = {QUERIES: team, KEYS: team}, call.shape
-    filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
-    if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
-        filled = None
-    of_teams = teams, filled
-    return Executor(
-        call,
-        steps,
-        parts,
-        topology,
-        transport,
-        way,
-        *of_teams,
-        keep=placement.keep,
-        overlap=overlap,
-    )
+        return Executor(call, steps, parts, *common, teams=teams)
+    way = transport.way(steps, slots)
+    parts = program(steps, transport.topology.rank, call.kernel.windows)
+    teams, filled, keep = {}, None, False
+    if channels and isinstance(placement, HeadPlacement):
+        assert exchange is not None
+        members, _, inward, outward = channels[QUERIES]
+        order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
+        team = ExchangingTeam(inward, outward, order)
+        teams, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
+        parts = exchanging_program(parts, exchange, topology.rank, members, placement.exchanges)
+        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
+        if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+            filled = None
+    if way is not None and way.slots is None:
+        parts = without_idle(parts)
+    return Executor(call, steps, parts, *common, way, teams, filled, keep)
 
 
 def _gathering(
@@ -366,28 +353,6 @@ def _excerpt(team: Team, places: Ranges) -> Rows:
         return whole
     team.order = order.within(wanted)
     return wanted if team.order.excerpt else whole
-
-
-def _exchanging(
-    parts: Program,
-    exchange: Plan,
-    channels: TeamChannels,
-    placement: HeadPlacement,
-    rank: int,
-) -> tuple[Team, Program]:
-    """The team that exchanges heads, and what the rank does with its share of them.
-
-    Args:
-        parts: what the rank does between teams.
-        exchange: see `executor_of`.
-        channels: of the team.
-        placement: the placement.
-        rank: the rank.
-    """
-    members, _, inward, outward = channels
-    order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
-    team = ExchangingTeam(inward, outward, order)
-    return team, exchanging_program(parts, exchange, rank, members, placement.exchanges)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -166,8 +166,8 @@ class Pass(ABC):
         return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
 
     def _departure(self, *names: str) -> Departure:
-        """Where results for some rows of the base block go: to the owners of its tokens in the team, or,
-        if the round has no operation for them, to this rank's own targets.
+        """Where results for some rows of the base block go: to the owners of its tokens in the
+        team, or, if the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
@@ -462,7 +462,7 @@ class Backward(Pass):
         kept_of: Sequence[Named],
         retained: Tensors,
     ) -> None:
-        """Args: own, kept_of, retained: see Pass. like: memory of dq, dk and dv, or `own` without teams."""
+        """Args: like: memory of dq, dk and dv; without teams `own`. Others: see Pass."""
         q, v = like["dq" if teams else "q"], like["dv" if teams else "v"]
         self._begin_with(call, program, teams, q, v)
         self.own, self.kept_of, self.retained = own, kept_of, retained

@@ -199,8 +199,6 @@ class Program:
         retained: the block of another rank that this one has at the end of the forward, and at the
             beginning of the backward, if any.
         rows: rows of other ranks' blocks that this rank has, by block.
-        one_peer: in each exchange, each rank has at most one source and one target.
-        slow: whether some exchange may take several steps.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
         idle: how many exchanges are left out before the first one of a channel, by whether it
@@ -210,13 +208,11 @@ class Program:
     rounds: tuple[Round, ...]
     few: bool
     own: tuple[int, int]
-    sent: frozenset[Side]
-    awaited: Mapping[tuple[int, Side], int]
-    retained: BlockId | None
-    rows: Mapping[BlockId, Rows]
-    receivable: tuple[tuple[bool, Exchange], ...]
-    one_peer: bool
-    slow: bool
+    sent: frozenset[Side] = frozenset()
+    awaited: Mapping[tuple[int, Side], int] = field(default_factory=dict)
+    retained: BlockId | None = None
+    rows: Mapping[BlockId, Rows] = field(default_factory=dict)
+    receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
@@ -259,7 +255,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         awaited,
         next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
-        *all_exchanges(plan),
+        all_exchanges(plan)[0],
     )
 
 
@@ -304,7 +300,7 @@ def gathering_program(
 ) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args: tiles: what the rank computes. tokens: query tokens of the team. packed, gaps: see `Batches`.
+    Args: tiles: what the rank computes. tokens: queries of the team. packed, gaps: see `Batches`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
@@ -330,13 +326,6 @@ def gathering_program(
         tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
         few=False,
         own=(rank, rank),
-        sent=frozenset(),
-        awaited={},
-        retained=None,
-        rows={},
-        receivable=(),
-        one_peer=True,
-        slow=False,
         parted=True,
         wide=any(move.wide for move in plan.moves),
     )
@@ -519,7 +508,9 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
 
 @lru_cache(maxsize=64)  # the same for all ranks
 def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
-    """`receivable`, `one_peer` and `slow` of a program."""
+    """`receivable` of a program; whether each rank has at most one source and one target in each
+    exchange; and whether some exchange may take several steps.
+    """
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}
     one_peer, slow = True, any(needed > posted + 1 for *_, posted, needed in plan.times)

@@ -94,7 +94,7 @@ class Team(ABC):
 
     @abstractmethod
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """Sends results for the team's tokens to the ranks that own them, for memory in `targets`."""
+        """Sends results for the team's tokens to their owners, to be written to `targets`."""
 
 
 class Travelling(NamedTuple):
@@ -314,7 +314,7 @@ class ExchangingTeam(Team):
     def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
         """Sends results [B,T,heads,D] or [B,heads,T] back to the ranks that own the tokens.
 
-        Args: target: [B,S,U*h,D] or [B,U*h,S]; results go to the heads `part` (None: all) of each share.
+        Args: target: [B,S,U*h,D] or [B,U*h,S], of which the heads `part` (None: all) of each share.
         """
         tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
