@@ -112,10 +112,7 @@ class Statistics(NamedTuple):
         )
 
     def copied_bytes(self, dout_bytes: int) -> int:
-        """Bytes of what kernels make of these that want a contiguous lse and an out.
-
-        Args: dout_bytes: of what is made in the place of out.
-        """
+        """Bytes that kernels copy which want a contiguous lse and an out, of so many bytes."""
         lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
         return lse + (dout_bytes if self.out is None else 0)
 
@@ -184,12 +181,12 @@ class Packing:
 
     @classmethod
     def of(cls, q: Sequence[slice], kv: Sequence[slice]) -> "Packing":
-        """Args: q, kv: the queries, and the keys, of each."""
+        """Of these queries, and keys, of each sequence."""
         return cls(np.array([[[x.start for x in s], [x.stop for x in s]] for s in (q, kv)]))
 
     @classmethod
     def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
-        """Of sequences without gaps. Args: q, kv: where they begin and end: 0, ..., S."""
+        """Of sequences without gaps, which begin and end at 0, ..., S."""
         return cls(np.array([[side[:-1], side[1:]] for side in (q, kv)]))
 
     def __len__(self) -> int:

@@ -84,11 +84,8 @@ class PackingKernel(SoftmaxKernel):
 
     @abstractmethod
     def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
-        """See SoftmaxKernel.forward. Of sequences: q [S,H,D]; k [T,G,D]; v [T,G,E] -> out [S,H,E],
-        lse [H,S], with S queries and T keys in all.
-
-        Args:
-            lengths: of the sequences; None: it is one tile.
+        """See SoftmaxKernel.forward. Of sequences, with these lengths: q [S,H,D]; k [T,G,D]; v
+        [T,G,E] -> out [S,H,E], lse [H,S], with S queries and T keys in all.
         """
 
     @abstractmethod
@@ -135,11 +132,8 @@ def by_heads(
 ) -> Gradients:
     """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
 
-    Args:
-        name: of the kernel.
-        elements: of all heads, which int32 has to count in each call.
-        backward: makes the gradients of some heads.
-        call, dout, statistics: of all heads, as `backward` takes those of some.
+    Args: elements: of all heads, which int32 has to count. backward: makes the gradients of some
+    heads.
 
     Raises: ContextParallelError if one head has too many elements.
     """

@@ -96,13 +96,12 @@ def computed_once[T: Tensor | None](
     """The results of `compute`, which does not run again when a checkpoint runs its function again.
 
     Args:
-        site: which computation of the checkpointed function this is, such as the layer's module;
-            several of one site come in the same order in both runs. None: it always runs.
-        inputs: tensors that it computes with; those among the results are not kept.
-        compute: its results depend on nothing but `inputs`.
+        site: which computation of the function this is, such as the layer's module; several of one
+        site
+            come in the same order in both runs. None: it always runs.
+        inputs: all that the results depend on; those among the results are not kept.
 
-    Returns: what `compute` returns. Raises: ContextParallelError if the second run has inputs of
-    other shapes or dtypes than the first.
+    Raises: ContextParallelError if the second run has inputs of other shapes or dtypes.
     """
     running = _running.get()
     if site is None or not running:
