@@ -12,10 +12,11 @@ import torch
 
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.executor import Executor, executor_of
-from megatron_cp_plugin.core.execution.transport import (
+from megatron_cp_plugin.core.execution.executor import (
+    Executor,
     Transport,
     Wanted,
+    executor_of,
     steps_among,
     team_channels,
 )

@@ -343,7 +343,7 @@ FAULTS = (
         "planner/test_call_memory.py::test_prediction_is_what_ranks_need",
     ),
     Fault(
-        "core/execution/transport.py",
+        "core/execution/executor.py",
         "    moves, rank = outside(plan), topology.rank\n",
         "    moves, rank = (), topology.rank\n",
         "keys that a rank computes with are not those that it was given",

@@ -24,12 +24,32 @@ from megatron_cp_plugin.core.blocks.rows import (
     positions_of_all,
     row_count,
     token_dim,
+    united,
 )
 from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import longest_gap
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
-from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
+from megatron_cp_plugin.core.execution.program import (
+    EVERYTHING,
+    Index,
+    Operation,
+    Program,
+    SomeHeads,
+    gathering_program,
+)
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
-from megatron_cp_plugin.core.plans.plan import PER_HEAD, Move, TensorNames
+from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
+    PER_HEAD,
+    QUERIES,
+    Plan,
+    Side,
+    TensorNames,
+    during,
+)
+from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.tiles import NO_TILES
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -242,28 +262,57 @@ class _Scattering(Departure):
         return [merge]
 
 
-def gathering(
-    inward: Communicator,
-    outward: Communicator,
-    owned: TokenMap,
-    members: Sequence[int],
-    own: int,
-    moves: Sequence[Move],
-) -> GatheringTeam:
-    """A team that gathers blocks.
+class TeamChannels(NamedTuple):
+    """Where blocks come together.
 
-    Args:
-        owned: positions of all ranks.
-        members: owners of the blocks, in the order of the channels' ranks.
-        own: owner of the block that this rank has.
-        moves: moves from and to this rank, of one round.
+    Attributes: owners: whose blocks they are, in the order of the ranks. own: whose this rank has.
+        inward, outward: channels to where blocks are computed with, and back.
     """
-    rows = {move.block.owners[0]: move.block.rows for move in moves}
-    if not moves:
-        members = [own]
-    width = max((move.tokens for move in moves), default=owned.lengths[own])
-    order = _ordered(owned, tuple(members), own, tuple(sorted(rows.items())), width)
-    return GatheringTeam(inward, outward, *order)
+
+    owners: tuple[int, ...]
+    own: int
+    inward: Communicator
+    outward: Communicator
+
+
+def gathering_teams(
+    steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
+) -> tuple[dict[Side, Team], Program]:
+    """Teams that gather queries and keys, and what the rank does with these."""
+    # Only moves before the first step: each group of heads has the same rows.
+    first = [
+        move
+        for move in during(steps)
+        if move.needed == 0 and not move.result and rank in (move.source, move.target)
+    ]
+    teams, spans = dict[Side, Team](), steps.spans
+    for side, (owners, own, inward, outward) in channels.items():
+        moves = [move for move in first if move.side == side]
+        rows = tuple(sorted({move.block.owners[0]: move.block.rows for move in moves}.items()))
+        width = max((move.tokens for move in moves), default=spans.lengths[own])
+        order = _ordered(spans, owners if moves else (own,), own, rows, width)
+        teams[side] = GatheringTeam(inward, outward, *order)
+    kernel = call.kernel
+    computes = (compute for compute in steps.computes if compute.rank == rank)
+    tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
+    if tiles:
+        # Only rows that are computed with are put in order, where they are few.
+        wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
+        tiles = tiles.excerpt(*wanted)
+    tokens = teams[QUERIES].order.tokens
+    return teams, gathering_program(
+        steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
+    )
+
+
+def _excerpt(team: Team, places: Ranges) -> Rows:
+    """The rows that a team puts in order from now on: those of `places`, which tiles have."""
+    order, whole = team.order, between(0, team.order.tokens)
+    wanted = united(places.extents, longest_gap(order.tokens))
+    if order.members == 1 or 2 * row_count(wanted) > order.tokens:
+        return whole
+    team.order = order.within(wanted)
+    return wanted if team.order.excerpt else whole
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
