@@ -215,8 +215,11 @@ class Settings:
         if self._algo == registry.AUTO:
             shape = Shape.of(q, k, v, seq_len)
             mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+            from megatron_cp_plugin.planner.detected_machine import choose_for
+
             given = dict(self._options)
-            algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given, q.device))
+            algo, options = choose_for(topology, shape, mask, kernel, given, q.device)
+            algorithm = softmax_algorithm(algo, topology, tuple(sorted(options)))
         of_mask = causal, window, documents, slices
         compiled = compiled_call(
             algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
@@ -532,20 +535,6 @@ def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
                 "none: call torch.distributed.init_process_group first, or pass group="
             )
     return topology
-
-
-def _choose(
-    topology: Topology,
-    shape: Shape,
-    mask: Mask,
-    kernel: str,
-    given: Mapping[str, object],
-    device: torch.device,
-) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
-    from megatron_cp_plugin.planner.detected_machine import choose_for
-
-    algo, options = choose_for(topology, shape, mask, kernel, given, device)
-    return algo, topology, tuple(sorted(options))
 
 
 @lru_cache(maxsize=256)

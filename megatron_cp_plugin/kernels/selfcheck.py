@@ -143,13 +143,12 @@ def _tile(
     kernel: SoftmaxKernel, problem: Problem, rows: int | Packing, causal: bool, window: int
 ) -> Results:
     """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
-    packing = None
+    packing: Packing | None = None
     if isinstance(rows, int):
         packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
     else:
-        packing = rows
-        packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
-    q, k, v, dout = _inputs(problem, rows)
+        packing, packed_q, packed_kv = rows, [*rows.q], [*rows.kv]
+    q, k, v, dout = _inputs(problem, packed_q[-1].stop)
     call = KernelCall(q, k, v, problem.head_dim**-0.5, causal, packing, window=window)
     wide = call._replace(q=q.double(), k=k.double(), v=v.double())
     want_out, want_lse = Reference().forward(wide)

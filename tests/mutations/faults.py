@@ -429,8 +429,8 @@ FAULTS = (
     # core: communication
     Fault(
         "core/comm.py",
-        "dist.P2POp(dist.isend, tensor, self._ranks[to], self._group)",
-        "dist.P2POp(dist.isend, tensor, to, self._group)",
+        "dist.P2POp(dist.isend, tensor, ranks[to], group)",
+        "dist.P2POp(dist.isend, tensor, to, group)",
         "messages go to ranks of the job, not of the group",
         "integration/test_training.py::test_model_parallel_beside_context_parallel",
     ),
@@ -585,8 +585,8 @@ FAULTS = (
     # kernels
     Fault(
         "core/kernel.py",
-        "None if self.delta is None else self.delta.flip(2)",
-        "self.delta",
+        "lambda out: out.flip(1))",
+        "lambda out: out.flip(1))._replace(delta=self.delta)",
         "delta keeps its order where rows are reversed",
         "test_windows.py::test_equals_unsplit_attention",
     ),

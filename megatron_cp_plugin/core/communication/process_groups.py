@@ -100,8 +100,6 @@ class ProcessGroupTopology(Topology):
         self._reference = ref(group)
         self._make = make
         self._channels: dict[str, Communicator] = {}
-        self._nodes: tuple[int, ...] | None = None
-        self._peer_access: bool | None = None
         self._further: list[ref[dist.ProcessGroup]] = []
 
     @property
@@ -115,14 +113,9 @@ class ProcessGroupTopology(Topology):
             self._channels[name] = ProcessGroupCommunicator(name, group)
         return self._channels[name]
 
-    @property
+    @cached_property
     def peer_access(self) -> bool:
-        if self._peer_access is None:
-            self._peer_access = self.size > 1 and self._reaches_all()
-        return self._peer_access
-
-    def _reaches_all(self) -> bool:
-        if not is_nccl(self._group) or len(set(self.nodes)) > 1:
+        if self.size == 1 or not is_nccl(self._group) or len(set(self.nodes)) > 1:
             return False
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
             return False  # whoever keeps NCCL from peer memory means us too
@@ -146,15 +139,13 @@ class ProcessGroupTopology(Topology):
             return _alone()
         return ProcessGroupTopology(self._new_group(ranks), self._make)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[int, ...]:
-        if self._nodes is None:
-            hosts: list[str] = [""] * self.size
-            # What NCCL goes by: containers of one machine may have one name, or several.
-            mine = os.environ.get("NCCL_HOSTID") or gethostname()
-            dist.all_gather_object(hosts, mine, group=self._group)
-            self._nodes = tuple(hosts.index(host) for host in hosts)
-        return self._nodes
+        hosts: list[str] = [""] * self.size
+        # What NCCL goes by: containers of one machine may have one name, or several.
+        mine = os.environ.get("NCCL_HOSTID") or gethostname()
+        dist.all_gather_object(hosts, mine, group=self._group)
+        return tuple(hosts.index(host) for host in hosts)
 
     def gather[T](self, mine: T) -> list[T]:
         return gathered(mine, self._group)

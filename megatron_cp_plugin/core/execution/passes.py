@@ -28,7 +28,6 @@ from megatron_cp_plugin.core.execution.team import (
     Departure,
     GatheringTeam,
     Named,
-    Staying,
     Team,
     Tensors,
     Waits,
@@ -171,7 +170,7 @@ class Pass(ABC):
         """
         operation = self._round.results.get(names)
         if operation is None:
-            return Staying(self._round.base.named(names, self._targets))
+            return Departure(self._round.base.named(names, self._targets))
         team = self._teams[SIDE_OF[names[0]]]
         assert isinstance(team, GatheringTeam)
         return team.departure(operation, self._targets)

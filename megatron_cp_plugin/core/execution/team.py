@@ -58,31 +58,23 @@ Waits = list[
 ]  # functions to be called once, which wait for results and place them
 
 
-class Departure(ABC):
-    """Results for the tokens of a base block, on their way to the ranks that own the tokens."""
-
-    @abstractmethod
-    def add(self, rows: slice, tensors: Tensors) -> None:
-        """Takes the results for some rows."""
-
-    @abstractmethod
-    def post(self) -> Waits:
-        """Sends the results; call it after all rows have been added."""
-
-
-class Staying(Departure):
-    """The departure of a rank that owns the tokens: results stay here."""
+class Departure:
+    """Results for the tokens of a base block, on their way to the ranks that own the tokens: here
+    to this rank itself.
+    """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         """Args: targets: memory of the results, [B,S,heads,D] or [B,heads,S]."""
         self._targets = targets
 
     def add(self, rows: slice, tensors: Tensors) -> None:
+        """Takes the results for some rows."""
         for target, x in zip(self._targets, tensors, strict=True):
             dim = token_dim(x)
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
     def post(self) -> Waits:
+        """Sends the results; call it after all rows have been added."""
         return []
 
 
