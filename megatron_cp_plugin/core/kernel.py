@@ -90,7 +90,12 @@ class Statistics(NamedTuple):
             return self._each(lambda x: x.index_select(2, rows), lambda out: rows_at(out, rows))
         if rows == slice(0, self.lse.shape[2]):
             return self
-        return self._each(lambda x: x[:, :, rows], lambda out: out[:, rows])
+        lse, out, delta = self  # in every layer: without further calls
+        return Statistics(
+            lse[:, :, rows],
+            None if out is None else out[:, rows],
+            None if delta is None else delta[:, :, rows],
+        )
 
     def _each(
         self, of_rows: Callable[[Tensor], Tensor], of_out: Callable[[Tensor], Tensor]
