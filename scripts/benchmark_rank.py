@@ -14,7 +14,8 @@ engines. The rank is the one that computes most pairs of a query and a key, unle
 
 The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
-for windows and spans, which no kernel here has), times the pairs of a rank in the mean. A profiled
+for spans, which no kernel here has, and for windows where the kernel has none), times the pairs of a
+rank in the mean. A profiled
 step splits the time into kernels of attention, other kernels and copies; in what is left of the
 step the GPU is idle and waits for the host.
 
@@ -325,13 +326,13 @@ class Limit:
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
-        if mask.window is not None or mask.slices is not None:
-            mask = Mask()
-        documents = bool(mask.documents)
+        documents, windows = bool(mask.documents), mask.window is not None
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
-        problem = Problem(*shape, documents=documents, value_dim=v.shape[3])
+        problem = Problem(*shape, documents=documents, value_dim=v.shape[3], windows=windows)
         kernel = resolve("auto", problem)
-        call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal)
+        if mask.slices is not None or (windows and not kernel.windows):
+            mask = Mask()
+        call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal, window=mask.window or 0)
         if documents:
             ends = (0, *mask.documents, tokens)
             call = call._replace(packing=Packing.adjacent(ends, ends))
