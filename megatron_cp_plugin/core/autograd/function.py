@@ -220,15 +220,12 @@ def compiled_call(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
-    seq_len: int,
-    causal: bool,
-    window: int | None,
-    documents: tuple[int, ...],
-    slices: Slices | None,
-    scale: float | None,
-    kernel_for: Callable[[Problem], SoftmaxKernel],
+    *setting: Any,
 ) -> Compiled:
-    """What `Attention` takes. Args, raises: as of `attend`; q, k, v in autocast's dtype."""
+    """What `Attention` takes, of q, k, v in autocast's dtype. Raises: as of `attend`.
+
+    Args: setting: seq_len, causal, window, documents, slices, scale, kernel_for, as of `attend`.
+    """
     dtype = q.dtype
     if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:
         check_dtypes(q, k, v)
@@ -236,8 +233,7 @@ def compiled_call(
         _check_sink(sink, q)
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_tensors = q.shape, k.shape, v.shape, dtype, q.device, deterministic
-    mask = causal, window, documents, slices
-    return algorithm.compiled(*of_tensors, seq_len, *mask, scale, kernel_for)
+    return algorithm.compiled(*of_tensors, *setting)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -157,13 +157,13 @@ class Step(NamedTuple):
 
     number: int
     heads: HeadGroup
-    within: HeadGroup | None
-    first: bool
-    last: bool
-    inputs: tuple[Exchange, ...]
-    tasks: tuple[Task, ...]
-    results: tuple[Exchange, ...]
-    dropped: tuple[BlockId, ...]
+    within: HeadGroup | None = None
+    first: bool = True
+    last: bool = False
+    inputs: tuple[Exchange, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    results: tuple[Exchange, ...] = ()
+    dropped: tuple[BlockId, ...] = ()
 
 
 class Round(NamedTuple):
@@ -307,21 +307,12 @@ def gathering_program(
         # A sum of key gradients can start as the first part's gradient if that part sees all keys.
         found = tuple(sorted(found, key=_reach, reverse=True))
     block = (rank, QUERIES), (rank, KEYS)
+    rounds = _rounds(plan, rank, None, plan.groups)
     steps = (
-        Step(
-            step,
-            heads,
-            None,
-            first=True,
-            last=False,  # results of tasks leave as they are
-            inputs=(),
-            tasks=tuple(Task(*block, part.work, heads, part.rows) for part in found),
-            results=(),
-            dropped=(),
-        )
+        # Not `last`: results of tasks leave as they are.
+        Step(step, heads, tasks=tuple(Task(*block, x.work, heads, x.rows) for x in found))
         for step, heads in enumerate(plan.groups)
     )
-    rounds = _rounds(plan, rank, None, plan.groups)
     return Program(
         tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
         few=False,
