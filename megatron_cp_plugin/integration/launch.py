@@ -8,13 +8,12 @@ import runpy
 import sys
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
     MEGATRON,
@@ -87,7 +86,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    of_the_file = check_run_file(path, words)
+    of_the_file = check_run_file(path)
     if run_file:
         _let_first_rank_warn()
     platform, why = _platform(flags.platform or of_the_file)
@@ -102,8 +101,6 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         words = _with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
-    elif flags.algo is None:
-        _check_spelling(rest)
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
         _say(f"using the CPU platform ({why}); added {' '.join(added) or 'no flags'}")
@@ -150,23 +147,20 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def check_run_file(path: str | None, words: Sequence[str]) -> str:
-    """Checks a run file without importing Megatron.
+def check_run_file(path: str | None) -> str:
+    """Reads a run file; needs no Megatron.
 
-    Args: words: of the command line, which override the file.
-
-    Returns: the platform that it names; it is needed before Megatron is imported.
+    Returns: the platform that it names, which is needed before Megatron is imported.
 
     Raises:
-        ConfigError: The file cannot be read, or has a section, key or reference that there is not.
+        ConfigError: The file cannot be read, or has a section that there is not.
     """
     if path is None:
         return "auto"
     need("megatron", "--config", "omegaconf", "yaml")
-    from megatron_cp_plugin.integration.yaml_config import as_written, check_early
+    from megatron_cp_plugin.integration.yaml_config import as_written
 
-    check_early(path, words)
-    platform = (as_written(path).get("context_parallel") or {}).get("platform")
+    platform = as_written(path).get("context_parallel", {}).get("platform")
     return platform if platform in PLATFORMS else "auto"
 
 
@@ -183,7 +177,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     from megatron_cp_plugin.integration.yaml_config import as_written, superseded, yaml_to_argv
 
     argv = yaml_to_argv(path, parser, words)
-    dropped = superseded(as_written(path).get("context_parallel") or {}, words)
+    dropped = superseded(as_written(path).get("context_parallel", {}), words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
         _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")
@@ -196,22 +190,6 @@ def _all_flags() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     return add_arguments(add_megatron_arguments(parser))
-
-
-def _check_spelling(argv: Sequence[str]) -> None:
-    """Refuses flags that are nearly ours where no algorithm is chosen.
-
-    Megatron's own path would run, or a script that ignores unknown flags without the algorithm.
-    """
-    ours = add_arguments(OneLineParser(add_help=False))._option_string_actions
-    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    near = [flag for flag in flags if get_close_matches(flag, ours, cutoff=0.85)]
-    if not near:
-        return
-    known = _all_flags()._option_string_actions
-    for flag in near:
-        if flag not in known:
-            raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see --help")
 
 
 def _print_help(run_file: bool) -> None:
