@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forks import ForkedJob
 
-from megatron_cp_plugin.harness.forks import ForkedJob
 from megatron_cp_plugin.harness.models import MODELS
 
 ROOT = Path(__file__).parents[1]
