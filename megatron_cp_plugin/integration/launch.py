@@ -8,12 +8,13 @@ import runpy
 import sys
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
     MEGATRON,
@@ -101,6 +102,8 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         words = _with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
+    elif flags.algo is None:
+        _check_spelling(rest)
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
         _say(f"using the CPU platform ({why}); added {' '.join(added) or 'no flags'}")
@@ -190,6 +193,22 @@ def _all_flags() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     return add_arguments(add_megatron_arguments(parser))
+
+
+def _check_spelling(argv: Sequence[str]) -> None:
+    """Refuses flags that are nearly ours where no algorithm is chosen.
+
+    Megatron's own path would run, or a script that ignores unknown flags without the algorithm.
+    """
+    ours = add_arguments(OneLineParser(add_help=False))._option_string_actions
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    near = [flag for flag in flags if get_close_matches(flag, ours, cutoff=0.85)]
+    if not near:
+        return
+    known = _all_flags()._option_string_actions
+    for flag in near:
+        if flag not in known:
+            raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see --help")
 
 
 def _print_help(run_file: bool) -> None:
