@@ -154,7 +154,7 @@ class DistFlash(PointToPoint):
                 seq_len=shape.seq_len,
                 mask=mask,
                 nodes=self.topology.nodes,
-                row_bytes=shape.travel_bytes,
+                row_bytes=shape.travel_bytes(),
             )
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)

@@ -101,12 +101,8 @@ class Usp(Ulysses):
 
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
         """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
-        of_queries, of_keys = shape.travel_bytes
-
-        def cost(rows: int, cols: int) -> int:
-            return (cols - 1) * of_queries + (rows - 1) * of_keys
-
-        return cheapest(self.topology.size // members, self.options.rows, 0, cost)
+        teams = self.topology.size // members
+        return cheapest(teams, self.options.rows, 0, shape.travel_bytes())
 
     @classmethod
     def check(

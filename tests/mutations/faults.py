@@ -648,8 +648,8 @@ FAULTS = (
     ),
     Fault(
         "core/plans/compile.py",
-        "numbers = range(max(0, number), min(number + 1, last) + 1)",
-        "numbers = range(number + 1, min(number + 1, last) + 1)",
+        "for hop in (place - 1, place) if 0 <= hop",
+        "for hop in (place,) if 0 <= hop",
         "a rank of a ring sends what it has, but does not get what comes from the rank before",
         "core/test_plan.py::test_the_part_of_a_rank_is_what_concerns_it",
     ),
@@ -1113,8 +1113,8 @@ FAULTS = (
     ),
     Fault(
         "core/plans/compile.py",
-        "_Chain(some[some.index(first) :], _HOME, arrival, near)",
-        "_Chain(some, _HOME, arrival, near)",
+        "_Chain(some[some.index(first) :][::-1], _HOME, arrival, near)",
+        "_Chain(some[::-1], _HOME, arrival, near)",
         "ranks that computed nothing send sums",
         "core/test_plans_of_before.py::test_plans_are_those_of_before",
     ),
