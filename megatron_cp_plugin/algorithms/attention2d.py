@@ -17,8 +17,8 @@ from megatron_cp_plugin.core.algorithm import (
     divisors,
     number,
 )
+from megatron_cp_plugin.core.call import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape

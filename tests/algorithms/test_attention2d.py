@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.attention2d import cheapest, column_major, grid_shapes, row_major
-from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import merge_all_into

@@ -23,10 +23,14 @@ from megatron_cp_plugin.core.blocks.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import longest_gap, rows_met, rows_of_parts
+from megatron_cp_plugin.core.blocks.visible_rows import (
+    TokenMap,
+    longest_gap,
+    rows_met,
+    rows_of_parts,
+)
+from megatron_cp_plugin.core.call import together
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
