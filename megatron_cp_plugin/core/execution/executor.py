@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     packed,
     token_dim,
 )
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.passes import (
@@ -54,9 +54,7 @@ from megatron_cp_plugin.core.execution.team import (
     Waits,
     gathering_teams,
 )
-from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.batch import Batch
-from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.check import PlanError, check_slots

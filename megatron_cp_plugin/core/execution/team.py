@@ -26,8 +26,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     token_dim,
     united,
 )
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import longest_gap
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, longest_gap
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.program import (
