@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import utils as megatron_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.models.gpt import GPTModelConfig
@@ -15,7 +14,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
-from megatron_cp_plugin.integration import checks
+from megatron_cp_plugin.integration import checks, rules
 from megatron_cp_plugin.integration.checks import check_arguments, describe, describe_graphs
 from megatron_cp_plugin.integration.rules import FEATURES, Rule, check
 from megatron_cp_plugin.integration.settings import Settings
@@ -129,7 +128,7 @@ def test_documents(args: argparse.Namespace, flag: str, monkeypatch: pytest.Monk
         only_here.setattr(args, "position_embedding_type", "learned_absolute")
         check_arguments(args, linear, CPU)
     word = "--" + flag.replace("_", "-")
-    monkeypatch.delattr(megatron_utils, "flatten_batch_for_packed_sequences")
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.1"))
     assert f"got {word}: use Megatron 0.19 or later" in refusal(args)
 
 
