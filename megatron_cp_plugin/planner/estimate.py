@@ -98,16 +98,17 @@ class _Blocks:
 
     def assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
         """Tokens of a block with padding, and the tiles of all that a rank gathers."""
-        key = placement.layout, self.owners(placement, rank)
+        met = self.owners(placement, rank)
+        key = placement.layout, placement.size, met
         if key not in self._assembled:
             spans, tokens = self.spans(placement), self.tokens(placement)
-            width = max(tokens[owner] for owners in key[1] for owner in owners)
-            q, k = (assemble([spans(one) for one in owners], width) for owners in key[1])
+            width = max(tokens[owner] for owners in met for owner in owners)
+            q, k = (assemble([spans(one) for one in owners], width) for owners in met)
             self._assembled[key] = width, self.meet(q.spans, k.spans).tiles
         return self._assembled[key]
 
     @cached_property
-    def _assembled(self) -> dict[tuple[Layout, _Owners], tuple[int, tuple[_Tiles, ...]]]:
+    def _assembled(self) -> dict[tuple[Layout, int, _Owners], tuple[int, tuple[_Tiles, ...]]]:
         return {}
 
     def owners(self, placement: BlockPlacement, rank: int) -> _Owners:

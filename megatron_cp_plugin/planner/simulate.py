@@ -67,8 +67,8 @@ def simulate(
     (allgather, attention2d, ulysses over the process group), three are, at the true size: the
     others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
     four nodes or teams, with as many tokens a rank, and goes on from there in a straight line: with
-    every further rank, or team, there are as many steps more, each like the others. Of a team of
-    usp one rank stands for all.
+    every further rank, or team, there are as many steps more, each like the others. Of a grid by
+    blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
 
     Args:
         algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
@@ -104,8 +104,10 @@ def simulate(
                 for count in counts
             )
             return _extended(few, more, counts, size)
-        elif "ulysses" in options:
-            ranks = tuple(range(0, size, int(str(options["ulysses"]))))
+        else:
+            team = int(str(options.get("ulysses", 1)))
+            sampled = "rows" in options and size // team > _OF_GRID
+            ranks = tuple(range(0, size, size // _OF_GRID if sampled else team))
     traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
     return play(machine, nodes, traces, kernel, captured=captured)
 
@@ -146,7 +148,7 @@ def rank_alone(
     return play(machine, nodes, traces, kernel, captured=captured)
 
 
-_ALL = 16  # so many ranks are simulated one by one
+_ALL, _OF_GRID = 16, 8  # so many ranks are simulated one by one; of a larger grid by blocks
 _MOST = 64  # of a grid by blocks
 
 
