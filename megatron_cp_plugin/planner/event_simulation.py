@@ -434,7 +434,7 @@ class _Run:
         end = begin + rate.time(size)
         for one in resources[:2]:
             self.free[one] = end
-        # What comes from ranks that are not simulated counts as the others' part of what goes there.
+        # What comes from ranks that are not simulated is in the others' part of what is sent.
         if ("fabric", 0) in resources and self.machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
             self.free["fabric", 0] = begin + size * others / self.machine.between_total
