@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.event_simulation import (
     play,
     tile_seconds,
 )
-from megatron_cp_plugin.planner.machine import Links, Machine, Pass, Rate
+from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.trace import Trace, alone, trace_linear, trace_softmax
 
 __all__ = [
@@ -108,43 +108,7 @@ def simulate(
             team = int(str(options.get("ulysses", 1)))
             sampled = "rows" in options and size // team > _OF_GRID
             ranks = tuple(range(0, size, size // _OF_GRID if sampled else team))
-    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
-    return play(machine, nodes, traces, kernel, captured=captured)
-
-
-def rank_alone(
-    algo: str,
-    options: Mapping[str, object],
-    shape: Shape,
-    mask: Mask,
-    machine: Machine,
-    nodes: Sequence[int],
-    rank: int,
-    *,
-    kernel: str | None = None,
-    captured: bool = False,
-) -> Timeline:
-    """One rank as `scripts/benchmark_rank.py` runs it: blocks of others come as fast as memory is.
-
-    Args:
-        rank: Of the job's.
-        nodes: The node of each rank of the job.
-        algo, options, shape, mask, machine, kernel, captured: As of `simulate`.
-
-    Raises:
-        ConfigError: As of `simulate`.
-    """
-    nodes = tuple(nodes)
-    arrival = Links(Rate(machine.operation_seconds, machine.memory_bytes_per_second / 2))
-    machine = replace(
-        machine, inside=arrival, between=arrival, copy=None, group_share=1.0, between_total=None
-    )
-    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, (rank,), False)
-    # No rank of the node shares a network card with it. An arrival is launched as a copy for each
-    # block, and an event.
-    host = replace(machine.host, group=2 * machine.host.operation)
-    machine = replace(machine, cards_per_node=len(nodes), host=host)
-    kernel = kernel or next(iter(machine.kernels))
+    traces = traces_of(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
     return play(machine, nodes, traces, kernel, captured=captured)
 
 
@@ -223,7 +187,7 @@ def host_seconds(
 
 
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine
-def _traces(
+def traces_of(
     algo: str,
     options: tuple[tuple[str, object], ...],
     shape: Shape | LinearShape,
