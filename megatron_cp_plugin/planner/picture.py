@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.pictures import check_picture, write_picture
 from megatron_cp_plugin.planner.event_simulation import Interval, Timeline
 
@@ -26,6 +27,8 @@ def save(found: Timeline, title: str, path: Path) -> None:
     if path.suffix == ".json":
         path.write_text(json.dumps(found.chrome_trace()) + "\n")
         return
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"a timeline is written as .json, .svg or .png, got {path.name}")
     check_picture(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
