@@ -10,16 +10,16 @@ from weakref import WeakMethod
 
 import torch
 
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup, successive_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.executor import Executor, executor_of
-from megatron_cp_plugin.core.execution.transport import (
+from megatron_cp_plugin.core.execution.executor import (
+    Executor,
     Transport,
     Wanted,
+    executor_of,
     steps_among,
     team_channels,
 )
-from megatron_cp_plugin.core.head_groups import HeadGroup, successive_groups
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
@@ -125,11 +125,6 @@ class Algorithm(ABC):
         self.options = options
         self.layout = self.layout_for(options)
         self._checked: set[Phase] = set()
-
-    # Looked up once a pass: at short lengths a step of training is bound by the host.
-    @cached_property
-    def _plan(self) -> Callable[[Shape, Mask, Phase, bool, int | None], Plan]:
-        return cached_method(self._make_plan, 64)
 
     @cached_property
     def _on(self) -> Callable[[Layout], "Algorithm"]:
@@ -239,10 +234,8 @@ class Algorithm(ABC):
         exchange = self._exchange(placement, shape, phase)
         transport = self._transport(placement)
         slots = self.slots(shape, transport.topology.size)
-        of_call = call, self.topology
-        return executor_of(
-            placement, steps, exchange, *of_call, transport, slots, overlap=self.overlap
-        )
+        of_call = call, self.topology, transport, slots, self.overlap
+        return executor_of(placement, steps, exchange, *of_call)
 
     def _exchange(self, placement: Placement, shape: Shape, phase: Phase) -> Plan | None:
         """What this rank exchanges in its team that splits heads, if there is one.
@@ -285,12 +278,9 @@ class Algorithm(ABC):
         the same order.
         """
         among = steps_among(placement, self.topology)
-        if isinstance(placement, HeadPlacement):
-            rank = None if among.peer_access else among.rank
-            setting = mask, phase, rectangular, rank
-            return self._checked_plan(placement.of_teams, shape.seq_len, *setting)
-        rank = among.rank if placement.assembled or not among.peer_access else None
-        return self.plan(shape, mask, phase, rectangular=rectangular, rank=rank)
+        blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
+        rank = among.rank if blocks.assembled or not among.peer_access else None
+        return self._checked_plan(blocks, shape.seq_len, mask, phase, rectangular, rank)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""
@@ -317,15 +307,11 @@ class Algorithm(ABC):
 
         Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `plan_of`.
         """
-        return self._plan(shape, mask, phase, rectangular, rank)
-
-    def _make_plan(
-        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
-    ) -> Plan:
-        placement, setting = self.placement(shape, mask, phase), (mask, phase, rectangular)
+        placement = self.placement(shape, mask, phase)
+        setting = shape.seq_len, mask, phase, rectangular, rank
         if isinstance(placement, HeadPlacement):
-            return plan_of(placement, shape.seq_len, *setting, rank)
-        return self._checked_plan(placement, shape.seq_len, *setting, rank)
+            return plan_of(placement, *setting)
+        return self._checked_plan(placement, *setting)
 
     def _checked_plan(
         self,

@@ -1,10 +1,15 @@
-"""Whether the tests find faults: plants those of `faults.py` one at a time, and runs the tests.
+"""Whether the tests find faults: plants those of `faults.txt` one at a time, and runs the tests.
 
     .venv/bin/python -m tests.mutations.check [NUMBER ...] [--named] [--jobs 2] [--report FILE]
 
 In copies of the tree, with the tests that `make test` runs: first the one that found the fault
 before, then those of the changed module. A fault is found if a test fails which passes without it.
 Exits 1 if more than three of all faults are not found, or if the text of one is not in the tree.
+
+A fault in `faults.txt` is four lines or more: its file in the package and, in words, what goes
+wrong; the lines that the file has once, after "-"; those that take their place, after "+"; and the
+test that found it last. A fault whose lines have gone from its file fails a test: give it the lines
+that have taken their place, or put another fault of the kind in its place.
 """
 
 import argparse
@@ -22,14 +27,47 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
+from typing import NamedTuple
 
-from tests.mutations.faults import FAULTS, PACKAGE, Fault
-
+PACKAGE = "megatron_cp_plugin"
 ROOT = Path(__file__).parents[2]
 ALLOWED = 3  # of all faults, that may stay unfound
 # A deadlock is found too, but sooner than by the suite's own limit. Random tests draw the same.
 PYTEST = "-q -x -p no:cacheprovider --timeout 120 --hypothesis-seed 0".split()
 QUICK = ("-m", "not slow")
+
+
+class Fault(NamedTuple):
+    """A change of the code that makes it wrong.
+
+    Attributes: file: in the package. before: text that the file has once. after: what takes its
+        place. what: the fault in words. test: the one that found it last, in the folder of tests,
+        and is tried first.
+    """
+
+    file: str
+    before: str
+    after: str
+    what: str
+    test: str
+
+    def applies(self, text: str) -> bool:
+        """Whether the file's text has the place."""
+        return text.count(self.before) == 1
+
+
+def _faults(text: str) -> Iterator[Fault]:
+    for row in re.split(r"\n{2,}", text.strip()):
+        head, *lines = row.split("\n")
+        if head.startswith("#"):
+            continue
+        *changes, test = lines
+        before, after = ("\n".join(x[1:] for x in changes if x[0] == sign) for sign in "-+")
+        file, _, what = head.partition(": ")
+        yield Fault(file, before, after, what, test)
+
+
+FAULTS = tuple(_faults(Path(__file__).with_name("faults.txt").read_text()))
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import megatron_cp_plugin
-from tests.mutations.faults import FAULTS
+from tests.mutations.check import FAULTS
 
 SOURCES = Path(megatron_cp_plugin.__file__).parent
 TESTS = Path(__file__).parents[1]
 
 
 def test_every_fault_can_be_planted() -> None:
-    """A change that moves one of these places takes its row of `faults.py` along."""
+    """A change that moves one of these places takes its row of `faults.txt` along."""
     lost = [
         f"{fault.file} does not have once: {fault.before}"
         for fault in FAULTS

@@ -9,8 +9,7 @@ from itertools import product, zip_longest
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import sees
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, sees
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -91,6 +90,7 @@ def _check_layout(owned: TokenMap) -> None:
         )
 
 
+@lru_cache(maxsize=64)
 def check_steps(name: str, plan: Plan) -> None:
     """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
 
