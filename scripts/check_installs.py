@@ -1,10 +1,11 @@
 """Makes empty environments, installs the package in each in one of its ways, and tries it.
 
-python scripts/check_installs.py [--only torch megatron report editable]
+python scripts/check_installs.py [--only torch sdist megatron report editable]
 
-Builds the wheel, installs it with no extra, with [megatron] and with [report], and the clone
-editable with [dev], each in an environment of its own with the versions of requirements.lock, and
-runs what each of them must be able to do. Needs uv, and a package index or wheels.
+Builds wheel and source distribution, installs each with no extra, the wheel with [megatron] and
+with [report], and the clone editable with [dev], each in an environment of its own with the
+versions of requirements.lock, and runs what each of them must be able to do. Needs uv, and a
+package index or wheels.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,7 @@ _REFUSED = (
 )
 ENVIRONMENTS = {
     "torch": Environment("{wheel}", (*_TORCH_ALONE, *_REFUSED)),
+    "sdist": Environment("{sdist}", _TORCH_ALONE),
     "megatron": Environment(
         "{wheel}[megatron]",
         (
@@ -135,22 +137,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # By way of the source distribution, so that a stale build folder is not in it.
         build = [uv, "build", "--quiet", "--python", args.python, "--out-dir", folder]
         _run([*build, str(ROOT)], place)
-        (wheel,) = place.glob("*.whl")
+        (wheel,), (sdist,) = place.glob("*.whl"), place.glob("*.tar.gz")
+        places = {"wheel": wheel, "sdist": sdist, "root": ROOT}
         for name in args.only:
-            failed += _try(name, ENVIRONMENTS[name], uv, args.python, wheel)
+            failed += _try(name, ENVIRONMENTS[name], uv, args.python, places)
     print(f"{failed} failed")
     return 1 if failed else 0
 
 
-def _try(name: str, environment: Environment, uv: str, python: str, wheel: Path) -> int:
-    """Makes an environment and runs its trials; returns how many failed."""
+def _try(
+    name: str, environment: Environment, uv: str, python: str, places: Mapping[str, Path]
+) -> int:
+    """Makes an environment and runs its trials; returns how many failed.
+
+    Args: places: of what is installed, by name.
+    """
     # A folder of its own, so that nothing of the checkout is found by chance.
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         interpreter = str(place / "venv" / "bin" / "python")
         start = time.monotonic()
         _run([uv, "venv", "--quiet", "--python", python, "venv"], place)
-        places = {"wheel": wheel, "root": ROOT}
         _run(
             [
                 *(uv, "pip", "install", "--quiet", "--python", interpreter),

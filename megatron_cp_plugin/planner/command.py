@@ -23,7 +23,8 @@ from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
 _PROPOSALS = 10
-_ERROR = 0.05  # what a step may be off, from docs/predictions.md
+# What a step may be off, without experts and with them, from docs/predictions.md.
+_ERROR, _EXPERTS_ERROR = 0.05, 0.3
 _QUIET_SECONDS = 1.0  # between two lines of progress
 
 
@@ -71,7 +72,8 @@ def plan_model(
     job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
     found = proposals(job, _PROPOSALS, _Progress())
     best, flop = found[0], job.model.flop(tokens, visible_pairs(tokens, mask))
-    within = sum(one.rate >= best.rate * (1 - _ERROR) for one in found)
+    error = _EXPERTS_ERROR if job.model.experts else _ERROR
+    within = sum(one.rate >= best.rate * (1 - error) for one in found)
     print(
         f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
@@ -119,7 +121,7 @@ def plan_model(
     print("S: parameters sharded, R: full recompute, C: loss in chunks; tokens/s and TFLOP/s a GPU")
     if within > 1:
         print(
-            f"the first {within} are within {_ERROR:.0%}, the simulator's error: take the one that "
+            f"the first {within} are within {error:.0%}, the simulator's error: take the one that "
             "suits you best"
         )
     if job.model.experts:
