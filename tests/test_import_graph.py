@@ -23,7 +23,7 @@ FORBIDDEN = [
 ROOMS = [
     ("layout", "ranges"),
     ("agree", "comm", "communication", "topology"),
-    ("fused", "kernel", "partial", "shape"),
+    ("kernel", "partial", "shape"),
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),
@@ -212,7 +212,6 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
             "invariance",
             "prepare_data",
             "compatibility",
-            "compatibility_page",
         )
     }
 
