@@ -55,9 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with one_line_errors("megatron-cp: error"):
             return compare.main(words[1:])
     if words[:1] == ["check"]:
-        from megatron_cp_plugin.harness import check_recipe
+        with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
+            need("megatron", "check", "megatron", "yaml")
+            # Megatron says at every import what is not installed.
+            warnings.simplefilter("ignore")
+            from megatron_cp_plugin.harness import check_recipe
 
-        with one_line_errors("megatron-cp: error"):
             return check_recipe.main(words[1:])
     if words[:1] == ["invariance"]:
         from megatron_cp_plugin.harness import invariance
