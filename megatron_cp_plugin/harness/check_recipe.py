@@ -105,11 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
-    """Returns what is to be said of a recipe.
-
-    Args:
-        machine: Name of one, or a file.
-    """
+    """Returns what is to be said of a recipe."""
     finding = Finding(unknown=list(recipe.unknown))
     beyond = _beyond(recipe)
     if beyond:

@@ -20,11 +20,7 @@ from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, SINCE, Name
 
 
 def problems(*parts: Part) -> list[str]:
-    """Returns what of the running Megatron is not as the tables say, one line each.
-
-    Args:
-        parts: What of the plugin to look at.
-    """
+    """Returns what of the running Megatron is not as the tables say, one line each."""
     version, _ = compat.running_version()
     found = compat.problems(*parts)
     for used in USED:

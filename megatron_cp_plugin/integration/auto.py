@@ -146,11 +146,6 @@ def fastest(
 ) -> tuple[PluginFlags, str | None]:
     """The contender that is fastest on the GPUs of the job; a collective operation of all ranks.
 
-    Args:
-        resolved: The same on all ranks.
-        group: The context-parallel group.
-        device: Where the run computes.
-
     Returns:
         Its flags, and what to say about it; None if nothing was measured.
     """
@@ -337,9 +332,6 @@ def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> l
 
 def check_same(flags: PluginFlags) -> None:
     """Compares the choices of all ranks of the job; a collective operation.
-
-    Args:
-        flags: As `resolve` gave them.
 
     Raises:
         ContextParallelError: On all ranks, if some have chosen otherwise.

@@ -163,14 +163,7 @@ class Runtime:
         device: torch.device,
         documents: Documents = (),
     ) -> Tensor:
-        """Returns the global positions of this rank's tokens, int64 [S], in local order.
-
-        Args:
-            group: The context-parallel group.
-            seq_len: Tokens of the whole sequence.
-            device: Of the result.
-            documents: Where documents begin in this sequence, or who sees whom.
-        """
+        """Returns the global positions of this rank's tokens, int64 [S], in local order."""
         layout = self._layout.within(documents)
         return _positions(layout, group.rank(), group.size(), seq_len, device)
 
