@@ -4,6 +4,7 @@ A placement must be complete: every token is one rank's, and every pair of block
 """
 
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product, zip_longest
 
 import numpy as np
@@ -88,6 +89,7 @@ def _check_layout(owned: TokenMap) -> None:
         )
 
 
+@lru_cache(maxsize=64)
 def check_steps(name: str, plan: Plan) -> None:
     """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
 
