@@ -115,9 +115,11 @@ class Runtime:
         options: dict[str, object],
     ) -> Any:
         if (algo, group) not in self._algorithms:
-            topology = self._topologies.get(group) or topology_of(group)
-            self._algorithms[algo, group] = create(algo, topology, options)
+            self._algorithms[algo, group] = create(algo, self._topology(group), options)
         return self._algorithms[algo, group]
+
+    def _topology(self, group: dist.ProcessGroup) -> Topology:
+        return self._topologies.get(group) or topology_of(group)
 
     def serving(self, algo: str) -> Runtime:
         """Returns the runtime of the layers that have one of the run's algorithms."""
