@@ -27,6 +27,7 @@ class PlanError(ContextParallelError):
     """A plan that computes something else than attention, or never ends."""
 
 
+@lru_cache(maxsize=64)  # a planner asks for many ranks
 def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Mask) -> None:
     """Raises: ConfigError unless every token is one rank's, and every pair has one place, on a rank
     that there is.
