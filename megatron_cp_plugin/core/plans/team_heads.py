@@ -134,12 +134,12 @@ class TeamHeads:
         self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
     ) -> Iterator[Move]:
         back = messages[0][0] in RESULTS
-        lengths = self.spans.lengths
+        lengths, width = self.spans.lengths, max(self.spans.lengths)
         for source, target in self._mates():
             share = (source if back else target) % self.members
             owner = target if back else source
             block = Block((owner,), between(0, lengths[owner]))
-            yield Move(posted, needed, source, target, messages, block, max(lengths), heads, share)
+            yield Move(posted, needed, source, target, messages, block, width, heads, share)
 
     def _mates(self) -> Iterator[tuple[int, int]]:
         """Different ranks of a team, in both directions; of one rank those with it."""
