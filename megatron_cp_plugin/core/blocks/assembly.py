@@ -184,7 +184,7 @@ class Assembly:
             low = max(rows.start, row)
             count = min(rows.stop, row + length) - low
             if count > 0:
-                target, part = blocks[member], values
+                target, part = blocks[member], values  # in every layer: without further calls
                 if target.shape[dim] != count:
                     target = target.narrow(dim, start + low - row, count)
                 if part.shape[dim] != count:
