@@ -184,8 +184,12 @@ class Assembly:
             low = max(rows.start, row)
             count = min(rows.stop, row + length) - low
             if count > 0:
-                target = narrowed(blocks[member], dim, start + low - row, count)
-                target.copy_(narrowed(values, dim, low - rows.start, count))
+                target, part = blocks[member], values  # in every layer: without further calls
+                if target.shape[dim] != count:
+                    target = target.narrow(dim, start + low - row, count)
+                if part.shape[dim] != count:
+                    part = part.narrow(dim, low - rows.start, count)
+                target.copy_(part)
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
