@@ -127,7 +127,7 @@ def _add_hooks(commands: Any) -> None:
     parser = commands.add_parser(
         "hooks",
         help="what the plugin replaces and relies on in Megatron, and whether yours has it",
-        description="Prints patches/README.md.",
+        description="Prints the tables of patches/README.md.",
     )
     parser.add_argument(
         "--check",
@@ -150,7 +150,7 @@ def _hooks(arguments: argparse.Namespace) -> int:
             print(line)
         print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")
         return 2 if problems else 0
-    from megatron_cp_plugin.harness.compatibility_page import markdown
+    from megatron_cp_plugin.harness.compatibility import markdown
 
     print(markdown(), end="")
     return 0

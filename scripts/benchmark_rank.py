@@ -14,9 +14,11 @@ engines. The rank is the one that computes most pairs of a query and a key, unle
 
 The limit is the best kernel's time for the whole sequence on one GPU, divided by P: its time per
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
-for windows and spans, which no kernel here has), times the pairs of a rank in the mean. A profiled
-step splits the time into kernels of attention, other kernels and copies; in what is left of the
-step the GPU is idle and waits for the host.
+for spans, which no kernel here has, and for windows where the kernel has none), times the pairs of
+a rank in the mean. `step` begins on an idle GPU; `steady` is a step among others, launched one
+after another, as the layers of a model are. A profiled step splits the time into kernels of
+attention, other kernels and copies; in what is left of the step the GPU is idle and waits for the
+host.
 
 The rows of docs/data/ranks.csv are those that the simulator is compared with
 (`scripts/predictions.py`); which of them it is fitted to was decided before they were measured.
@@ -96,6 +98,7 @@ class Row:
         attention_ms, other_ms, copies_ms: Of a profiled step.
         idle_ms: Of a step in which no kernel runs.
         host_ms: In which the host launches a step.
+        steady_ms, steady_share: Of a step among others, where the host may be ahead of the GPU.
         kernels: Launches and microseconds by (the beginning of) a kernel's name.
         attention_us: Of each kernel of attention, in order.
         captured_ms, captured_share: Of replays of a CUDA graph.
@@ -119,6 +122,8 @@ class Row:
     copies_ms: float = 0.0
     idle_ms: float = 0.0
     host_ms: float = 0.0
+    steady_ms: float = 0.0
+    steady_share: float = 0.0
     captured_ms: float = 0.0
     captured_share: float = 0.0
     sent_gb: float = 0.0
@@ -289,6 +294,26 @@ def medians_ms(body: Callable[[], object], iters: int, warmup: int = 2) -> tuple
     return statistics.median(times[warmup:]), statistics.median(of_host[warmup:])
 
 
+def steady_ms(body: Callable[[], object], once_ms: float) -> float:
+    """Time of a call among others, none of which waits for the GPU: the median of three series.
+
+    Args:
+        once_ms: What a call takes by itself.
+    """
+    times, calls = list[float](), max(4, round(_SECONDS * 1e3 / once_ms))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        body()
+        start.record()
+        for _ in range(calls):
+            body()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / calls)
+    return statistics.median(times)
+
+
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in what takes longer."""
@@ -325,13 +350,13 @@ class Limit:
     def _of_a_pair(self, case: Case, tokens: int) -> float:
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
-        if mask.window is not None or mask.slices is not None:
-            mask = Mask()
-        documents = bool(mask.documents)
+        documents, windows = bool(mask.documents), mask.window is not None
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
-        problem = Problem(*shape, documents=documents, value_dim=v.shape[3])
+        problem = Problem(*shape, documents=documents, value_dim=v.shape[3], windows=windows)
         kernel = resolve("auto", problem)
-        call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal)
+        if mask.slices is not None or (windows and not kernel.windows):
+            mask = Mask()
+        call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal, window=mask.window or 0)
         if documents:
             ends = (0, *mask.documents, tokens)
             call = call._replace(packing=Packing.adjacent(ends, ends))
@@ -452,6 +477,8 @@ def measure(
         with cp.record_communication() as log:
             step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
+        steady = steady_ms(step, step_ms)
+        row = replace(row, steady_ms=steady, steady_share=limit_ms / steady)
         peak = torch.cuda.max_memory_allocated() / 2**30
         row = replace(row, host_ms=host_ms, sent_gb=log.bytes() / 1e9, peak_gib=peak)
         row = split(row, step, args)
@@ -514,7 +541,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     drawn = []
     for words, own in problems(rows).items():
         table = Table(
-            *("algorithm", "rank", "step ms", "of limit", "attention", "other", "copies"),
+            *("algorithm", "rank", "step ms", "of limit", "steady", "attention", "other", "copies"),
             *("idle", "host", "captured", "sent GB", "peak GiB", "note"),
             title=f"{words}: limit {own[0].limit_ms:.2f} ms",
         )
@@ -525,6 +552,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
                 str(row.rank),
                 f"{row.step_ms:.2f}",
                 f"{row.share:.3f}",
+                f"{row.steady_share:.3f}",
                 *(f"{ms:.2f}" for ms in parts),
                 f"{row.captured_share:.3f}" if row.captured_ms else "-",
                 f"{row.sent_gb:.2f}",

@@ -43,10 +43,10 @@ import bars
 import torch
 from bars import Bar, Legend, Panel
 from benchmark_train_job import Plan, Report, read_reports
+from forks import free_port
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.harness.forks import free_port
 from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import tokens_of

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forks import ForkedJob
 
-from megatron_cp_plugin.harness.forks import ForkedJob
 from megatron_cp_plugin.harness.models import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def table(cards: dict[str, dict[str, Any]]) -> str:
         "vision towers are not built. Stand-ins compute for flash-linear-attention and mamba-ssm.",
         "Biases of experts, the Hadamard transform and the ReLU of DSA's indexer, norms around 1",
         "and MiniMax-M3's choice of blocks are left out; nothing ran on GPUs. Kimi K3 has no card:",
-        "Megatron has no Kimi delta attention, and no gates of multi-latent attention's output.",
+        "[refused.md](refused.md) says why.",
         "",
         f"Python, Megatron, torch and plugin: {'; '.join(versions)}.",
         "",

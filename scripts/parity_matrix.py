@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from convergence_runs import Outcome, Run, Variant, run_file
 from convergence_smoke import judge, refusal
+from forks import ForkedJob
 from omegaconf import OmegaConf
 from parity_combinations import (
     BF16_BOUND,
@@ -39,7 +40,6 @@ from parity_combinations import (
 )
 from parity_flags import choose, make_parser
 
-from megatron_cp_plugin.harness.forks import ForkedJob
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
 
 SCRIPT = Path(__file__).with_name("pretrain_gpt.py")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_cp_plugin.harness.forks import ForkedJob
+from forks import ForkedJob
 
 
 def launch(

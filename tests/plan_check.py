@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import between
-from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side

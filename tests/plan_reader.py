@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_cp_plugin.core.blocks.rows import Rows
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan
 from megatron_cp_plugin.core.ranges import Span

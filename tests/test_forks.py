@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-from megatron_cp_plugin.harness.forks import ForkedJob
+from forks import ForkedJob
 
 THREADS, JOBS = 8, 24
 SCRIPT = "import os, torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"

@@ -27,8 +27,7 @@ ROOMS = [
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),
-    ("head_groups", "placement", "plans"),
-    ("call",),
+    ("call", "placement", "plans"),
     ("execution",),
     ("algorithm",),
     ("autograd", "chunked_loss"),
@@ -213,7 +212,6 @@ def test_the_planner_imports_no_tool_and_the_tools_the_harness_for_its_commands_
             "invariance",
             "prepare_data",
             "compatibility",
-            "compatibility_page",
         )
     }
 

@@ -17,8 +17,8 @@ from megatron_cp_plugin.core.algorithm import (
     divisors,
     number,
 )
+from megatron_cp_plugin.core.call import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -119,9 +119,20 @@ def check_grid(name: str, size: int, rows: int, cols: int) -> None:
         )
 
 
-def cheapest(size: int, rows: int, cols: int, cost: Callable[[int, int], int]) -> tuple[int, int]:
-    """The allowed (R, C) of least cost(R, C); of equals, the one with more rows."""
-    return min(grid_shapes(size, rows, cols), key=lambda shape: (cost(*shape), -shape[0]))
+def cheapest(
+    size: int, rows: int, cols: int, travel_bytes: tuple[int, int], transposes: int = 0
+) -> tuple[int, int]:
+    """The allowed (R, C) in which the fewest bytes travel; of equals, the one with more rows.
+
+    Args: travel_bytes: see Shape. transposes: what each token has more in a grid with both.
+    """
+    of_query, of_key = travel_bytes
+
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        r, c = shape
+        return (c - 1) * of_query + (r - 1) * of_key + (min(shape) > 1) * transposes, -r
+
+    return min(grid_shapes(size, rows, cols), key=cost)
 
 
 @dataclass(frozen=True)
@@ -255,19 +266,10 @@ class GridAlgorithm(PointToPoint):
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
     def _cheapest(self, shape: Shape) -> tuple[int, int]:
-        e, w = shape.element_bytes, shape.wide_bytes
-        partial = w if self.partials == "float32" else e
-        gradient = w if self.options.gradients == "float32" else e
-        # Of a token: q, out, lse; q, dout, lse, delta, dq. k, v; k, v, dk, dv.
-        of_query = shape.query_width * (2 * e + gradient) + shape.out_width * (partial + e)
-        of_query += 3 * shape.heads * w
-        of_key = shape.kv_width * (2 * e + gradient)
-
-        def cost(rows: int, cols: int) -> int:
-            transposes = 2 * shape.kv_width * e if self.transposed and min(rows, cols) > 1 else 0
-            return (cols - 1) * of_query + (rows - 1) * of_key + transposes
-
-        return cheapest(self.topology.size, self.rows, self.cols, cost)
+        wide = self.partials == "float32", self.options.gradients == "float32"
+        transposes = self.transposed * 2 * shape.kv_width * shape.element_bytes
+        of_grid = self.topology.size, self.rows, self.cols
+        return cheapest(*of_grid, shape.travel_bytes(*wide), transposes)
 
 
 @register("attention2d")

@@ -13,8 +13,8 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
@@ -154,7 +154,7 @@ class DistFlash(PointToPoint):
                 seq_len=shape.seq_len,
                 mask=mask,
                 nodes=self.topology.nodes,
-                row_bytes=shape.travel_bytes,
+                row_bytes=shape.travel_bytes(),
             )
         shared = self.options.last_step == "shared"
         return HelpedPlacement(*of_all, helping=helping, shared=shared)

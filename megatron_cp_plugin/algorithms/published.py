@@ -4,74 +4,35 @@ They are for comparisons with the papers. `available` does not list them and `au
 them; their options can be given as those of the algorithms that they are of.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import field, fields, make_dataclass
 
 from megatron_cp_plugin.algorithms.attention2d import Attention2D
 from megatron_cp_plugin.algorithms.distflash import DistFlash
-from megatron_cp_plugin.algorithms.ring import BurstRing, Rule
-from megatron_cp_plugin.core.algorithm import group_counts, number
+from megatron_cp_plugin.algorithms.ring import BurstRing
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.registry import register
 
-
-@register("burst", listed=False)
-class Burst(BurstRing):
-    """ring:backward=query:gradients=model:keep=local:chunks=1.
-
-    Source: BurstAttention, Algorithms 1 to 4.
-    """
-
-    @dataclass(frozen=True)
-    class Options(BurstRing.Options):
-        """Options of ring; queries and their gradients, in the model's dtype, travel back."""
-
-        chunks: int = number(1, group_counts, least=0)
-        backward: Rule = "query"
-        keep: Literal["auto", "local"] = "local"
-        gradients: Literal["float32", "model"] = "model"
+_SETTINGS: dict[str, tuple[type[Algorithm], dict[str, object]]] = {
+    # BurstAttention, Algorithms 1 to 4.
+    "burst": (BurstRing, {"backward": "query", "gradients": "model", "keep": "local", "chunks": 1}),
+    # Attention2D, Algorithms 1 to 3 and 4 to 11.
+    "attention2d-no": (Attention2D, {"variant": "no", "chunks": 1}),
+    "attention2d-o": (Attention2D, {"variant": "overlap"}),
+    # DISTFLASHATTN, Algorithm 2; and section 3.2, before its balance.
+    "distflash-paper": (DistFlash, {"last_step": "owner", "helpers": "distance"}),
+    "distflash-unbalanced": (DistFlash, {"balanced": False}),
+}
 
 
-@register("attention2d-no", listed=False)
-class Attention2DNo(Attention2D):
-    """attention2d:variant=no:chunks=1. Source: Attention2D, Algorithms 1 to 3."""
-
-    @dataclass(frozen=True)
-    class Options(Attention2D.Options):
-        """Options of attention2d; all heads are gathered at once, by collective operations."""
-
-        chunks: int = number(1, group_counts, least=0)
-        variant: Literal["zigzag", "no", "overlap"] = "no"
+def _with_defaults(cls: type[Algorithm], defaults: dict[str, object]) -> type[Algorithm]:
+    changed = [
+        (option.name, option.type, field(default=defaults[option.name], metadata=option.metadata))
+        for option in fields(cls.Options)
+        if option.name in defaults
+    ]
+    options = make_dataclass("Options", changed, bases=(cls.Options,), frozen=True)
+    return type(cls.__name__, (cls,), {"Options": options, "__doc__": cls.__doc__})
 
 
-@register("attention2d-o", listed=False)
-class Attention2DO(Attention2D):
-    """attention2d:variant=overlap. Source: Attention2D, Algorithms 4 to 11."""
-
-    @dataclass(frozen=True)
-    class Options(Attention2D.Options):
-        """Options of attention2d; rings in the place of collective operations."""
-
-        variant: Literal["zigzag", "no", "overlap"] = "overlap"
-
-
-@register("distflash-paper", listed=False)
-class DistFlashPaper(DistFlash):
-    """distflash:last_step=owner:helpers=distance. Source: DISTFLASHATTN, Algorithm 2."""
-
-    @dataclass(frozen=True)
-    class Options(DistFlash.Options):
-        """Options of distflash; helpers by distance, and none in the last step of an even P."""
-
-        last_step: Literal["owner", "shared"] = "owner"
-        helpers: Literal["work", "distance"] = "distance"
-
-
-@register("distflash-unbalanced", listed=False)
-class DistFlashUnbalanced(DistFlash):
-    """distflash:balanced=false. Source: DISTFLASHATTN, section 3.2, before its balance."""
-
-    @dataclass(frozen=True)
-    class Options(DistFlash.Options):
-        """Options of distflash; nobody helps."""
-
-        balanced: bool = False
+for _name, (_algorithm, _defaults) in _SETTINGS.items():
+    register(_name, listed=False)(_with_defaults(_algorithm, _defaults))

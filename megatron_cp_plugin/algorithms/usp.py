@@ -8,9 +8,9 @@ from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheap
 from megatron_cp_plugin.algorithms.ring import Route, Rule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.transport import Wanted
-from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.shape import Shape
@@ -101,12 +101,8 @@ class Usp(Ulysses):
 
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
         """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
-        of_queries, of_keys = shape.travel_bytes
-
-        def cost(rows: int, cols: int) -> int:
-            return (cols - 1) * of_queries + (rows - 1) * of_keys
-
-        return cheapest(self.topology.size // members, self.options.rows, 0, cost)
+        teams = self.topology.size // members
+        return cheapest(teams, self.options.rows, 0, shape.travel_bytes())
 
     @classmethod
     def check(

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 
 import torch
 
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup, successive_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.executor import Executor, executor_of
 from megatron_cp_plugin.core.execution.transport import (
@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.execution.transport import (
     steps_among,
     team_channels,
 )
-from megatron_cp_plugin.core.head_groups import HeadGroup, successive_groups
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED

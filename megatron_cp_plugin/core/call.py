@@ -1,11 +1,126 @@
-"""The description of one call of softmax attention."""
+"""One call of softmax attention, and the groups of heads by which it is computed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+
+_MOST_GROUPS = 4
+_GROUP_FLOP = 10**12  # below that a group costs more in launches than it hides
+_LARGE = 2**27
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Some query heads, and the KV heads that they use.
+
+    Attributes:
+        q, kv: slices of the head dimensions.
+        first, last: of the groups that use these KV heads.
+    """
+
+    q: slice
+    kv: slice
+    first: bool
+    last: bool
+
+    def __hash__(self) -> int:
+        # Of the groups in one key only one ends there: plans have a key for each of many messages.
+        return hash(self.q.stop)
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.stop - self.q.start
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.kv.stop - self.kv.start
+
+    def within(self, outer: "HeadGroup") -> "HeadGroup":
+        """These heads of some heads, as heads of the whole."""
+        q, kv = (
+            slice(whole.start + part.start, whole.start + part.stop)
+            for part, whole in ((self.q, outer.q), (self.kv, outer.kv))
+        )
+        return HeadGroup(q, kv, self.first, self.last)
+
+
+def together(groups: Sequence[HeadGroup]) -> HeadGroup:
+    """The heads of successive groups as one."""
+    q, kv = groups[-1].q.stop, groups[-1].kv.stop
+    return HeadGroup(slice(0, q), slice(0, kv), first=True, last=True)
+
+
+@lru_cache(maxsize=1024)  # of as many heads in every candidate of a planner
+def head_groups(
+    heads: int, kv_heads: int, most: int, *, share_kv: bool = True
+) -> tuple[HeadGroup, ...]:
+    """At most so many groups of equally many heads, none with parts of more than one KV head.
+
+    Args:
+        heads, kv_heads: H and G; G divides H.
+        share_kv: whether several groups may use the same KV head; otherwise there are at most G.
+    """
+    count = max(
+        n
+        for n in range(1, max(1, min(most, heads)) + 1)
+        if not kv_heads % n or (share_kv and not n % kv_heads and not heads % n)
+    )
+    q_width, kv_width = heads // count, max(1, kv_heads // count)
+    sharing = max(1, count // kv_heads)
+    groups = []
+    for index in range(count):
+        kv_start = index // sharing * kv_width
+        groups.append(
+            HeadGroup(
+                slice(index * q_width, (index + 1) * q_width),
+                slice(kv_start, kv_start + kv_width),
+                first=index % sharing == 0,
+                last=index % sharing == sharing - 1,
+            )
+        )
+    return tuple(groups)
+
+
+def group_count(chunks: int, flop: int) -> int:
+    """Into how many groups of heads to split attention, so that it hides communication.
+
+    Args: chunks: as many; 0: what suits `flop`, see `flop_of_rank`.
+    """
+    return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
+
+
+def successive_groups(
+    heads: int, kv_heads: int, chunks: int, elements: int
+) -> tuple[HeadGroup, ...]:
+    """Groups of heads that are computed one after another, to save memory.
+
+    Blocks under way, sums and what kernels return are those of one group then.
+
+    Args:
+        chunks: how many groups at most; 0: one, or two where a rank's q has so many elements that
+            kernels are as fast with half of the heads.
+        elements: of a rank's q.
+    """
+    wanted = chunks or (2 if elements >= _LARGE else 1)
+    return head_groups(heads, kv_heads, wanted, share_kv=False)
+
+
+def flop_of_rank(shape: Shape, mask: Mask, size: int) -> int:
+    """FLOP of the forward of one of `size` ranks in the mean, by which head groups are counted.
+
+    A mask without window, documents and spans counts as no mask; of others, the share of a causal
+    mask's pairs that they let through counts.
+    """
+    flop, tokens = shape.flop(size), shape.seq_len
+    if not mask.special:
+        return flop
+    return min(flop, 2 * flop * visible_pairs(tokens, mask) // (tokens * (tokens + 1)))
 
 
 @dataclass(frozen=True)

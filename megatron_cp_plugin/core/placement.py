@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, NamedTuple
 
-from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.layout import Layout
 
 

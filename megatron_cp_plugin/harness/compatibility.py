@@ -11,14 +11,13 @@ import argparse
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.compat import differences, owner_of
-from megatron_cp_plugin.integration.contract import SINCE, Name, Part, Version
+from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, SINCE, Name, Part, Version
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,6 @@ def report() -> tuple[str, list[str]]:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     there = {action.dest for action in parser._actions} | {"rank", "world_size"}
     return text, problems(*had) + compat.missing_settings("args", there)
-
-
-def check(*parts: Part) -> None:
-    """Refuses a Megatron that is not as the tables say.
-
-    Args:
-        parts: What of the plugin is needed.
-
-    Raises:
-        ContextParallelError: It is not.
-    """
-    if found := problems(*parts):
-        raise ContextParallelError(compat.refusal(found))
 
 
 def _differences_in_source(row: Used) -> Iterator[str]:
@@ -397,3 +383,66 @@ USED: tuple[Used, ...] = (
           has="optimizer"),
 )
 # fmt: on
+
+_PARTS: dict[Part, str] = {
+    "algorithm": "With an algorithm of the plugin",
+    "training": "With an algorithm of the plugin in Megatron's training loop, by the launcher",
+    "any": "In every run that uses the plugin",
+    "record": "With `--cp-record`, since Megatron 0.18",
+    "cpu": "On the CPU platform",
+    "script": "By `scripts/pretrain_gpt.py`, since Megatron 0.19",
+}
+
+
+def markdown() -> str:
+    """The tables, as patches/README.md has them."""
+    lines: list[str] = []
+    for part, title in _PARTS.items():
+        rows = [row for row in NAMES if row.part == part]
+        if rows:
+            lines += [f"{title}:", "", "| name | why | relied on | versions |"]
+            lines += ["| --- | --- | --- | --- |"]
+            lines += [f"| `{r.path}` | {r.why} | {_shape(r)} | {_range(r)} |" for r in rows]
+            lines.append("")
+    lines += ["## What is used as it is", ""]
+    for part, title in _PARTS.items():
+        rows = [row for row in USED if row.part == part]
+        if rows:
+            lines += [f"{title}:", "", "| name | relied on | versions |", "| --- | --- | --- |"]
+            lines += [f"| `{r.path}` | {_shape(r)} | {_range(r)} |" for r in rows]
+            lines.append("")
+    lines += ["## Settings that are read", "", "| where | settings |", "| --- | --- |"]
+    groups: dict[str, list[str]] = {}
+    for setting in SETTINGS:
+        since = f", from {_text(setting.since)}" if setting.since else ""
+        groups.setdefault(" and ".join(setting.places) + since, []).append(setting.name)
+    lines += [f"| {where} | {_words(names)} |" for where, names in groups.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(row: Name) -> str:
+    said = []
+    if row.first:
+        said.append(f"first {_words(row.first)}")
+    if row.parameters:
+        takes = "only" if isinstance(row, Used) and row.closed else "takes"
+        said.append(f"{takes} {_words(row.parameters)}")
+    if isinstance(row, Used) and row.attributes:
+        said.append(f"has {_words(row.attributes)}")
+    if isinstance(row, Used) and row.returned:
+        said.append(f"returns {_words(name or '...' for name in row.returned)}")
+    return "; ".join(said)
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _range(row: Name) -> str:
+    if row.before:
+        return f"{_text(row.since) + ' to ' if row.since else ''}before {_text(row.before)}"
+    return f"from {_text(row.since)}" if row.since else "all"
+
+
+def _text(version: Version | None) -> str:
+    return ".".join(map(str, version or ()))

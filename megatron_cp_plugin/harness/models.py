@@ -225,8 +225,8 @@ MODELS: tuple[PublicModel, ...] = (
     PublicModel("nemotron-3-nano-omni", ("nemotronomni",),
                 _KINDS | {"hybrid_layer_pattern": "ME*"}),
     PublicModel("kimi-k3", ("kimik3",),
-                beyond="of Kimi delta attention and gated multi-latent attention, which Megatron "
-                "does not have and Megatron-Bridge has layers of its own for"),
+                beyond="of Kimi delta attention, which Megatron does not have, and whose layers in "
+                "Megatron-Bridge refuse context parallelism"),
     PublicModel("wan", ("wan13b", "wan14b", "wan2"), beyond="a diffusion transformer for video"),
 )
 # fmt: on

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness import compatibility
 from megatron_cp_plugin.harness.compatibility import TRAIN_STEP
 from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
@@ -78,7 +77,6 @@ class Recorder:
             ContextParallelError: This Megatron is older than 0.18, or not as `contract` says.
         """
         compat.check("record", allow_untested=self._allow_untested)
-        compatibility.check("record")
         compat.replace({"train_step": self._step}, "record")
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -71,7 +71,7 @@ def start(argv: Sequence[str], *program: str) -> int:
     parser.add_argument("--nproc-per-node", type=int, default=None)
     known, words = parser.parse_known_args(list(argv))
     path, rest = launch.split_run_file(words)
-    launch.check_run_file(path, rest)
+    launch.check_run_file(path)
     flags, _ = split_flags(rest)
     if path is None:
         flags.check()
@@ -179,7 +179,7 @@ class CommandLine:
                 f"{command} starts its own ranks, got those of torchrun: call it without"
             )
         path, rest = launch.split_run_file(words)
-        launch.check_run_file(path, rest)
+        launch.check_run_file(path)
         found = cls(words, rest, *split_flags(rest), _written(path))
         if found.of_plugin("algo", MEGATRON) == MEGATRON:
             raise ConfigError(

@@ -343,7 +343,7 @@ class OneLineParser(argparse.ArgumentParser):
             unknown = [flag for flag in flags if flag not in self._option_string_actions]
             if unknown:
                 message = f"unrecognized arguments: {unknown[0]}"
-        raise ConfigError(_usage_error(self, message))
+        raise ConfigError(usage_error(self, message))
 
 
 def speak_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -353,7 +353,7 @@ def speak_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """
 
     def error(message: str) -> NoReturn:
-        raise ConfigError(_usage_error(parser, message))
+        raise ConfigError(usage_error(parser, message))
 
     parser.error = error  # type: ignore[method-assign]
     return parser
@@ -369,7 +369,7 @@ def make_help_printable(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
-def _usage_error(parser: argparse.ArgumentParser, message: str) -> str:
+def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
     """What is wrong with a command line, from argparse's words for it."""
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
     flags = {**parser._option_string_actions, **ours}

@@ -302,42 +302,51 @@ def serve_programs() -> list[compat.Replacement]:
     return made
 
 
-def _of_verl(original: Callable[..., Tensor], logits: Any, labels: Tensor) -> Tensor:
-    if not isinstance(logits, ChunkedLogits):
-        return original(logits, labels)
+def _taking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook for `ChunkedLogits`; tensors are for the program's own function."""
+
+    def taker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        chunked = any(isinstance(each, ChunkedLogits) for each in given)
+        return hook(original, *args, **kwargs) if chunked else original(*args, **kwargs)
+
+    return taker
+
+
+@_taking
+def _log_probs(original: Any, logits: ChunkedLogits, labels: Tensor, *args: Any) -> Tensor:
     return logits.log_probs(labels)[0]
 
 
-def _entropy(original: Callable[..., Tensor], logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+@_taking
+def _entropy(original: Any, logits: ChunkedLogits, *args: Any, **kwargs: Any) -> Tensor:
     """A pass of its own, because programs ask for entropies without labels."""
-    if not isinstance(logits, ChunkedLogits):
-        return original(logits, *args, **kwargs)
     return logits.entropy()
 
 
+@_taking
 def _of_verls_engine(
-    original: Callable[..., dict[str, Any]], engine: Any, logits: Any, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
+    original: Any, engine: Any, logits: ChunkedLogits, *args: Any, **kwargs: Any
+) -> Any:
     """Its method that has labels and wants entropies: both by one pass."""
-    wants = kwargs.get("calculate_entropy") and not kwargs.get("distillation_only")
-    if not (isinstance(logits, ChunkedLogits) and wants):
+    if not kwargs.get("calculate_entropy") or kwargs.get("distillation_only"):
         return original(engine, logits, *args, **kwargs)
     logits.want_entropies = True
     found = original(engine, logits, *args, **kwargs | {"calculate_entropy": False})
     return found | {"entropy": logits.entropies}
 
 
-def _weighted_entropy_of_skyrl(
-    original: Callable[..., Tensor], logits: Any, weights: Tensor, *args: Any, **kwargs: Any
+@_taking
+def _weighted_entropy(
+    original: Any, logits: ChunkedLogits, weights: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if not isinstance(logits, ChunkedLogits):
-        return original(logits, weights, *args, **kwargs)
     return (logits.entropy() * weights).sum()
 
 
+@_taking
 def _of_slime(
-    original: Callable[..., Any],
-    logits: Any,
+    original: Any,
+    logits: ChunkedLogits,
     tokens: Tensor,
     tp_group: Any,
     with_entropy: bool = False,
@@ -345,22 +354,12 @@ def _of_slime(
     log_prob_keep_mask: Any = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(logits, ChunkedLogits):
-        settings = with_entropy, chunk_size, log_prob_keep_mask, with_entropy_grad
-        found: tuple[Tensor, Tensor | None] = original(logits, tokens, tp_group, *settings)
-        return found
     if log_prob_keep_mask is not None:
         _refuse("a mask of the ids that the rollout kept (top-p)")
     log_probs, entropy = logits.log_probs(tokens, entropy=with_entropy)
     if entropy is not None and not with_entropy_grad:
         entropy = entropy.detach()
     return log_probs[:, None], entropy
-
-
-def _of_nemo(original: Callable[..., Tensor], logits: Any, target: Tensor, *args: Any) -> Tensor:
-    if not isinstance(logits, ChunkedLogits):
-        return original(logits, target, *args)
-    return logits.log_probs(target)[0]
 
 
 # Names of functions and autograd functions, after their modules.
@@ -371,15 +370,15 @@ _VERLS_ENGINE = (
     "MegatronEngineWithLMHead._lm_head_logits_processor"
 )
 _TAKERS: dict[str, Callable[..., Any]] = {
-    f"{_VERL}:vocab_parallel_log_probs_from_logits": _of_verl,
+    f"{_VERL}:vocab_parallel_log_probs_from_logits": _log_probs,
     f"{_VERL}:_VocabParallelEntropy.apply": _entropy,
     _VERLS_ENGINE: _of_verls_engine,
     "slime.utils.ppo_utils:calculate_log_probs_and_entropy": _of_slime,
-    f"{_NEMO}:DistributedLogprob.apply": _of_nemo,
-    f"{_NEMO}:ChunkedDistributedLogprob.apply": _of_nemo,
-    f"{_SKYRL}:DistributedLogprob.apply": _of_nemo,
-    f"{_SKYRL}:ChunkedDistributedLogprob.apply": _of_nemo,
+    f"{_NEMO}:DistributedLogprob.apply": _log_probs,
+    f"{_NEMO}:ChunkedDistributedLogprob.apply": _log_probs,
+    f"{_SKYRL}:DistributedLogprob.apply": _log_probs,
+    f"{_SKYRL}:ChunkedDistributedLogprob.apply": _log_probs,
     f"{_SKYRL}:vocab_parallel_entropy": _entropy,
-    f"{_SKYRL}:vocab_parallel_entropy_weighted_sum": _weighted_entropy_of_skyrl,
+    f"{_SKYRL}:vocab_parallel_entropy_weighted_sum": _weighted_entropy,
 }
 _OPTIONAL = {_VERLS_ENGINE}  # not in all versions: entropies take a pass of their own without it

@@ -227,19 +227,15 @@ _PLACES: dict[Place, str] = {
 }
 
 
-def refusal(found: list[str]) -> str:
-    """Returns what to say of differences that were found."""
+def _refuse(found: list[str]) -> None:
+    if not found:
+        return
     _, text = running_version()
     more = f" (and {len(found) - 1} more: megatron-cp hooks --check)" if len(found) > 1 else ""
-    return (
+    raise ContextParallelError(
         f"Megatron {text} differs from what the plugin relies on: {found[0]}{more}: use "
         f"{_choices()}"
     )
-
-
-def _refuse(found: list[str]) -> None:
-    if found:
-        raise ContextParallelError(refusal(found))
 
 
 def _choices() -> str:

@@ -182,67 +182,41 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
-class _Stream:
-    """A CUDA stream on the CPU: everything is done in program order."""
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a call that only matters on a GPU."""
 
-    cuda_stream = 0
-    priority = 0
-    device_index = 0
+
+class _InOrder:
+    """A CUDA stream or event on the CPU: everything is done in program order."""
+
+    cuda_stream = priority = device_index = 0
     device = torch.device("cpu")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
+    __init__ = synchronize = wait = wait_stream = wait_event = record = __exit__ = _nothing
 
     def query(self) -> bool:
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class _Event:
-    """A CUDA event on the CPU: always reached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+        return event or _InOrder()
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0
 
+    def __enter__(self) -> _InOrder:
+        return self
 
-_STREAM = _Stream()
+
+_STREAM = _InOrder()
 
 _CUDA_TYPES: dict[str, Any] = {
-    "Stream": _Stream,
-    "Event": _Event,
+    "Stream": _InOrder,
+    "Event": _InOrder,
     "FloatTensor": torch.FloatTensor,
     "HalfTensor": torch.HalfTensor,
     "BFloat16Tensor": torch.BFloat16Tensor,
 }
 
 _RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a call that only matters on a GPU."""
 
 
 def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
@@ -282,9 +256,8 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "manual_seed_all": _seed,
         "initial_seed": torch.initial_seed,
     }
-    for name in ("init", "synchronize", "empty_cache", "set_device", "set_stream", "ipc_collect"):
-        functions[name] = _nothing
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+    nothing = "init synchronize empty_cache set_device set_stream ipc_collect"
+    for name in f"{nothing} reset_peak_memory_stats reset_max_memory_allocated".split():
         functions[name] = _nothing
     for quantity in ("allocated", "reserved"):
         functions[f"memory_{quantity}"] = lambda *args, **kwargs: 0

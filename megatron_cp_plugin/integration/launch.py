@@ -87,7 +87,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    of_the_file = check_run_file(path, words)
+    of_the_file = check_run_file(path)
     if run_file:
         _let_first_rank_warn()
     platform, why = _platform(flags.platform or of_the_file)
@@ -150,23 +150,20 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def check_run_file(path: str | None, words: Sequence[str]) -> str:
-    """Checks a run file without importing Megatron.
+def check_run_file(path: str | None) -> str:
+    """Reads a run file; needs no Megatron.
 
-    Args: words: of the command line, which override the file.
-
-    Returns: the platform that it names; it is needed before Megatron is imported.
+    Returns: the platform that it names, which is needed before Megatron is imported.
 
     Raises:
-        ConfigError: The file cannot be read, or has a section, key or reference that there is not.
+        ConfigError: The file cannot be read, or has a section that there is not.
     """
     if path is None:
         return "auto"
     need("megatron", "--config", "omegaconf", "yaml")
-    from megatron_cp_plugin.integration.yaml_config import as_written, check_early
+    from megatron_cp_plugin.integration.yaml_config import as_written
 
-    check_early(path, words)
-    platform = (as_written(path).get("context_parallel") or {}).get("platform")
+    platform = as_written(path).get("context_parallel", {}).get("platform")
     return platform if platform in PLATFORMS else "auto"
 
 
@@ -183,7 +180,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     from megatron_cp_plugin.integration.yaml_config import as_written, superseded, yaml_to_argv
 
     argv = yaml_to_argv(path, parser, words)
-    dropped = superseded(as_written(path).get("context_parallel") or {}, words)
+    dropped = superseded(as_written(path).get("context_parallel", {}), words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
         _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from inspect import signature
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,6 +21,7 @@ from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocu
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration.comm_type import TYPES
 from megatron_cp_plugin.integration.compat import running_version
+from megatron_cp_plugin.integration.contract import Version
 from megatron_cp_plugin.integration.settings import GATED, SPARSE, Settings
 from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.paths import check_folder
@@ -144,6 +144,23 @@ def _backend(name: str) -> Callable[[Settings], bool]:
 
 def _below_one(setting: str) -> Callable[[Settings], bool]:
     return lambda s: bool(getattr(s, setting) < 1)
+
+
+def _before(
+    first: Version,
+    asked: Callable[[Settings], object],
+    text: str,
+    doors: tuple[Door, ...] = ("arguments", "model"),
+) -> Rule:
+    """What earlier versions of Megatron do not have, or have in another form."""
+
+    def when(s: Settings) -> Mapping[str, object] | None:
+        version, words = running_version()
+        return {"version": words} if version < first and asked(s) else None
+
+    return Rule(
+        when, f"Megatron {{version}} {text}: use Megatron {first[0]}.{first[1]} or later", doors
+    )
 
 
 # Rules that compute the words of their texts.
@@ -304,51 +321,12 @@ def _values_of_gated(s: Settings) -> Mapping[str, object] | None:
     return {"usable": near_multiples(values, keys)} if s.is_gated and values % keys else None
 
 
-def _cannot_split_gated(s: Settings) -> Mapping[str, object] | None:
-    if not s.is_gated or s.cp.size == 1:
-        return None
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    # Before 0.18 it does not split them; 0.18 does, but its layers hand them an argument, this one,
-    # that they do not take.
-    if "cp_comm_type" in signature(GatedDeltaNet).parameters:
-        return None
-    return {"version": running_version()[1]}
-
-
-def _cannot_split_mamba(s: Settings) -> Mapping[str, object] | None:
-    version, text = running_version()
-    served = version >= (0, 19) or s.cp.size == 1
-    return None if served or not s.is_mamba else {"version": text}
-
-
-def _before_shared_weights(s: Settings) -> Mapping[str, object] | None:
-    version, text = running_version()
-    asks = s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1
-    return {"version": text} if asks and version < (0, 17) else None
-
-
 def _without_fla(s: Settings) -> bool:
     if not s.is_gated:
         return False
     from megatron.core.ssm import gated_delta_net
 
     return not gated_delta_net.HAVE_FLA
-
-
-def _packs_by_another_layout(s: Settings) -> Mapping[str, object] | None:
-    if s.packing is None:
-        return None
-    from megatron.core import utils
-
-    if hasattr(utils, "flatten_batch_for_packed_sequences"):
-        return None
-    return {"version": running_version()[1]}
-
-
-def _before_graphs(s: Settings) -> Mapping[str, object] | None:
-    version, text = running_version()
-    return {"version": text} if s.graphs != "none" and version < (0, 19) else None
 
 
 def _without_transformer_engine(s: Settings) -> bool:
@@ -444,14 +422,6 @@ def _other_layout_than_sparse(s: Settings) -> Mapping[str, object] | None:
     if not s.is_sparse or s.cp.size == 1 or layout in (Zigzag.name, PaddedDocuments.name):
         return None
     return {"layout": layout, "choices": _zigzag_choices(s)}
-
-
-def _cannot_split_sparse(s: Settings) -> Mapping[str, object] | None:
-    if not s.is_sparse or s.cp.size == 1:
-        return None
-    if find_spec("megatron.core.transformer.experimental_attention_variant.dsa_layout"):
-        return None
-    return {"version": running_version()[1]}
 
 
 def comm_type(algo: str) -> str:
@@ -716,8 +686,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_other_layout_than_sparse,
          "Megatron splits DSA layers by its own zigzag layout, got the {layout} layout of "
          "{s.cp.algo}: use {choices}, or layout=thd of install"),
-    Rule(_cannot_split_sparse, "Megatron {version} cannot split DSA layers, got "
-         "context_parallel_size {s.cp.size}: use Megatron 0.19 or later"),
+    _before((0, 19), lambda s: s.is_sparse and s.cp.size > 1,
+            "cannot split DSA layers, got context_parallel_size {s.cp.size}"),
     Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
          "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
     Rule(lambda s: s.experimental_attention_variant in GATED and s.linear_attention_freq is None,
@@ -745,19 +715,20 @@ RULES: tuple[Rule, ...] = (
          "Megatron's scripts build no multi-token prediction beside gated delta net layers, got "
          "--mtp-num-layers {s.mtp_num_layers}: leave it out, or build the model in a program of "
          "your own", ("arguments",)),
-    Rule(_cannot_split_gated, "Megatron {version} cannot split gated delta net layers, got "
-         "context_parallel_size {s.cp.size}: use Megatron 0.19 or later", ("arguments",)),
-    Rule(_cannot_split_mamba, "Megatron {version} has other Mamba layers, got "
-         "--hybrid-layer-pattern {s.hybrid_layer_pattern} with context_parallel_size {s.cp.size}: "
-         "use Megatron 0.19 or later", ("arguments", "model")),
-    Rule(_before_shared_weights, "Megatron {version} weights the losses of --mtp-num-layers by the "
-         "tokens of one rank, got --calculate-per-token-loss with context_parallel_size {s.ranks}: "
-         "use Megatron 0.17 or later"),
+    # 0.18 does split them, but its layers hand them an argument that they do not take.
+    _before((0, 19), lambda s: s.is_gated and s.cp.size > 1, "cannot split gated delta net layers, "
+            "got context_parallel_size {s.cp.size}", ("arguments",)),
+    _before((0, 19), lambda s: s.is_mamba and s.cp.size > 1, "has other Mamba layers, got "
+            "--hybrid-layer-pattern {s.hybrid_layer_pattern} with context_parallel_size "
+            "{s.cp.size}"),
+    _before((0, 17), lambda s: s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1,
+            "weights the losses of --mtp-num-layers by the tokens of one rank, got "
+            "--calculate-per-token-loss with context_parallel_size {s.ranks}"),
     Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
          "pip install flash-linear-attention", ("arguments",), here=True),
     # What depends on the order of tokens, and on how many a rank has.
-    Rule(_packs_by_another_layout, "Megatron {version} splits packed documents by its own "
-         "layout, got {s.packing}: use Megatron 0.19 or later"),
+    _before((0, 19), lambda s: s.packing is not None,
+            "splits packed documents by its own layout, got {s.packing}"),
     *(Rule(_keeps_logits(name, packed=True), f"{_flag(name)} {_LOGITS} without packed documents, "
            "got {s.packing}: leave one of the two out") for name in _KEPT),
     *(Rule(_keeps_logits(name, packed=False), f"{_flag(name)} {_LOGITS}, got {{s.cp.algo}} with "
@@ -778,8 +749,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_without_windows, "{lacking} does not support sliding windows, got --window-size "
          "{s.window_words}: leave it out, or use --context-parallel-algo {serving}"),
     # CUDA graphs.
-    Rule(_before_graphs, f"{_GRAPHS} needs Megatron 0.19 or later, got {{version}}: leave it out",
-         ("arguments", "validated")),
+    _before((0, 19), lambda s: s.graphs != "none", f"cannot capture these layers, got {_GRAPHS}",
+            ("arguments", "validated")),
     Rule(lambda s: s.graphs != "none" and s.device.type != "cuda",
          f"{_GRAPHS} needs GPUs, got the {{s.device.type}} platform: leave it out",
          ("arguments", "validated")),

@@ -31,10 +31,8 @@ algorithm than the file takes the place of the file's algorithm and of all its o
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +46,13 @@ from megatron_cp_plugin.integration.args import (
     FLAGS,
     MEGATRON,
     OneLineParser,
-    add_arguments,
     chosen_algorithm,
+    usage_error,
 )
 
 _SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
+_SECTION_NAMES = f"the sections {' and '.join(_SECTIONS)}"
 _OPTIONS_FLAG = "--cp-options"
 _ON_COMMAND_LINE = ("--config", "--help", "--cp-record", "--cp-allow-untested-megatron")
 # The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
@@ -95,115 +94,23 @@ def yaml_to_argv(
     Raises:
         ConfigError: The file cannot be read, or a section, key or value is not one that exists.
     """
-    flags = _Flags(parser)
     overrides = _given_values(words, parser)
-    config = load_run_file(path)
-    _check_references(_written(config, path), path, overrides)
-    sections = _resolved(config, path, overrides, flags)
+    sections = _resolved(path, parser, overrides)
     argv: list[str] = []
     given: dict[str, str] = {}
     for key, value in (sections.get("megatron") or {}).items():
         where = f"{path}: megatron.{key}"
-        candidates = flags.find(str(key), where)
+        candidates = _flags_of(key, where, parser)
         dest = candidates[0].dest
         if dest in given:
             raise ConfigError(f"{where} sets the same flag as megatron.{given[dest]}: keep one")
-        given[dest] = str(key)
+        given[dest] = key
         if dest not in overrides:
-            argv += _arguments(candidates, str(key), value, where, parser)
+            argv += _arguments(candidates, key, value, where, parser)
     return argv + _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
 
 
-def check_early(path: str | Path, words: Sequence[str]) -> None:
-    """Checks what needs no import of Megatron, which takes every rank many seconds.
-
-    Of a run file that is its sections, its keys, to what values refer, and the settings of the
-    plugin; of the command line, which overrides it, the names of flags.
-
-    Args:
-        path: The YAML file.
-        words: The command line.
-
-    Raises:
-        ConfigError: As `yaml_to_argv`, or a flag is neither Megatron's nor ours.
-    """
-    config = load_run_file(path)
-    # What nobody has run may make its flags in other ways.
-    names = frozenset() if "--cp-allow-untested-megatron" in words else flag_names()
-    written = _written(config, path)
-    parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
-    given = {word.partition("=")[0] for word in words if word.startswith("--")}
-    if names:
-        for key in written.get("megatron") or ():
-            _check_key(str(key), f"{path}: megatron.{key}", names)
-        ours = parser._option_string_actions.keys()
-        flags = ours | {f"--{name.replace('_', '-')}" for name in names}
-        for flag in sorted(flag for flag in given - ours if _normal(flag) not in names):
-            raise ConfigError(f"unknown flag {flag}{nearest(flag, flags)}: see --help")
-    if names or not given:
-        # Some flags are not spelled like their values, to which references refer.
-        _check_references(written, path, names if given else ())
-    try:
-        sections = _followed(config, path)
-    except ConfigError:
-        if given:
-            return  # values of the command line may take the place of the file's
-        raise
-    _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
-
-
-def flag_names() -> frozenset[str]:
-    """Returns the names of Megatron's flags and of their values, read from its sources.
-
-    One file of it spells flags out, or names classes whose fields become flags. Fields that do not,
-    and flags that switch off what has none, may be among the names.
-
-    Returns:
-        No name at all if the sources are not like that.
-    """
-    found = [find_spec(f"megatron.{part}") for part in ("training", "core")]
-    folders = [
-        Path(place) for one in found if one for place in one.submodule_search_locations or ()
-    ]
-    arguments = [path.read_text() for folder in folders for path in folder.glob("arguments.py")]
-    if not arguments:
-        return frozenset()
-    names = {*_FLAG.findall(arguments[0]), *re.findall(r"""dest\s*=\s*["'](\w+)""", arguments[0])}
-    classes = list(dict.fromkeys(re.findall(r"ArgumentGroupFactory\(\s*(\w+)", arguments[0])))
-    source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    for name in classes:  # which grows
-        shape = rf"\nclass {name}(?:\(([^)]*)\))?:\n((?:[ \t#].*\n|\n)*)"
-        definition = re.search(shape, source)
-        if definition is None:
-            return frozenset()
-        parents, body = definition.groups("")
-        bases = [base for base in re.findall(r"\w+", parents) if f"\nclass {base}" in source]
-        classes += [base for base in bases if base not in classes]
-        names |= {*_FLAG.findall(body), *re.findall(r"^    ([a-z]\w*) *:", body, re.MULTILINE)}
-    normal = set(map(_normal, names))
-    return frozenset(normal.union(*({f"no_{name}", f"disable_{name}"} for name in normal)))
-
-
-# A flag in Python's source.
-_FLAG = re.compile(r"""["'](--?[A-Za-z][\w-]*)["']""")
-
-
-def _own_arguments(
-    settings: Mapping[Any, Any],
-    path: str | Path,
-    parser: argparse.ArgumentParser,
-    words: Sequence[str],
-) -> list[str]:
-    """The section `context_parallel` as flags, but for what `words` take out of force."""
-    argv = _context_parallel_arguments(settings, path, parser)
-    dropped = superseded(settings, words)
-    if not dropped:
-        return argv
-    kept = {key: value for key, value in settings.items() if key not in dropped}
-    return _context_parallel_arguments(kept, path, parser)
-
-
-def superseded(settings: Mapping[Any, Any], words: Sequence[str]) -> dict[str, object]:
+def superseded(settings: Mapping[str, Any], words: Sequence[str]) -> dict[str, object]:
     """Returns the settings of a file's algorithm that the command line takes out of force.
 
     Args:
@@ -218,7 +125,7 @@ def superseded(settings: Mapping[Any, Any], words: Sequence[str]) -> dict[str, o
     if algo is None or algo == settings.get("algo"):
         return {}
     kept = {"platform"} if algo == MEGATRON else _FLAGS.keys() - {"algo"}
-    return {str(key): value for key, value in settings.items() if key not in kept}
+    return {key: value for key, value in settings.items() if key not in kept}
 
 
 def _given_values(words: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -263,127 +170,86 @@ def load_run_file(path: str | Path) -> DictConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
     if not isinstance(config, DictConfig):
-        raise ConfigError(
-            f"{path}: a run file is a mapping with the sections {' and '.join(_SECTIONS)}, "
-            f"got a {type(config).__name__.removesuffix('Config').lower()}"
-        )
-    for section in config:
+        raise ConfigError(f"{path}: a run file is a mapping with {_SECTION_NAMES}")
+    for section, written in config.items_ex(resolve=False):
         if section not in _SECTIONS:
             raise ConfigError(
                 f"{path}: unknown section {section!r}{nearest(str(section), _SECTIONS)}: "
-                f"a run file has the sections {' and '.join(_SECTIONS)}"
+                f"a run file has {_SECTION_NAMES}"
             )
+        if written is not None and not isinstance(written, DictConfig):
+            raise ConfigError(f"{path}: {section} must be a mapping of names to values")
     return config
-
-
-class _Flags:
-    """The flags of a parser, by option name and by the name that the parsed value gets."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._by_dest: dict[str, list[argparse.Action]] = {}
-        self._by_option: dict[str, list[argparse.Action]] = {}
-        for action in parser._actions:
-            if not action.option_strings:
-                continue
-            self._by_dest.setdefault(action.dest, []).append(action)
-            for option in action.option_strings:
-                self._by_option.setdefault(_normal(option), []).append(action)
-
-    def of_option(self, option: str) -> list[argparse.Action]:
-        """Returns the flags that are spelled `option`."""
-        return self._by_option[_normal(option)]
-
-    def of_name(self, key: str) -> list[argparse.Action]:
-        """Returns the flags that `key` can stand for, or none."""
-        name = _normal(key)
-        return self._by_dest.get(name) or self._by_option.get(name) or []
-
-    def find(self, key: str, where: str) -> list[argparse.Action]:
-        """Returns the flags that `key` can stand for; all of them set the same value."""
-        _check_key(key, where, {*self._by_dest, *self._by_option})
-        # The value's name first: `ckpt_fully_parallel_save: false` means what Megatron calls so,
-        # although a deprecated switch of another meaning is spelled like it.
-        return self.of_name(key)
-
-
-def _check_key(key: str, where: str, names: Iterable[str]) -> None:
-    """Raises: ConfigError if a key is not among the names, or belongs elsewhere."""
-    name, known = _normal(key), {*names} - _ELSEWHERE.keys()
-    if name in _ELSEWHERE:
-        raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
-    if name not in known:
-        raise ConfigError(f"{where}: no such Megatron flag{nearest(name, known)}")
 
 
 def as_written(path: str | Path) -> dict[str, Any]:
     """Returns the sections of a run file in plain types, references not followed."""
-    return _written(load_run_file(path), path)
-
-
-def _written(config: DictConfig, path: str | Path) -> dict[str, Any]:
-    sections: Any = OmegaConf.to_container(config, resolve=False)
-    for section, settings in sections.items():
-        if settings is not None and not isinstance(settings, dict):
-            raise ConfigError(
-                f"{path}: {section} must be a mapping of names to values, got {settings!r}"
-            )
-    return sections
-
-
-def _check_references(sections: Mapping[str, Any], path: str | Path, given: Container[str]) -> None:
-    """Refuses references to keys of `megatron` that neither the file nor the command line has.
-
-    Args: given: names of values that the command line may have.
-    """
-    there = [str(key) for key in sections.get("megatron") or ()]
-    for section, settings in sections.items():
-        for key, value in (settings or {}).items():
-            for name in re.findall(r"(?<!\\)\$\{\s*megatron\.([\w-]+)", str(value)):
-                if name not in there and name not in given:
-                    others = [other for other in there if other != key]
-                    raise ConfigError(
-                        f"{path}: {section}.{key} refers to megatron.{name}, and the file has no "
-                        f"such key{nearest(name, others)}: name one that it has"
-                    )
-
-
-def _followed(config: DictConfig, path: str | Path) -> dict[str, Any]:
-    try:
-        sections: Any = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
-    return sections
+    sections: Any = OmegaConf.to_container(load_run_file(path), resolve=False)
+    return {str(name): settings or {} for name, settings in sections.items()}
 
 
 def _resolved(
-    config: DictConfig, path: str | Path, overrides: Mapping[str, Any], flags: _Flags
-) -> dict[str, dict[Any, Any] | None]:
+    path: str | Path, parser: argparse.ArgumentParser, overrides: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Returns the sections in plain types, references followed.
 
     Args: overrides: values of flags of Megatron that references give in place of the file's.
     """
-    referred = config.copy()
-    keys = list(config.get("megatron") or {})
-    for key in keys:
-        for action in flags.of_name(str(key)):
-            if action.dest in overrides:
-                referred.megatron[key] = overrides[action.dest]
-    if keys:
-        for dest in overrides.keys() - {_normal(str(key)) for key in keys}:
-            referred.megatron[dest] = overrides[dest]
-    sections = _followed(referred, path)
-    if keys:
-        sections["megatron"] = {key: sections["megatron"][key] for key in keys}
-    return sections
+    written = as_written(path)
+    names = written.get("megatron", {})
+    given = {
+        name: overrides[action.dest]
+        for name in (*names, *overrides)
+        for action in _named(parser, str(name))
+        if action.dest in overrides
+    }
+    referred = {**written, "megatron": {**names, **given}}
+    try:
+        sections: Any = OmegaConf.to_container(OmegaConf.create(referred), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    sections["megatron"] = {name: sections["megatron"][name] for name in names}
+    return {
+        section: {str(key): value for key, value in settings.items()}
+        for section, settings in sections.items()
+    }
 
 
-def _context_parallel_arguments(
-    settings: Mapping[Any, Any], path: str | Path, parser: argparse.ArgumentParser
+def _named(parser: argparse.ArgumentParser, key: str) -> list[argparse.Action]:
+    """The flags that a key can stand for; all of them set the same value.
+
+    The value's name first: `ckpt_fully_parallel_save: false` means what Megatron calls so, although
+    a deprecated switch of another meaning is spelled like it.
+    """
+    name, flags = _normal(key), [action for action in parser._actions if action.option_strings]
+    return [action for action in flags if action.dest == name] or [
+        action for action in flags if name in map(_normal, action.option_strings)
+    ]
+
+
+def _flags_of(key: str, where: str, parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """As `_named`. Raises: ConfigError if there are none, or the key belongs elsewhere."""
+    name = _normal(key)
+    if name in _ELSEWHERE:
+        raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
+    if found := _named(parser, key):
+        return found
+    every = {action.dest for action in parser._actions}
+    every |= set(map(_normal, parser._option_string_actions))
+    near = nearest(name, every - _ELSEWHERE.keys())
+    raise ConfigError(f"{where}: no such Megatron flag{near}")
+
+
+def _own_arguments(
+    settings: Mapping[str, Any],
+    path: str | Path,
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
 ) -> list[str]:
-    flags = _Flags(parser)
+    """The section `context_parallel` as flags, but for what `words` take out of force."""
     argv: list[str] = []
     options: dict[str, object] = {}
-    algo = settings.get("algo")
+    algo, dropped = settings.get("algo"), superseded(settings, words)
     if algo is not None and not isinstance(algo, str):
         raise ConfigError(f"{path}: context_parallel.algo must be a name, got {algo!r}")
     try:
@@ -393,25 +259,27 @@ def _context_parallel_arguments(
     for key, value in settings.items():
         where = f"{path}: context_parallel.{key}"
         if key in _FLAGS:
-            argv += _arguments(flags.of_option(_FLAGS[key]), str(key), value, where, parser)
+            given = _arguments(_named(parser, _FLAGS[key]), key, value, where, parser)
+            argv += [] if key in dropped else given
         elif key == "size":
             raise ConfigError(f"{where} cannot be set there: write megatron.context_parallel_size")
         elif key not in known:
             allowed = (*_FLAGS, *known)
             raise ConfigError(
-                f"{where}: unknown key{nearest(str(key), allowed)}; "
+                f"{where}: unknown key{nearest(key, allowed)}; "
                 f"{f'with algo {algo}' if algo else 'without an algo'} the keys are "
                 f"{', '.join(allowed)}"
             )
         elif value is not None:
             options[key] = value
-    if options and algo is not None:  # auto has none
-        try:
-            registry.read_options(algo, options)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: context_parallel: {error}") from None
-        argv += [_OPTIONS_FLAG, *(f"{key}={_text(value)}" for key, value in options.items())]
-    return argv
+    if not options:
+        return argv
+    try:
+        registry.read_options(str(algo), options)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: context_parallel: {error}") from None
+    given = [_OPTIONS_FLAG, *(f"{key}={_text(value)}" for key, value in options.items())]
+    return argv if dropped else argv + given
 
 
 def _arguments(
@@ -439,7 +307,7 @@ def _arguments(
         raise ConfigError(f"{where} takes a list of {action.nargs} values, got {value!r}")
     if action.nargs == "+" and not values:
         raise ConfigError(f"{where} takes at least one value, got an empty list")
-    texts = [_checked_text(action, item, where) for item in values]
+    texts = [_checked_text(action, item, where, parser) for item in values]
     if len(texts) == 1 and action.nargs is None:
         # One word, so that a value that starts with a dash is not taken for a flag.
         return [f"{option}={texts[0]}"] if texts[0].startswith("-") else [option, texts[0]]
@@ -472,51 +340,27 @@ def _switch_arguments(
     raise ConfigError(f"{where} cannot be {_text(value)}: no flag of Megatron sets that")
 
 
-def _checked_text(action: argparse.Action, value: object, where: str) -> str:
+def _checked_text(
+    action: argparse.Action, value: object, where: str, parser: argparse.ArgumentParser
+) -> str:
     """Returns the text of a value after the flag's own type and choices have accepted it."""
     if isinstance(value, (dict, list)) or value is None:
         raise ConfigError(
             f"{where} takes text or numbers, got {value!r}: quote it to pass it as text"
         )
-    kind = action.type
-    if isinstance(value, bool):
-        if kind is not bool:
-            raise ConfigError(f"{where} takes {_kind_name(action)}, got {_text(value)}")
+    if isinstance(value, bool) and action.type is bool:
         # argparse applies bool() to the word, and only the empty word is false.
         return "true" if value else ""
-    if kind is int and isinstance(value, float) and value.is_integer():
-        # YAML reads 1e3 as a float.
-        value = int(value)
+    if action.type is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # YAML reads 1e3 as a float
     text = _text(value)
     try:
-        converted = text if kind is None else kind(text) if callable(kind) else text
-    except (ValueError, TypeError, KeyError, AttributeError, argparse.ArgumentTypeError):
-        hint = nearest(text, _choice_names(action))
-        raise ConfigError(f"{where} takes {_kind_name(action)}, got {value!r}{hint}") from None
-    except AssertionError:
+        parser._check_value(action, parser._get_value(action, text))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{where}: {usage_error(parser, str(error))}") from None
+    except (KeyError, AttributeError, AssertionError):  # argparse lets them pass
         raise ConfigError(f"{where} does not accept {value!r}") from None
-    if action.choices is not None and converted not in action.choices:
-        names = _choice_names(action)
-        raise ConfigError(
-            f"{where} must be one of {', '.join(names)}, got {value!r}{nearest(text, names)}"
-        )
     return text
-
-
-def _kind_name(action: argparse.Action) -> str:
-    """Says what values a flag takes."""
-    if action.choices is not None:
-        return "one of " + ", ".join(_choice_names(action))
-    for kind, name in ((int, "a whole number"), (float, "a number"), (bool, "true or false")):
-        if action.type is kind:
-            return name
-    if action.type in (str, None):
-        return "text"
-    return f"a value that {getattr(action.type, '__name__', action.type)} can read"
-
-
-def _choice_names(action: argparse.Action) -> list[str]:
-    return [str(getattr(choice, "name", choice)) for choice in action.choices or ()]
 
 
 def _text(value: object) -> str:
@@ -528,16 +372,9 @@ def _long_option(action: argparse.Action) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = (line.strip() for line in _sentences(error))
-    return "; ".join(line for line in lines if line)
-
-
-def _sentences(error: BaseException) -> Iterator[str]:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
-        yield f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    elif isinstance(error, OSError):
-        yield str(error.strerror)
-    else:
-        # OmegaConf adds lines that name the key and the class.
-        yield from str(error).splitlines()
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    # OmegaConf adds lines that name the key and the class.
+    text = str(error.strerror) if isinstance(error, OSError) else str(error)
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.kernel import (
     Gradients,
     KernelCall,

@@ -15,8 +15,8 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.comm import Operation
-from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_cp_plugin.core.blocks.rows import Rows
-from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import starts_and_slices
 from megatron_cp_plugin.core.plans.plan import Block, Kept, Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.shape import Shape

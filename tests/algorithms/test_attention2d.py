@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.attention2d import cheapest, column_major, grid_shapes, row_major
-from megatron_cp_plugin.core.head_groups import head_groups
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import merge_all_into
@@ -48,8 +48,10 @@ def test_shapes_and_the_cheapest():
     assert list(grid_shapes(6, 0, 0)) == [(1, 6), (2, 3), (3, 2), (6, 1)]
     assert list(grid_shapes(6, 2, 0)) == [(2, 3)] == list(grid_shapes(6, 0, 3))
     assert not list(grid_shapes(6, 2, 2))
-    assert cheapest(6, 0, 0, lambda r, c: (r - 2) ** 2) == (2, 3)
-    assert cheapest(6, 0, 0, lambda r, c: 0) == (6, 1)
+    assert cheapest(6, 0, 0, (1, 2)) == (2, 3)
+    assert cheapest(6, 0, 0, (1, 2), transposes=2) == (1, 6)
+    assert cheapest(6, 0, 0, (1, 1)) == (3, 2)
+    assert cheapest(6, 0, 0, (0, 0)) == (6, 1)
 
 
 @pytest.mark.parametrize("size", [4, 6, 8, 9, 16])

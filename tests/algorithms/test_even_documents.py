@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.shape import Shape

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of

@@ -14,11 +14,10 @@ from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.blocks.assembly import Assembly, Segmented
 from megatron_cp_plugin.core.blocks.rows import Rows
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
-from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.shape import Shape

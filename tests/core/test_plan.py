@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.head_groups import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place

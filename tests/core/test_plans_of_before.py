@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Kept, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask

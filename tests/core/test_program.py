@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.call import HeadGroup, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.execution import program as module
 from megatron_cp_plugin.core.execution.program import Program, program, without_idle
-from megatron_cp_plugin.core.head_groups import HeadGroup, head_groups
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import sees, sees_all
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, sees, sees_all
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Zigzag
 from megatron_cp_plugin.core.tiles import Mask
 

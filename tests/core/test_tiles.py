@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments

@@ -20,8 +20,8 @@ from megatron_cp_plugin.core.blocks.rows import (
     union,
     united,
 )
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
 from megatron_cp_plugin.core.blocks.visible_rows import (
+    TokenMap,
     longest_gap,
     rows_met,
     rows_of_parts,

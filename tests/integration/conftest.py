@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import start_server
 from torch import distributed as dist
-
-from megatron_cp_plugin.harness.forks import start_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,11 +21,13 @@ from itertools import cycle, islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 # Ranks run on one core or less each.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from forks import free_port
+
 import megatron_cp_plugin  # noqa: F401
-from megatron_cp_plugin.harness.forks import free_port
 from tests.integration.megatron_job import SCRIPT, TINY
 
 FUNCTIONAL = Path(__file__).parent / "functional_job.py"
@@ -129,7 +131,7 @@ def main():
     parser.add_argument("--at-once", type=int, default=2)
     arguments = parser.parse_args()
     if arguments.kind == "train":
-        importlib.import_module("megatron_cp_plugin.harness.forked")
+        importlib.import_module("scripts.forked")
     sys.setswitchinterval(1000)
     return run_all(arguments.kind, arguments.jobs, arguments.at_once)
 

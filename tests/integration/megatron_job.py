@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forks import ForkedJob, places_of
+
 import megatron_cp_plugin
-from megatron_cp_plugin.harness.forks import ForkedJob, places_of
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 LAUNCHER = ("-m", "megatron_cp_plugin.launch")

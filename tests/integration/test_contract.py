@@ -23,9 +23,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import compatibility
-from megatron_cp_plugin.harness.compatibility import USED
-from megatron_cp_plugin.harness.compatibility_page import markdown
-from megatron_cp_plugin.harness.recorder import Recorder
+from megatron_cp_plugin.harness.compatibility import USED, markdown
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
@@ -68,7 +66,8 @@ def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
 
 def test_the_page_is_what_the_table_says() -> None:
     page = (ROOT / "patches" / "README.md").read_text()
-    assert page == markdown(), "run: megatron-cp hooks > patches/README.md"
+    assert markdown() in page, "put what megatron-cp hooks prints into patches/README.md"
+    assert f"{', '.join(VERSIONS[:-1])} and {VERSIONS[-1]} were tested" in page
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part}-{row.name}")
@@ -150,15 +149,14 @@ def test_an_attribute_that_is_gone_is_named(row: compatibility.Used) -> None:
     assert line.endswith(f"{row.name.partition('.')[0]} has no attribute renamed_since")
 
 
-def test_a_gradient_norm_that_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_norm_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_step(forward_backward_func: Any, model: Any) -> Any:
         loss_reduced, skipped_iter, exit_code, norm_of_weights, grad_norm = {}, 0, 0, 1.0, 2.0
         return loss_reduced, skipped_iter, False, False, exit_code, norm_of_weights, grad_norm
 
     monkeypatch.setattr(training, "train_step", train_step)
-    said = refusal(Recorder(tmp_path, "ring").install)
-    assert "train_step does not return (loss_reduced, skipped_iter, ..., ..., ..., grad_n" in said
-    assert training.train_step is train_step
+    (line,) = compatibility.problems("record")
+    assert "train_step does not return (loss_reduced, skipped_iter, ..., ..., ..., grad_n" in line
 
 
 def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import places_of
 
 from megatron_cp_plugin import megatron as cp_megatron
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.forks import places_of
 from tests.integration.cut_batches_job import BATCHES, SERVED, SOFTMAX, in_a_worker
 from tests.integration.megatron_job import TINY, run_warm
 

@@ -143,7 +143,7 @@ MISTAKES = (
     Mistake(
         "key's value",
         "",
-        "num_layers takes a whole number, got 'two'",
+        "megatron.num_layers: --num-layers takes a whole number, got 'two'",
         program=OWN_FILE,
         file="megatron: {num_layers: two}\n",
     ),
@@ -157,7 +157,7 @@ MISTAKES = (
     Mistake(
         "reference",
         "",
-        "run.yaml: megatron.num_layers refers to megatron.layers, .* no such key: name one",
+        "run.yaml: Interpolation key 'megatron.layers' not found; full_key: megatron.num_layers",
         program=OWN_FILE,
         file="megatron: {num_layers: '${megatron.layers}'}\n",
     ),

@@ -14,8 +14,7 @@ from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.masks.batch import Batch
-from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable

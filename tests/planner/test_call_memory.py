@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.reference import Reference

@@ -36,13 +36,13 @@ def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
     distinct = [*{id(rows): rows for rows in parts if rows}.values()]  # a hash takes all of them
     if len(distinct) > 1:
         # Often one of them is all rows.
-        whole = min(rows[0][0] for rows in distinct), max(rows[-1][1] for rows in distinct)
-        distinct = [rows for rows in distinct if rows == (whole,)] or distinct
-    ranges = {one for rows in distinct for one in rows}
-    if len(ranges) < 2:
-        return tuple(ranges)
+        first = min(rows[0][0] for rows in distinct)
+        whole: Rows = ((first, max(rows[-1][1] for rows in distinct)),)
+        distinct = [rows for rows in distinct if rows == whole][:1] or distinct
+    if sum(map(len, distinct)) < 2:
+        return distinct[0] if distinct else ()
     found: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
+    for start, stop in sorted({one for rows in distinct for one in rows}):
         if found and start <= found[-1][1] + gap:
             found[-1] = found[-1][0], max(found[-1][1], stop)
         else:

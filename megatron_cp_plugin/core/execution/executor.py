@@ -29,7 +29,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     united,
 )
 from megatron_cp_plugin.core.blocks.visible_rows import longest_gap
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.passes import (
@@ -66,9 +66,7 @@ from megatron_cp_plugin.core.execution.transport import (
     redistribute,
     team_channels,
 )
-from megatron_cp_plugin.core.head_groups import HeadGroup
-from megatron_cp_plugin.core.masks.batch import Batch
-from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import FEW, Rows, between, common, numbers_of, row_count
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import Described
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
@@ -33,9 +33,8 @@ from megatron_cp_plugin.core.execution.team import (
     Tensors,
     Waits,
 )
-from megatron_cp_plugin.core.head_groups import HeadGroup
 from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
-from megatron_cp_plugin.core.masks.batch import Batch
+from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,

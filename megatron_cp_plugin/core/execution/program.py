@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common
-from megatron_cp_plugin.core.head_groups import HeadGroup, together
+from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,

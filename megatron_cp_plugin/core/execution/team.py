@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     row_count,
     token_dim,
 )
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at

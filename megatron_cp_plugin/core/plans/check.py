@@ -8,8 +8,7 @@ from itertools import product, zip_longest
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import sees
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, sees
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,

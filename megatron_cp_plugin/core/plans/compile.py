@@ -7,7 +7,7 @@ the plan: hops of inputs lead from the block's owner, hops of results lead to it
 the plan has the hops that begin or end at the rank.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -23,10 +23,14 @@ from megatron_cp_plugin.core.blocks.rows import (
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.blocks.visible_rows import longest_gap, rows_met, rows_of_parts
+from megatron_cp_plugin.core.blocks.visible_rows import (
+    TokenMap,
+    longest_gap,
+    rows_met,
+    rows_of_parts,
+)
+from megatron_cp_plugin.core.call import together
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import together
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -75,12 +79,8 @@ def plan_of(
     return with_teams(placement, of_teams, rank)
 
 
-class _Pair(NamedTuple):
-    """A block of queries and a block of keys, by their owners, and the place where they meet."""
-
-    query: int
-    key: int
-    place: Place
+# A block of queries and a block of keys, by their owners, and the place where they meet.
+_Pair = tuple[int, int, Place]
 
 
 class _Hop(NamedTuple):
@@ -147,13 +147,13 @@ def _cyclic_lines(placement: BlockPlacement) -> tuple[list[tuple[int, Place]], l
 
 
 class _Chain(NamedTuple):
-    """Stops one behind the other: inputs go from each to the next one, and results likewise.
+    """Stops one behind the other, beginning at `end`: inputs go out along them, results come in.
 
     Attributes:
         stops: their numbers.
         end: the stop, or home, from which inputs come to the first of them; home for results.
         step: in which `end` has the inputs, or needs the results.
-        near: they are in the node segment of the route's end.
+        near: they are in the node segment of the block's source, or home.
     """
 
     stops: Sequence[int]
@@ -171,8 +171,7 @@ class _Route(NamedTuple):
         origin: the rank from which the line's distances count.
         end: the rank that has the inputs at first, or to which the results go.
         line: the line.
-        needed: numbers of the stops that compute with the block, ascending.
-        rows: the rows that each of these computes with.
+        needed: the rows that stops compute with, by their numbers, ascending.
         stops: numbers of the stops that the block reaches.
         gap: see `longest_gap`.
         whole: rows that come to every stop; None: those that the stop and the stops behind it need.
@@ -183,8 +182,7 @@ class _Route(NamedTuple):
     origin: int
     end: int
     line: _Line
-    needed: Sequence[int]
-    rows: Sequence[Rows]
+    needed: Mapping[int, Rows]
     stops: Sequence[int]
     gap: int
     whole: Rows | None
@@ -198,29 +196,6 @@ class _Route(NamedTuple):
         """The rank of a stop, by its number."""
         size = len(self.line.met)
         return self.end if stop == _HOME else (self.origin + self.line.ranks[stop]) % size
-
-    def rows_along(self, stops: Sequence[int], wanted: Sequence[int]) -> dict[int, Rows]:
-        """Rows of the inputs that come to stops of a chain, or of the results that leave them, by
-        the stop's index in the chain.
-
-        Inputs have the rows that the stop and those behind it need, results the rows that it and
-        those before it need.
-
-        Args: stops: of the chain. wanted: indices of these stops, ascending.
-        """
-        if self.whole is not None:
-            return dict.fromkeys(wanted, self.whole)
-        needed, found, total = self.needed, dict[int, Rows](), Rows()
-        begin, end = bisect_left(needed, stops[0]), bisect_right(needed, stops[-1])
-        for index in wanted if self.results else reversed(wanted):
-            if self.results:
-                first, begin = begin, bisect_right(needed, stops[index], begin, end)
-                more = self.rows[first:begin]
-            else:
-                last, end = end, bisect_left(needed, stops[index], begin, end)
-                more = self.rows[end:last]
-            found[index] = total = union((total, *more), self.gap)
-        return found
 
 
 class _Routes:
@@ -271,16 +246,14 @@ class _Routes:
         self.segments = segments if len(set(segments)) > 1 else None
         self.sources = [placement.key_source(owner) for owner in range(self.size)]
         self.pairs: list[_Pair] = []
-        ways = [*product((False, True), Side)]
-        self._hops: dict[tuple[bool, Side], dict[int, list[_Hop]]] = {way: {} for way in ways}
-        self._routes: dict[tuple[bool, Side], list[tuple[_Route, list[_Chain]]]]
-        self._routes = {way: [] for way in ways}
+        self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]]
+        self.hops = {way: {} for way in product((False, True), Side)}
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
-        self._noted: dict[tuple[object, ...], int] = {}
+        self._alike: set[tuple[object, ...]] = set()
         self.steps = 1
         if placement.assembled:
             self._gather()
@@ -289,16 +262,12 @@ class _Routes:
         else:
             self._meet()
         for side in Side:
-            for owner, hops in self.hops(False, side).items():
+            for owner, hops in self.hops[False, side].items():
                 self.received.update(((side, owner, hop.target), hop.block.rows) for hop in hops)
 
     def home(self, side: Side, owner: int) -> int:
         """The rank that has a block before the first step."""
         return self.sources[owner] if side else owner
-
-    def part(self, pair: _Pair) -> tuple[int, int]:
-        """Rows [start, stop) of a pair's queries."""
-        return pair.place.rows(self.lengths[pair.query])
 
     # Where blocks meet
 
@@ -309,7 +278,7 @@ class _Routes:
             met = enumerate(self.met(KEYS))
             asked = sorted((query, key) for key, queries in met for query in queries)
         meetings: dict[tuple[Side, int], list[tuple[int, Place]]] = {}
-        pairs = [_Pair(*pair, place) for pair in asked for place in self.placement.place(*pair)]
+        pairs = [(*pair, place) for pair in asked for place in self.placement.place(*pair)]
         self._find_parts(pairs)
         for pair in pairs:
             query, key, place = pair
@@ -318,7 +287,7 @@ class _Routes:
             if place.rank != self.sources[key]:
                 meetings.setdefault((KEYS, key), []).append((query, place))
             if place.rank in self.ranks or place.rank == query == self.sources[key]:
-                self._add(pair)
+                self._add(*pair)
         for (side, owner), found in meetings.items():
             self._follow(side, owner, 0, _Line(self.size, found))
 
@@ -327,13 +296,13 @@ class _Routes:
         size = self.size
         places, lines = _cyclic_lines(self.placement)
         partial = product([each for each in places if not each[1].whole], range(size))
-        self._find_parts(_Pair((key + t) % size, key, place) for (t, place), key in partial)
+        self._find_parts(((key + t) % size, key, place) for (t, place), key in partial)
         for t, place in places:
             keys = [(rank - place.rank) % size for rank in self.ranks]
             # A step in which ranks compute with their own blocks counts for all.
             for key in keys if t or not place.step else range(size):
                 rank = (key + place.rank) % size
-                self._add(_Pair((key + t) % size, key, place._replace(rank=rank)))
+                self._add((key + t) % size, key, Place(rank, *place[1:]))
         self.pairs.sort()
         for side, line in zip(Side, lines, strict=True):
             for owner in range(size) if line.ranks else ():
@@ -341,16 +310,19 @@ class _Routes:
 
     def _find_parts(self, pairs: Iterable[_Pair]) -> None:
         if self.masked:
-            some = [pair for pair in pairs if not pair.place.whole and self._sees(*pair[:2])]
-            parts = [(*pair[:2], *self.part(pair)) for pair in some]
+            parts = [
+                (query, key, *place.rows(self.lengths[query]))
+                for query, key, place in pairs
+                if not place.whole and self._sees(query, key)
+            ]
             self.parts = rows_of_parts(self.spans, parts, self.mask) if parts else {}
 
-    def _add(self, pair: _Pair) -> None:
+    def _add(self, query: int, key: int, place: Place) -> None:
         """Adds a pair if the mask needs it; a pair of another rank only adds to `steps`."""
-        if self._sees(pair.query, pair.key) and (pair.place.whole or self._rows(KEYS, pair)):
-            self.steps = max(self.steps, pair.place.step + 1)
-            if pair.place.rank in self.ranks:
-                self.pairs.append(pair)
+        if self._sees(query, key) and (place.whole or self._rows(KEYS, query, key, place)):
+            self.steps = max(self.steps, place.step + 1)
+            if place.rank in self.ranks:
+                self.pairs.append((query, key, place))
 
     def _gather(self) -> None:
         """Gathers blocks: each block goes to all ranks of a team, and all get the same rows of it.
@@ -361,7 +333,7 @@ class _Routes:
         blocks = {rank: self.placement.blocks_of(rank) for rank in self.ranks}
         for rank, owners in blocks.items():
             seen = (pair for pair in product(*owners) if self._sees(*pair))
-            self.pairs += [_Pair(*pair, Place(rank, 0)) for pair in islice(seen, 1)]
+            self.pairs += [(*pair, Place(rank, 0)) for pair in islice(seen, 1)]
         for side in Side:
             teams = [team for team in {each[side]: 0 for each in blocks.values()} if len(team) > 1]
             for team in teams:
@@ -384,8 +356,8 @@ class _Routes:
         for owner, home in zip(team, homes, strict=True):
             block = Block((owner,), given[owner])
             ends = [one for one in homes if one != home and self.rank in (None, one, home)]
-            self._hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
-            self._hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
+            self.hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
+            self.hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
 
     def _away(self, side: Side, owner: int) -> Iterator[Rows]:
         """Rows of a block that meet blocks which its home does not compute it with."""
@@ -414,15 +386,14 @@ class _Routes:
         """Whether any query of a block sees any key of another; true for all if not `masked`."""
         return query in self.met(KEYS)[key]
 
-    def _rows(self, side: Side, pair: _Pair) -> Rows:
+    def _rows(self, side: Side, query: int, key: int, place: Place) -> Rows:
         """Rows of one block of a pair that travel for the pair: all, or those that meet the other
         block; none if the mask hides the pair.
         """
-        query, key, place = pair
         if place.whole:
             owner, other = (key, query) if side else (query, key)
             return self.met(side)[owner].get(other, ())
-        start, stop = self.part(pair)
+        start, stop = place.rows(self.lengths[query])
         if self.masked:
             met = self.parts.get((query, key, start, stop), ((), ()))
             if self.selective or not met[0]:
@@ -431,16 +402,15 @@ class _Routes:
 
     def _follow(self, side: Side, owner: int, origin: int, line: _Line) -> None:
         """Finds the hops of a block: of its inputs, and of the results for it."""
-        pairs = self._needed(side, owner, origin, line)
-        needed, parts = [stop for stop, _ in pairs], [rows for _, rows in pairs]
-        stops = self._stops(origin, line, needed)
+        needed = dict(self._needed(side, owner, origin, line))
+        stops = self._stops(origin, line, [*needed])
         if not stops:
             return
         home, gap, whole = self.home(side, owner), longest_gap(self.lengths[owner]), None
         source, sent = home, stops
         retaining = self.placement.retained_by(owner) if side else None
         if retaining is not None:
-            whole = self.retained[owner] = union(parts, gap)
+            whole = self.retained[owner] = union(needed.values(), gap)
             if self.returning:
                 source, self.received[side, owner, retaining] = retaining, whole
                 own = line.number.get((source - origin) % self.size)
@@ -448,20 +418,22 @@ class _Routes:
         here = self.rank in (None, home, source) or self._stop(origin, line) in stops
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
-        new = kind not in self._noted
+        new = kind not in self._alike
         if new:
-            self._noted[kind] = 0
+            self._alike.add(kind)
             self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
         elif not here:
             return
         for results, end, reached in ((False, source, sent), (True, home, stops)):
             rows = None if results else whole
-            route = _Route(results, owner, origin, end, line, needed, parts, reached, gap, rows)
+            route = _Route(results, owner, origin, end, line, needed, reached, gap, rows)
             chains = self._chains(route)
             if new and self.rank is not None:
-                self._note(self.times[results, side], route, chains)
+                for chain in chains:
+                    steps = [chain.step, *map(route.steps.__getitem__, chain.stops)]
+                    self.times[results, side].update(pairwise(steps[::-1] if results else steps))
             if here:
-                self._routes[results, side].append((route, chains))
+                self.hops[results, side][owner] = self._hops_along(route, chains)
 
     def _stop(self, origin: int, line: _Line) -> int:
         """The number of the rank's stop, of a plan of one rank."""
@@ -496,7 +468,7 @@ class _Routes:
         for other, rows in met:
             query, key = (other, owner) if side else (owner, other)
             for number, place in line.met[other - origin]:
-                if some := rows if place.whole else self._rows(side, _Pair(query, key, place)):
+                if some := rows if place.whole else self._rows(side, query, key, place):
                     needed[number] = union((needed.get(number, ()), some))
         return sorted(needed.items())
 
@@ -517,9 +489,9 @@ class _Routes:
             return [_Chain((stop,), _HOME, steps[stop] + back) for stop in route.stops]
         for near, some in self._in_segments(route):
             if route.results:
-                first = route.needed[bisect_left(route.needed, some[0])]
+                first = next(stop for stop in route.needed if stop >= some[0])
                 arrival = steps[some[-1]] + (1 if near else self.placement.latency)
-                found.append(_Chain(some[some.index(first) :], _HOME, arrival, near))
+                found.append(_Chain(some[some.index(first) :][::-1], _HOME, arrival, near))
             else:
                 end = _HOME if near else head
                 found.append(_Chain(some, end, steps[end], near))
@@ -535,53 +507,33 @@ class _Routes:
         home = self.segments[route.end]
         return [(one == home, tuple([stop for _, stop in group])) for one, group in grouped]
 
-    def _note(self, times: set[tuple[int, int]], route: _Route, chains: Iterable[_Chain]) -> None:
-        """Notes when what goes along chains is sent."""
-        line, results = route.line, route.results
-        for stops, end, step, _ in chains:
-            # Inputs that go further from the same stop are sent at the times of these, and later.
-            key = (line, stops, end, step) if results else (line, stops[0], end)
-            if self._noted.get(key, 0) < len(stops):
-                self._noted[key] = len(stops)
-                own = [*map(route.steps.__getitem__, stops)]
-                times.update(pairwise([*own, step] if results else [step, *own]))
-
-    def hops(self, result: bool, side: Side) -> Mapping[int, Sequence[_Hop]]:
-        """Hops of the inputs, or of the results, of a side, by the owner of the block."""
-        found, routes = self._hops[result, side], self._routes[result, side]
-        for route, chains in routes:
-            found[route.owner] = [*self._hops_along(route, chains)]
-        routes.clear()
-        return found
-
-    def _hops_along(self, route: _Route, chains: Sequence[_Chain]) -> Iterator[_Hop]:
+    def _hops_along(self, route: _Route, chains: Sequence[_Chain]) -> list[_Hop]:
         """The hops of chains that begin or end at the rank; all if the plan is of all ranks."""
-        steps, results, owners = route.steps, route.results, (route.owner,)
+        results, needed, steps = route.results, route.needed, route.steps
+        found: list[_Hop] = []
         at = _HOME if self.rank == route.end else self._stop(route.origin, route.line)
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
-            last, heading = len(stops) - 1, not (near or results)
-            numbers = range(last + 1)
+            heading = not (near or results)
+            wanted: Sequence[int] = range(len(stops))
             if self.rank is not None:
-                number = stops.index(at) - results if at in stops else _NOWHERE
-                if at == end:
-                    number = last if results else -1
-                numbers = range(max(0, number), min(number + 1, last) + 1)
-            wanted = [*dict.fromkeys((*(0,) * heading, *numbers))]
-            if not wanted:
-                continue
-            rows = route.rows_along(stops, wanted)
-            if heading:
-                later = rows[0] = union((rows[0], later), route.gap)
-            low, high = numbers.start, numbers.stop
-            some = stops[low : high + 1] if results else stops[max(low - 1, 0) : high]
-            points = [(steps[stop], route.rank_at(stop)) for stop in some]
-            if high > last if results else not low:
-                points.insert(len(points) * results, (step, route.rank_at(end)))
-            for number, ((posted, source), (needed, target)) in zip(
-                numbers, pairwise(points), strict=True
-            ):
-                yield _Hop(posted, needed, source, target, Block(owners, rows[number]))
+                place = 0 if at == end else stops.index(at) + 1 if at in stops else _NOWHERE
+                wanted = [hop for hop in (place - 1, place) if 0 <= hop < len(stops)]
+            total, behind, hops = Rows(), len(stops), list[_Hop]()
+            for hop in reversed([0, *wanted] if heading and 0 not in wanted else wanted):
+                more = [needed[stop] for stop in stops[hop:behind] if stop in needed]
+                more += [later] if heading and not hop else []
+                total, behind = route.whole or union((total, *more), route.gap), hop
+                inner = (steps[stops[hop - 1]], stops[hop - 1]) if hop else (step, end)
+                ends = [inner, (steps[stops[hop]], stops[hop])]
+                (posted, source), (to, target) = reversed(ends) if results else ends
+                block = Block((route.owner,), total)
+                if hop in wanted:
+                    ranks = route.rank_at(source), route.rank_at(target)
+                    hops.append(_Hop(posted, to, *ranks, block))
+            later = total if heading else later
+            found += hops if results else reversed(hops)
+        return found
 
 
 # Both passes of a micro-batch use the same routes if their placements are equal.
@@ -659,7 +611,7 @@ class _Writer:
                 name = messages[0][0]
                 heads = self.all_heads if assembled and name in PER_HEAD else group
                 wide = name in self.wide
-                for owner, hops in routes.hops(result, side).items():
+                for owner, hops in routes.hops[result, side].items():
                     padded = routes.widths.get((side, owner), most) if assembled else 0
                     for posted, needed, source, target, block in hops:
                         ends = before + posted, before + needed, source, target
@@ -673,11 +625,12 @@ class _Writer:
                 yield Compute(step + number * self.routes.steps, rank, queries, keys, group)
 
     def _by_pairs(self) -> Iterator[tuple[int, int, Block, Block]]:
-        for pair in self.routes.pairs:
-            query, key, place = pair
-            rank, step = place.rank, place.step
-            rows = clipped(self._rows(QUERIES, query, rank), *self.routes.part(pair))
-            yield step, rank, Block((query,), rows), Block((key,), self._rows(KEYS, key, rank))
+        for query, key, place in self.routes.pairs:
+            rank, rows = place.rank, self._rows(QUERIES, query, place.rank)
+            if not place.whole:
+                rows = clipped(rows, *place.rows(self.routes.lengths[query]))
+            keys = Block((key,), self._rows(KEYS, key, rank))
+            yield place.step, rank, Block((query,), rows), keys
 
     def _joined(self) -> Iterator[tuple[int, int, Block, Block]]:
         """One computation for each rank, of all its pairs: step, rank, queries and keys."""
@@ -688,7 +641,7 @@ class _Writer:
                 held = {
                     owner: self._rows(side, owner, rank)
                     for owner in sorted(owners)
-                    if owner in routes.hops(False, side) or routes.home(side, owner) == rank
+                    if owner in routes.hops[False, side] or routes.home(side, owner) == rank
                 }
                 tokens = sum(routes.lengths[owner] for owner in held)
                 rows = between(0, tokens)

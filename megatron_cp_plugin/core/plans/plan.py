@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
+from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.head_groups import HeadGroup, together
 from megatron_cp_plugin.core.ranges import Ranges
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import accumulate, permutations
 
 from megatron_cp_plugin.core.blocks.rows import between
-from megatron_cp_plugin.core.blocks.token_map import TokenMap
-from megatron_cp_plugin.core.head_groups import HeadGroup
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
     PER_HEAD,

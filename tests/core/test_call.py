@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_cp_plugin.core import head_groups
+from megatron_cp_plugin.core import call
+from megatron_cp_plugin.core.call import flop_of_rank
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.head_groups import flop_of_rank
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -39,7 +39,7 @@ def test_flop_of_rank() -> None:
 def test_a_window_takes_fewer_groups(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four for the causal mask, two or one for the window; results and plan as of any call."""
     shape = Shape(2, TOKENS, 16, 8, 8, element_bytes=8, wide_bytes=8)
-    monkeypatch.setattr(head_groups, "_GROUP_FLOP", shape.flop(SIZE) // 4)
+    monkeypatch.setattr(call, "_GROUP_FLOP", shape.flop(SIZE) // 4)
     window = 16
     made = create(case.algo, VirtualWorld(SIZE).topology(0), dict(case.options))
 

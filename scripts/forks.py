@@ -122,7 +122,7 @@ def free_port() -> int:
 def start_server() -> None:
     """Starts the process to be forked, if there is none; it imports Megatron meanwhile."""
     # It imports this, and not we: it activates the CPU platform.
-    forkserver.set_forkserver_preload(["megatron_cp_plugin.harness.forked"])
+    forkserver.set_forkserver_preload(["scripts.forked"])
     forkserver.ensure_running()
 
 
