@@ -306,8 +306,8 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         added = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
         if MATRIX:
             through = tl.load(of_run + matrix_at, in_matrix, 0.0)
-            # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs, and
-            # so do sums in tensor cores: those of the first and the last columns are separate.
+            # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs.
+            # So do sums in tensor cores: there are two shorter ones.
             front = row[None, :] < DIM // 2
             high, of_state = _rounded_to_tf32(through), _rounded_to_tf32(state)
             low = tl.dot(through - high, of_state, input_precision="tf32")
