@@ -11,7 +11,7 @@ from typing import Literal
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import kernels
+from megatron_cp_plugin.kernels.choice import kernels
 from megatron_cp_plugin.kernels.linear import linear_kernels
 from megatron_cp_plugin.layers import layout_choices
 

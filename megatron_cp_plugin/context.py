@@ -33,8 +33,12 @@ from megatron_cp_plugin.arguments import (
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.autograd.function import Attention, check_shapes, compiled_call
-from megatron_cp_plugin.core.autograd.guards import cast_inputs
+from megatron_cp_plugin.core.autograd.function import (
+    Attention,
+    cast_inputs,
+    check_shapes,
+    compiled_call,
+)
 from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.process_groups import topology_of
@@ -211,8 +215,11 @@ class Settings:
         if self._algo == registry.AUTO:
             shape = Shape.of(q, k, v, seq_len)
             mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+            from megatron_cp_plugin.planner.detected_machine import choose_for
+
             given = dict(self._options)
-            algorithm = softmax_algorithm(*_choose(topology, shape, mask, kernel, given, q.device))
+            algo, options = choose_for(topology, shape, mask, kernel, given, q.device)
+            algorithm = softmax_algorithm(algo, topology, tuple(sorted(options)))
         of_mask = causal, window, documents, slices
         compiled = compiled_call(
             algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
@@ -528,20 +535,6 @@ def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
                 "none: call torch.distributed.init_process_group first, or pass group="
             )
     return topology
-
-
-def _choose(
-    topology: Topology,
-    shape: Shape,
-    mask: Mask,
-    kernel: str,
-    given: Mapping[str, object],
-    device: torch.device,
-) -> tuple[str, Topology, tuple[tuple[str, object], ...]]:
-    from megatron_cp_plugin.planner.detected_machine import choose_for
-
-    algo, options = choose_for(topology, shape, mask, kernel, given, device)
-    return algo, topology, tuple(sorted(options))
 
 
 @lru_cache(maxsize=256)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import functional, registry
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layout import shard

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import cache, lru_cache
 from textwrap import shorten
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Layout, Zigzag
@@ -108,12 +108,7 @@ def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algo
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is linear attention.
     """
-    cls = algorithm_class(name)
-    if issubclass(cls, LinearAlgorithm):
-        raise ConfigError(
-            f"softmax attention got {name!r}, which is linear attention: use one of "
-            f"{', '.join(available('softmax'))}, or cp.linear_attention"
-        )
+    cls = _class_of("softmax", name, "cp.linear_attention")
     return cls(topology, read_options(name, options))
 
 
@@ -122,13 +117,19 @@ def create_linear(name: str, topology: Topology, options: Mapping[str, object]) 
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is softmax attention.
     """
-    cls = algorithm_class(name)
-    if not issubclass(cls, LinearAlgorithm):
-        raise ConfigError(
-            f"linear attention got {name!r}, which is softmax attention: use one of "
-            f"{', '.join(available('linear'))}, or cp.attention"
-        )
+    cls = _class_of("linear", name, "cp.attention")
     return cls(topology, read_options(name, options))
+
+
+def _class_of(kind: Kind, name: str, instead: str) -> Any:
+    cls = algorithm_class(name)
+    found = "linear" if issubclass(cls, LinearAlgorithm) else "softmax"
+    if found != kind:
+        raise ConfigError(
+            f"{kind} attention got {name!r}, which is {found} attention: use one of "
+            f"{', '.join(available(kind))}, or {instead}"
+        )
+    return cls
 
 
 def layout_of(name: str, options: Mapping[str, object]) -> Layout:

@@ -50,9 +50,8 @@ from rich.table import Table
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.devices import take_gpu
+from megatron_cp_plugin.core.communication.devices import capture, take_gpu
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
     Packing,

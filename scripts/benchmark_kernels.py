@@ -42,7 +42,7 @@ from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 from megatron_cp_plugin.planner.trace import alone
 from megatron_cp_plugin.process_exit import one_line_errors

@@ -56,7 +56,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import softmax_algorithm
 from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
-from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
     Packing,

@@ -30,7 +30,7 @@ from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.costs import peak
 from megatron_cp_plugin.registry import layout_of
 from megatron_cp_plugin.tokens import tokens_of

@@ -18,7 +18,7 @@ from rich.table import Table
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import peak_of
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create

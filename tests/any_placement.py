@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.kernels import base
+from megatron_cp_plugin.kernels import choice
 from tests.any_kernel import ABILITIES, AnyKernel
 from tests.foreign_algorithm import RandomBalanced
 from tests.halves import Halves
@@ -123,7 +123,7 @@ def registered() -> Iterator[None]:
         cp.register("random_balanced")(RandomBalanced)
         cp.register("halves")(Halves)
         for kernel in map(AnyKernel, range(2 ** (len(ABILITIES) + 1))):
-            patch.setitem(base._KERNELS, kernel.name, partial(_itself, kernel))
+            patch.setitem(choice._KERNELS, kernel.name, partial(_itself, kernel))
         yield
 
 

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.devices import take_gpu
+from megatron_cp_plugin.core.communication.devices import capture, take_gpu
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem, Statistics
 from megatron_cp_plugin.core.layout import shard

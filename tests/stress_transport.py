@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.streams import capture
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.topology import Topology

@@ -23,7 +23,7 @@ FORBIDDEN = [
 ROOMS = [
     ("layout", "ranges"),
     ("agree", "comm", "communication", "topology"),
-    ("fused", "kernel", "partial", "shape"),
+    ("kernel", "partial", "shape"),
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),

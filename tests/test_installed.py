@@ -14,7 +14,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.installed import load_installed
-from megatron_cp_plugin.kernels import base, kernel_names, register_kernel, resolve
+from megatron_cp_plugin.kernels import choice, kernel_names, register_kernel, resolve
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, run
@@ -36,7 +36,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where packages are installed, for one test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
-    monkeypatch.setattr(base, "_KERNELS", dict(base._KERNELS))
+    monkeypatch.setattr(choice, "_KERNELS", dict(choice._KERNELS))
     load_installed.cache_clear()
     yield tmp_path
     for module in ("striped_package", "kernel_package"):
@@ -121,4 +121,4 @@ def test_auto_takes_no_kernel_that_was_registered() -> None:
         with pytest.raises(ConfigError, match=f"kernel Other has the name '{name}': set another"):
             register_kernel(type("Other", (Reference,), {"name": name}))
     with pytest.raises(ConfigError, match="kernel 'half' has no method backward: define it in"):
-        register_kernel(type("Half", (base.SoftmaxKernel,), {"name": "half"}))
+        register_kernel(type("Half", (choice.SoftmaxKernel,), {"name": "half"}))

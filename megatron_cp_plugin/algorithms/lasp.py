@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
-from megatron_cp_plugin.core.communication.streams import SideStream, capturing
+from megatron_cp_plugin.core.communication.devices import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.linear.route import Route

@@ -10,7 +10,7 @@ from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.transport import Wanted
+from megatron_cp_plugin.core.execution.executor import Wanted
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.shape import Shape

@@ -48,15 +48,11 @@ def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
 def check_same(
     need: str, of_ranks: Sequence[object], advice: str, words: Sequence[object] = ()
 ) -> None:
-    """Refuses what is not the same on all ranks.
+    """Refuses what is not the same on all ranks, with the same words on all.
 
-    Args:
-        need: What all ranks need, in words.
-        of_ranks: What each holds, by rank.
-        advice: What to do.
-        words: For it, by rank; (): `of_ranks`.
+    Args: need: of all ranks, in words. words: for what each holds, by rank; (): `of_ranks`.
 
-    Raises: ContextParallelError, with the same words on all ranks.
+    Raises: ContextParallelError.
     """
     words = words or of_ranks
     for rank, other in enumerate(of_ranks):
@@ -71,8 +67,8 @@ def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
 
     Args: what: is compared. call: that it is for, in words for errors.
 
-    Raises: ContextParallelError on all ranks, with the same words, if other ranks compare something
-    else, and so make another call; CommunicationError if another rank does not come.
+    Raises: ContextParallelError on all ranks, with the same words, if other ranks make another
+    call; CommunicationError if another rank does not come.
     """
     whats, calls, of_ranks = zip(*topology.gather((what, call, mine)), strict=True)
     check_same("all ranks need one call", whats, "make the same call on all", calls)
@@ -91,12 +87,9 @@ def same_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Callable[[],
     """Begins to compare int64 numbers [n] over a group, in one collective operation.
 
     On a GPU neither the current stream nor the host waits for it, until the function that is
-    returned is called: then the host waits for the comparison, but for nothing that was queued
-    since.
-
-    Returns: a function, to be called once, which says whether all ranks gave the same numbers.
-    Raises, when that is called: CommunicationError if another rank does not come within the
-    group's timeout.
+    returned is called, once: then the host waits for the comparison, but for nothing that was
+    queued since. It says whether all ranks gave the same numbers, and raises CommunicationError if
+    one does not come.
     """
     extremes = torch.cat((numbers, -numbers))
     work = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
@@ -365,13 +358,11 @@ class CallChecks:
         Args:
             fault: what is wrong on this rank; None: nothing.
             held: what the ranks should have in common, in plain types.
-            difference: says what is wrong if a rank holds something else than the first one does:
-                of the rank and of what both hold.
+            difference: says what is wrong if a rank holds something else than the first one does.
 
         Returns: whether ranks compared notes: it is a first call, and there are several.
 
-        Raises: ContextParallelError if something is wrong; CommunicationError if another rank does
-        not come.
+        Raises: ContextParallelError, CommunicationError.
         """
         compares = group.size() > 1 and self.is_first(group)
         if compares:
@@ -391,9 +382,8 @@ class CallChecks:
         self.add(lambda: None if same() else fault)
 
     def add(self, answer: Callable[[], str | None]) -> None:
-        """Takes a check that was begun.
-
-        Args: answer: says what is wrong, if anything; on a GPU the host may wait.
+        """Takes a check that was begun: a function that waits, and says what is wrong, if
+        anything.
         """
         self._begun.append(answer)
 
@@ -402,11 +392,7 @@ class CallChecks:
         self._begun.clear()
 
     def finish(self) -> None:
-        """Asks for all answers.
-
-        Raises: ContextParallelError if something is wrong; CommunicationError if another rank did
-        not come to compare it.
-        """
+        """Asks for all answers. Raises: as `compare`."""
         while self._begun:
             if fault := self._begun.pop(0)():
                 raise ContextParallelError(fault)

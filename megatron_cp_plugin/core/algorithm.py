@@ -12,10 +12,11 @@ import torch
 
 from megatron_cp_plugin.core.call import Call, HeadGroup, successive_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.executor import Executor, executor_of
-from megatron_cp_plugin.core.execution.transport import (
+from megatron_cp_plugin.core.execution.executor import (
+    Executor,
     Transport,
     Wanted,
+    executor_of,
     steps_among,
     team_channels,
 )
@@ -238,10 +239,8 @@ class Algorithm(ABC):
         exchange = self._exchange(placement, shape, phase)
         transport = self._transport(placement)
         slots = self.slots(shape, transport.topology.size)
-        of_call = call, self.topology
-        return executor_of(
-            placement, steps, exchange, *of_call, transport, slots, overlap=self.overlap
-        )
+        of_call = call, self.topology, transport, slots, self.overlap
+        return executor_of(placement, steps, exchange, *of_call)
 
     def _exchange(self, placement: Placement, shape: Shape, phase: Phase) -> Plan | None:
         """What this rank exchanges in its team that splits heads, if there is one.

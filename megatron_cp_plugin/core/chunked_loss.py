@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
-from megatron_cp_plugin.core.communication.devices import check_devices
-from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.autograd.function import as_written, cast_inputs, differentiable_once
+from megatron_cp_plugin.core.communication.devices import check_devices, fused_for
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 

@@ -69,10 +69,10 @@ class CommunicationLog:
 
     rows: list[Transfer] = field(default_factory=list)
 
-    def _select(self, **wanted: object) -> Iterator[Transfer]:
-        wanted = {name: value for name, value in wanted.items() if value is not None}
+    def _select(self, *wanted: object) -> Iterator[Transfer]:
         for row in tuple(self.rows):
-            if all(getattr(row, name) == value for name, value in wanted.items()):
+            given = row.rank, row.op, row.phase, row.direction
+            if all(want in (None, x) for want, x in zip(wanted, given, strict=True)):
                 yield row
 
     def bytes(
@@ -84,8 +84,7 @@ class CommunicationLog:
         direction: str = "sent",
     ) -> int:
         """Total bytes of the rows that match; None matches all."""
-        chosen = self._select(rank=rank, op=op, phase=phase, direction=direction)
-        return sum(row.bytes for row in chosen)
+        return sum(row.bytes for row in self._select(rank, op, phase, direction))
 
     def messages(
         self,
@@ -96,8 +95,7 @@ class CommunicationLog:
         direction: str = "sent",
     ) -> int:
         """Total messages of the rows that match; None matches all."""
-        chosen = self._select(rank=rank, op=op, phase=phase, direction=direction)
-        return sum(row.messages for row in chosen)
+        return sum(row.messages for row in self._select(rank, op, phase, direction))
 
 
 # Backward runs in autograd's own threads on CUDA, so a recording cannot be local to a thread.
@@ -324,12 +322,9 @@ class ProcessGroupCommunicator(Communicator):
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         if not self._connected:
             self.connect()
-        ops = [
-            dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
-        ] + [
-            dist.P2POp(dist.irecv, tensor, self._ranks[source], self._group)
-            for tensor, source in receives
-        ]
+        group, ranks = self._group, self._ranks
+        ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
+        ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]
         return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:

@@ -5,7 +5,7 @@ of values and outputs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -86,54 +86,46 @@ class Statistics(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> "Statistics":
         """The statistics of some query rows. Args: rows: as in `partial.rows_at`."""
-        lse, out, delta = self
         if not isinstance(rows, slice):
-            return Statistics(
-                lse.index_select(2, rows),
-                None if out is None else rows_at(out, rows),
-                None if delta is None else delta.index_select(2, rows),
-            )
-        if rows == slice(0, lse.shape[2]):
+            return self._each(lambda x: x.index_select(2, rows), lambda out: rows_at(out, rows))
+        if rows == slice(0, self.lse.shape[2]):
             return self
+        lse, out, delta = self  # in every layer: without further calls
         return Statistics(
             lse[:, :, rows],
             None if out is None else out[:, rows],
             None if delta is None else delta[:, :, rows],
         )
 
+    def _each(
+        self, of_rows: Callable[[Tensor], Tensor], of_out: Callable[[Tensor], Tensor]
+    ) -> "Statistics":
+        """Args: of_rows: what is done to lse and delta. of_out: to out."""
+        lse, out, delta = self
+        return Statistics(
+            of_rows(lse),
+            None if out is None else of_out(out),
+            None if delta is None else of_rows(delta),
+        )
+
     def heads(self, heads: slice) -> "Statistics":
         """The statistics of some query heads."""
         if heads.stop - heads.start == self.lse.shape[1]:
             return self
-        return Statistics(
-            self.lse[:, heads],
-            None if self.out is None else self.out[:, :, heads],
-            None if self.delta is None else self.delta[:, heads],
-        )
+        return self._each(lambda x: x[:, heads], lambda out: out[:, :, heads])
 
     def copied_bytes(self, dout_bytes: int) -> int:
-        """Bytes of what kernels make of these that want a contiguous lse and an out.
-
-        Args: dout_bytes: of what is made in the place of out.
-        """
+        """Bytes that kernels copy which want a contiguous lse and an out, of so many bytes."""
         lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
         return lse + (dout_bytes if self.out is None else 0)
 
     def flipped(self) -> "Statistics":
         """The statistics of the rows in reverse order."""
-        return Statistics(
-            self.lse.flip(2),
-            None if self.out is None else self.out.flip(1),
-            None if self.delta is None else self.delta.flip(2),
-        )
+        return self._each(lambda x: x.flip(2), lambda out: out.flip(1))
 
     def flattened(self) -> "Statistics":
         """With one batch entry after the other: lse and delta [H,B*S], out [B*S,H,D]."""
-        return Statistics(
-            self.lse.transpose(0, 1).flatten(1),
-            None if self.out is None else self.out.flatten(0, 1),
-            None if self.delta is None else self.delta.transpose(0, 1).flatten(1),
-        )
+        return self._each(lambda x: x.transpose(0, 1).flatten(1), lambda out: out.flatten(0, 1))
 
     def delta_for(self, dout: Tensor) -> Tensor:
         """delta [B,H,S], computed from out if it is not there."""
@@ -184,12 +176,12 @@ class Packing:
 
     @classmethod
     def of(cls, q: Sequence[slice], kv: Sequence[slice]) -> "Packing":
-        """Args: q, kv: the queries, and the keys, of each."""
+        """Of these queries, and keys, of each sequence."""
         return cls(np.array([[[x.start for x in s], [x.stop for x in s]] for s in (q, kv)]))
 
     @classmethod
     def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
-        """Of sequences without gaps. Args: q, kv: where they begin and end: 0, ..., S."""
+        """Of sequences without gaps, which begin and end at 0, ..., S."""
         return cls(np.array([[side[:-1], side[1:]] for side in (q, kv)]))
 
     def __len__(self) -> int:

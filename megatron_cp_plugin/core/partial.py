@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.communication.devices import fused_for
 
 
 class RowIndex(NamedTuple):
@@ -60,9 +60,9 @@ def merge_into(
 def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
     """(out, lse) = merge of P partials, in one pass.
 
-    Args:
-        out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes. lse: [B,H,S], lses: [P,B,H,S],
-        wide dtype. All may be strided.
+    Args: out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes. lse: [B,H,S], lses: [P,B,H,S],
+    wide
+        dtype. All may be strided.
     """
     if len(outs) == 1:
         out.copy_(outs[0])
@@ -525,13 +525,7 @@ def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
     """An out of which `delta_of` makes this delta, up to float32; else 0.
 
     Its only elements are where dout is greatest: each makes up, rounded to dout's dtype, for what
-    the ones before it leave of delta.
-
-    Args:
-        dout: [B,S,H,D], or flattened [S,H,D].
-        delta: [B,H,S], or [H,S].
-
-    Returns: as dout.
+    the ones before it leave of delta. Args: dout: [B,S,H,D] or [S,H,D]. delta: [B,H,S] or [H,S].
     """
     fused = fused_for(dout)
     if fused is not None and delta.dtype != torch.float64:

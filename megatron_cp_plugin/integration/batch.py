@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.agree import CallChecks, on_host
-from megatron_cp_plugin.core.communication.streams import capturing
+from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans

@@ -19,7 +19,7 @@ from megatron_cp_plugin.integration.rules import check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
-from megatron_cp_plugin.kernels.selfcheck import check_kernel, check_linear_kernel
+from megatron_cp_plugin.kernels.selfcheck import check_kernel
 
 
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
@@ -75,7 +75,7 @@ def _check_kernel(settings: Settings) -> str | None:
         recurrent = resolve_linear(config.kernel, linear)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                check_linear_kernel(recurrent, linear)
+                check_kernel(recurrent, linear)
         return recurrent.name
     shape = device, dtype, heads, kv_heads, head_dim
     windowed = settings.window is not None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from megatron_cp_plugin.core.autograd.guards import differentiable_once
+from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.partial import delta_of
 
 

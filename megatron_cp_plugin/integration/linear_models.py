@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_cp_plugin.core.autograd.guards import differentiable_once
+from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.partial import accumulation_dtype

@@ -3,19 +3,12 @@
 The only folder that imports flash_attn, fla and Triton, and only on use.
 """
 
-from functools import cache
+from functools import partial
+from importlib import import_module
 
-from megatron_cp_plugin.core.fused import FusedOperations, register_fused
-from megatron_cp_plugin.kernels.base import kernel_names, register_kernel, resolve, resolver
+from megatron_cp_plugin.core.communication.devices import register_fused
+from megatron_cp_plugin.kernels.choice import kernel_names, register_kernel, resolve, resolver
 
 __all__ = ["kernel_names", "register_kernel", "resolve", "resolver"]
 
-
-@cache
-def _load_fused() -> FusedOperations:
-    from megatron_cp_plugin.kernels import fused
-
-    return fused
-
-
-register_fused("cuda", _load_fused)
+register_fused("cuda", partial(import_module, "megatron_cp_plugin.kernels.fused"))

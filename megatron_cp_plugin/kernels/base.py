@@ -1,11 +1,10 @@
-"""Shared by the softmax attention kernels, and the choice of one for a problem.
+"""Shared by the softmax attention kernels for GPUs.
 
 B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), D head dim.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection
-from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from megatron_cp_plugin.core.kernel import (
     Statistics,
 )
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.installed import load_installed
-from megatron_cp_plugin.kernels.choice import choose, loader, named
+from megatron_cp_plugin.errors import ContextParallelError
 
 
 def gpu_reason(
@@ -87,11 +84,8 @@ class PackingKernel(SoftmaxKernel):
 
     @abstractmethod
     def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
-        """See SoftmaxKernel.forward. Of sequences: q [S,H,D]; k [T,G,D]; v [T,G,E] -> out [S,H,E],
-        lse [H,S], with S queries and T keys in all.
-
-        Args:
-            lengths: of the sequences; None: it is one tile.
+        """See SoftmaxKernel.forward. Of sequences, with these lengths: q [S,H,D]; k [T,G,D]; v
+        [T,G,E] -> out [S,H,E], lse [H,S], with S queries and T keys in all.
         """
 
     @abstractmethod
@@ -138,11 +132,8 @@ def by_heads(
 ) -> Gradients:
     """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
 
-    Args:
-        name: of the kernel.
-        elements: of all heads, which int32 has to count in each call.
-        backward: makes the gradients of some heads.
-        call, dout, statistics: of all heads, as `backward` takes those of some.
+    Args: elements: of all heads, which int32 has to count. backward: makes the gradients of some
+    heads.
 
     Raises: ContextParallelError if one head has too many elements.
     """
@@ -212,68 +203,3 @@ class FlashAttention2(PackingKernel):
         elements = self.accumulated(call.q, 1 if call.packing is None else len(call.packing))
         wide = elements + elements // rounded(dim, 32 if dim <= 128 else 64)
         return with_stand_in(4 * wide + of_keys * call.q.element_size(), call, statistics)
-
-
-# In the order of preference of "auto", fastest first (docs/benchmarks.md has the measurements). The
-# reference supports everything, so kernels registered after it are only used when named.
-_KERNELS: dict[str, Callable[[], SoftmaxKernel]] = {
-    "flash4": loader("flash4", "Flash4"),
-    "cudnn": loader("torch_flash", "CudnnAttention"),
-    "flash2": loader("flash2", "Flash2"),
-    "torch_flash": loader("torch_flash", "CudaFlashAttention"),
-    "torch_cpu": loader("torch_flash", "CpuFlashAttention"),
-    "reference": loader("reference", "Reference"),
-}
-
-
-def register_kernel[K: type[SoftmaxKernel]](cls: K) -> K:
-    """Class decorator: makes a kernel available under its `name`; "auto" never selects it.
-
-    Raises: ConfigError if the name is taken, or the class lacks a name or a method.
-    """
-    name = getattr(cls, "name", "")
-    if not name or name in (*_KERNELS, "auto"):
-        raise ConfigError(f"kernel {cls.__name__} has the name {name!r}: set another one")
-    for method in sorted(cls.__abstractmethods__):
-        raise ConfigError(f"kernel {name!r} has no method {method}: define it in {cls.__name__}")
-    _KERNELS[name] = cache(cls)
-    return cls
-
-
-def kernel_names() -> tuple[str, ...]:
-    """Names that `kernel=` accepts besides "auto", including those of other installed packages."""
-    load_installed()
-    return tuple(_KERNELS)
-
-
-def kernels() -> tuple[SoftmaxKernel, ...]:
-    """All kernels in the order of preference of "auto", whether they can run here or not."""
-    load_installed()
-    return tuple(load() for load in _KERNELS.values())
-
-
-def kernel_called(name: str) -> SoftmaxKernel:
-    """The kernel of a name, whether it can run here or not.
-
-    Raises: KernelUnavailableError if no kernel has it.
-    """
-    if name not in _KERNELS:
-        load_installed()
-    return named("kernel", name, _KERNELS)
-
-
-@cache
-def resolve(name: str, problem: Problem) -> SoftmaxKernel:
-    """The kernel of that name, or for "auto" the fastest one that supports the problem.
-
-    Raises: KernelUnavailableError if the name is unknown, or the kernel does not support it.
-    """
-    if name not in (*_KERNELS, "auto"):
-        load_installed()
-    return choose("kernel", name, problem, _KERNELS)
-
-
-@cache  # one object for a name: calls are known by it
-def resolver(name: str) -> Callable[[Problem], SoftmaxKernel]:
-    """`resolve` for a name."""
-    return partial(resolve, name)

@@ -330,8 +330,19 @@ def passed_along(
     order: Tensor,
     begins: Tensor,
 ) -> Tensor | None:
-    """See `core.fused.FusedOperations.passed_along`; products of matrices in three TF32 parts, for
-    head dims up to 128.
+    """The states behind ways of runs, one after another: T S + added; None: not served.
+
+    Products of matrices in three TF32 parts, for head dims up to 128.
+
+    Args:
+        added: [M,B,H,D,E] of all runs, with heads of B next to each other; float32, in rows of D*E.
+        through: T [M,B,H,D,D], or logarithms of its diagonal [M,B,H,1] or [M,B,H,D].
+        first: [F,B,H,D,E]; None: 0.
+        bounds: of the ways in order [n+1].
+        order: numbers of runs.
+        begins: of each way which of `first` it begins with, -1 where with 0 [n]; int32.
+
+    Returns: [n,B,H,D,E] float32.
     """
     _, batch, heads, dim, width = added.shape
     is_matrix = through.dim() == added.dim()

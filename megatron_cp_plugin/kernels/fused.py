@@ -48,10 +48,7 @@ def _launch(
     Args:
         kernel: takes `given`, tokens, heads, rows, dim, and three strides of each of `strided`.
         like: [B,*,H,D].
-        tokens: of each entry of the batch.
-        given: what it reads and writes, and other arguments that come first.
         strided: [B,S,H,D] or [B,H,S].
-        flags: its other settings.
     """
     batch, _, heads, dim = like.shape
     if rows := batch * tokens * heads:
@@ -135,20 +132,16 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 def merge_into(
     out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
 ) -> None:
-    """(out, lse) = merge of the partials (a, a_lse) and (b, b_lse); out, lse may be a, a_lse.
-
-    Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S] float32.
-    """
+    """See `partial.merge_into`; with lse in float32."""
     _merge(out, lse, a, a_lse, b, b_lse, b.shape[1])
 
 
 def merge_rows_into(
     out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
 ) -> None:
-    """Merges some rows of a partial (b, b_lse) (None: all, in their order) into some of (out, lse).
+    """Merges some rows of (b, b_lse) (None: all, in their order) into some of (out, lse).
 
-    Args: out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32. to, of: [n] int32,
-        none twice.
+    Args: out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32. to, of: [n] int32.
     """
     _merge(out, lse, out, lse, b, b_lse, len(to), to, of)
 
@@ -229,11 +222,7 @@ def _merge_all_kernel(  # type: ignore[no-untyped-def]
 
 
 def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
-    """(out, lse) = merge of the partials.
-
-    Args: out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes; lse: [B,H,S], lses: [P,B,H,S]
-        float32.
-    """
+    """See `partial.merge_all_into`; with lse in float32."""
     given = out, lse, outs, lses, len(outs), outs.stride(0), lses.stride(0)
     _launch(_merge_all_kernel, out, out.shape[1], given, (out, lse, outs[0], lses[0]))
 
@@ -294,17 +283,14 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
-    """out = a + the others, two at most, summed in float32; out may be a; no others: a copy.
-
-    Args: all [B,S,heads,D], any floating dtypes.
-    """
+    """out = a + the others, two at most, [B,S,heads,D], summed in float32; out may be a."""
     _sum(out, (a, *others), out.shape[1])
 
 
 def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
-    """Adds some rows of b (None: all, in their order) to some rows of total, in float32.
+    """Adds some rows of b (None: all) to some rows of total, [B,S,heads,D], in float32.
 
-    Args: total, b: [B,S,heads,D], any floating dtypes. to, of: [n] int32, none twice.
+    Args: to, of: [n] int32, none twice.
     """
     _sum(total, (total, b), len(to), to, to, of)
 

@@ -3,7 +3,7 @@
 A kernel may compile and run with head dims, or on devices, for which it computes something else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,9 +22,9 @@ from megatron_cp_plugin.core.kernel import (
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
-from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.core.partial import accumulation_dtype, delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels.base import kernel_names, resolve
+from megatron_cp_plugin.kernels.choice import kernels, why_not
 from megatron_cp_plugin.kernels.chunked import Chunked
 from megatron_cp_plugin.kernels.reference import Reference
 
@@ -66,161 +66,110 @@ class Accuracy:
         return self.error <= self.bound
 
 
-def check_kernel(kernel: SoftmaxKernel, problem: Problem) -> None:
-    """Runs a kernel forward and backward on a small problem; the reference has none to pass.
+def check_kernel(kernel: SoftmaxKernel | LinearKernel, problem: Problem | LinearProblem) -> None:
+    """Runs a kernel forward and backward on a small problem; those written out have none to pass.
 
     Raises: KernelUnavailableError, in one line, if its results are wrong, or there are none.
     """
-    if isinstance(kernel, Reference):
+    if isinstance(kernel, Reference | Chunked):
         return
     found = accuracy(kernel, problem)
     if not found.right:
-        raise _wrong(kernel, "attention", problem, found, _other(kernel, problem))
+        what = "linear attention" if isinstance(problem, LinearProblem) else "attention"
+        raise KernelUnavailableError(
+            f"kernel {kernel.name} gives wrong results for {what} here with {problem}: "
+            f"{found.where} is off by {found.error:.1e}, at most {found.bound:.0e} is right; use "
+            f"kernel {_other(kernel, problem)}"
+        )
 
 
-def check_linear_kernel(kernel: LinearKernel, problem: LinearProblem) -> None:
-    """Runs a kernel of linear attention forward and backward; `chunked` has none to pass.
+def accuracy(kernel: SoftmaxKernel | LinearKernel, problem: Problem | LinearProblem) -> Accuracy:
+    """The greatest error, over causal and full tiles, one in a call and, if so used, several; or
+    over runs with a state before and after.
 
-    Raises: KernelUnavailableError, in one line, if its results are wrong, or there are none.
-    """
-    if isinstance(kernel, Chunked):
-        return
-    found = linear_accuracy(kernel, problem)
-    if not found.right:
-        raise _wrong(kernel, "linear attention", problem, found, Chunked.name)
-
-
-def _wrong(
-    kernel: SoftmaxKernel | LinearKernel,
-    what: str,
-    problem: Problem | LinearProblem,
-    found: Accuracy,
-    other: str,
-) -> KernelUnavailableError:
-    return KernelUnavailableError(
-        f"kernel {kernel.name} gives wrong results for {what} here with {problem}: "
-        f"{found.where} is off by {found.error:.1e}, at most {found.bound:.0e} is right; use "
-        f"kernel {other}"
-    )
-
-
-def accuracy(kernel: SoftmaxKernel, problem: Problem) -> Accuracy:
-    """The greatest error over causal and full tiles, one in a call and, if so used, several.
-
-    As many query heads a KV head as the problem has; outputs, lse, and gradients by out and by
-    delta.
+    As many query heads a KV head as the problem has; all outputs and gradients, those of softmax by
+    out and by delta.
 
     Raises: KernelUnavailableError if the kernel fails.
     """
-    with _failing(kernel, problem, lambda: _other(kernel, problem)):
-        return _worst(_results(kernel, problem), problem)
-
-
-def linear_accuracy(kernel: LinearKernel, problem: LinearProblem) -> Accuracy:
-    """The greatest error of outputs, states and all gradients, with a state before and after.
-
-    Raises: KernelUnavailableError if the kernel fails.
-    """
-    with _failing(kernel, problem, lambda: Chunked.name):
-        return _worst(_runs(kernel, problem), problem)
-
-
-@contextmanager
-def _failing(
-    kernel: SoftmaxKernel | LinearKernel,
-    problem: Problem | LinearProblem,
-    other: Callable[[], str],
-) -> Iterator[None]:
-    """Says in one line which kernel failed, and what to use instead."""
     try:
-        yield
+        if isinstance(kernel, LinearKernel):
+            assert isinstance(problem, LinearProblem)
+            found = _runs(kernel, problem)
+        else:
+            assert isinstance(problem, Problem)
+            found = _tiles(kernel, problem)
+        errors = {
+            f"{name} of {part}": _distance(got, want)
+            for part, results in found
+            for name, got, want in results
+        }
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")
         raise KernelUnavailableError(
-            f"kernel {kernel.name} fails here with {problem}: use kernel {other()} "
+            f"kernel {kernel.name} fails here with {problem}: use kernel {_other(kernel, problem)} "
             f"({type(error).__name__}: {reason})"
         ) from error
-
-
-def _worst(found: Iterable[tuple[str, Results]], problem: Problem | LinearProblem) -> Accuracy:
-    errors = {
-        f"{name} of {part}": _distance(got, want)
-        for part, results in found
-        for name, got, want in results
-    }
     where = max(errors, key=lambda name: errors[name])
     return Accuracy(errors[where], _BOUNDS.get(problem.dtype, _HALF_BOUND), where)
 
 
-def _results(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Results]]:
+def _tiles(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Results]]:
     """What the kernel and the reference make of each kind of tile."""
-    yield "a causal tile", _tile(kernel, problem, _TOKENS, causal=True)
-    yield "a full tile", _tile(kernel, problem, _TOKENS // 3, causal=False)
-    if kernel.rectangular_causal:
-        yield "a rectangular causal tile", _tile(kernel, problem, _TOKENS // 3, causal=True)
+
+    def tile(rows: int | Packing, *, causal: bool, window: int = 0) -> Results:
+        return _tile(kernel, problem, rows, causal, window)
+
+    few, rectangular = _TOKENS // 3, kernel.rectangular_causal
+    yield "a causal tile", tile(_TOKENS, causal=True)
+    yield "a full tile", tile(few, causal=False)
+    if rectangular:
+        yield "a rectangular causal tile", tile(few, causal=True)
     if problem.windows and kernel.windows:
-        rows, packing = _TOKENS // 3, _RECTANGLES
-        yield "a window", _tile(kernel, problem, rows, causal=True, window=100)
-        edge = _tile(kernel, problem, rows, causal=False, window=_TOKENS - rows + 1)
-        yield "the edge of a window", edge
-        found = _tile(kernel, problem, causal=True, packing=packing, window=30)
-        yield "packed windows", found
+        yield "a window", tile(few, causal=True, window=100)
+        yield "the edge of a window", tile(few, causal=False, window=_TOKENS - few + 1)
+        yield "packed windows", tile(_RECTANGLES, causal=True, window=30)
     if problem.documents or (problem.windows and kernel.packs):
-        yield "documents", _tile(kernel, problem, causal=True, packing=_SQUARES)
-        yield "packed full tiles", _tile(kernel, problem, causal=False, packing=_RECTANGLES)
-        rectangular = kernel.rectangular_causal
+        yield "documents", tile(_SQUARES, causal=True)
+        yield "packed full tiles", tile(_RECTANGLES, causal=False)
         if rectangular:
-            found = _tile(kernel, problem, causal=True, packing=_RECTANGLES)
-            yield "packed causal tiles", found
+            yield "packed causal tiles", tile(_RECTANGLES, causal=True)
         for causal in (False, rectangular) if kernel.gaps else ():
             kind = "causal" if causal else "full"
-            found = _tile(kernel, problem, causal=causal, packing=_APART)
-            yield f"packed {kind} tiles with gaps", found
+            yield f"packed {kind} tiles with gaps", tile(_APART, causal=causal)
 
 
 def _tile(
-    kernel: SoftmaxKernel,
-    problem: Problem,
-    rows: int = 0,
-    *,
-    causal: bool,
-    packing: Packing | None = None,
-    window: int = 0,
+    kernel: SoftmaxKernel, problem: Problem, rows: int | Packing, causal: bool, window: int
 ) -> Results:
     """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
-    packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
-    if packing is not None:
-        packed_q, packed_kv, rows = [*packing.q], [*packing.kv], packing.q[-1].stop
-    q, k, v, dout = _inputs(problem, rows)
+    packing: Packing | None = None
+    if isinstance(rows, int):
+        packed_q, packed_kv = [slice(0, rows)], [slice(0, _TOKENS)]
+    else:
+        packing, packed_q, packed_kv = rows, [*rows.q], [*rows.kv]
+    q, k, v, dout = _inputs(problem, packed_q[-1].stop)
     call = KernelCall(q, k, v, problem.head_dim**-0.5, causal, packing, window=window)
     wide = call._replace(q=q.double(), k=k.double(), v=v.double())
     want_out, want_lse = Reference().forward(wide)
     want = Reference().backward(wide, dout.double(), Statistics(want_lse, out=want_out))
     with _as_in_the_run(problem):
         out, lse = run_forward(kernel, call)
+        of_rules = Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))
+        found = [run_backward(kernel, call, dout, statistics) for statistics in of_rules]
+        placed = () if packing else _in_place(kernel, call, dout, out, lse)
     results = [
         ("out", _parts(out, packed_q), _parts(want_out, packed_q)),
         ("lse", _parts(lse.mT, packed_q), _parts(want_lse.mT, packed_q)),
     ]
-    for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
-        with _as_in_the_run(problem):
-            got = run_backward(kernel, call, dout, statistics)
-        rule = "" if statistics.delta is None else " by delta"
-        places = packed_q, packed_kv, packed_kv
+    names, places = ("dq", "dk", "dv"), (packed_q, packed_kv, packed_kv)
+    for rule, gradients in zip(("", " by delta"), found, strict=True):
         results += [
             (f"{name}{rule}", _parts(x, place), _parts(y, place))
-            for name, x, y, place in zip(("dq", "dk", "dv"), got, want, places, strict=True)
+            for name, x, y, place in zip(names, gradients, want, places, strict=True)
         ]
-    if packing is None:
-        names, wanted = ("out", "lse", "dq", "dk", "dv"), (want_out, want_lse, *want)
-        with _as_in_the_run(problem):
-            found = _in_place(kernel, call, dout, out, lse)
-        results += [
-            (f"{name} in its place", x, y)
-            for name, x, y in zip(names, found, wanted, strict=True)
-            if x is not None
-        ]
-    return results
+    of_all = zip(("out", "lse", *names), placed, (want_out, want_lse, *want), strict=False)
+    return results + [(f"{name} in its place", x, y) for name, x, y in of_all if x is not None]
 
 
 def _in_place(
@@ -252,29 +201,22 @@ def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, R
     decay = Decay(tuple(_RATES[head % len(_RATES)] for head in range(problem.heads)))
     for runs in (*_RUNS, _DOCUMENTS) if problem.documents else _RUNS:
         tokens = runs.lasts[-1][1]
+        heads, dim, value_dim = problem.heads, problem.head_dim, problem.value_dim
         generator = torch.Generator().manual_seed(0)
-        like = problem.heads, problem.head_dim, problem.value_dim
-        drawn = _linear_inputs(generator, tokens, *like)
+        # q, k, v, dout, the state before, and the gradient of the one after: q and k are scaled.
+        of_tokens = [(tokens, heads, size) for size in (dim, dim, value_dim, value_dim)]
+        shapes = [*of_tokens, (heads, dim, value_dim), (heads, dim, value_dim)]
+        drawn = [torch.randn(1, *shape, generator=generator) for shape in shapes]
+        drawn[:2] = [x * dim**-0.5 for x in drawn[:2]]
         # What the kernel gets, rounded; states are float32.
+        wide = accumulation_dtype(problem.dtype)
         inputs = [x.to(problem.device, problem.dtype) for x in drawn[:4]]
-        states = [x.to(problem.device, torch.float32) for x in drawn[4:]]
-        if problem.dtype == torch.float64:
-            states = [x.double() for x in states]
+        states = [x.to(problem.device, wide) for x in drawn[4:]]
         want = _run(Chunked(), [x.double() for x in (*inputs, *states)], decay, runs)
         with _as_in_the_run(problem):
             got = _run(kernel, [*inputs, *states], decay, runs)
         where = f"{tokens} tokens" if runs.length else f"{tokens} tokens of documents"
         yield where, list(zip(names, got, want, strict=True))
-
-
-def _linear_inputs(
-    generator: torch.Generator, tokens: int, heads: int, dim: int, value_dim: int
-) -> list[Tensor]:
-    """q, k, v, dout, the state before, and the gradient of the one after."""
-    of_tokens = [(tokens, heads, size) for size in (dim, dim, value_dim, value_dim)]
-    shapes = [*of_tokens, (heads, dim, value_dim), (heads, dim, value_dim)]
-    q, k, *others = (torch.randn(1, *shape, generator=generator) for shape in shapes)
-    return [q * dim**-0.5, k * dim**-0.5, *others]
 
 
 def _run(
@@ -332,15 +274,9 @@ def _distance(got: Tensor, want: Tensor) -> float:
     return float("inf") if error != error else error
 
 
-def _other(kernel: SoftmaxKernel, problem: Problem) -> str:
-    """The next kernel that serves the problem; the reference serves all."""
-    others = (name for name in kernel_names() if name != kernel.name)
-    return next(name for name in others if _serves(name, problem))
-
-
-def _serves(name: str, problem: Problem) -> bool:
-    try:
-        resolve(name, problem)
-    except KernelUnavailableError:
-        return False
-    return True
+def _other(kernel: SoftmaxKernel | LinearKernel, problem: Problem | LinearProblem) -> str:
+    """The next kernel that serves the problem; those that are written out serve all."""
+    if isinstance(problem, LinearProblem):
+        return Chunked.name
+    others = (one for one in kernels() if one.name != kernel.name)
+    return next(one.name for one in others if why_not(one, problem) is None)

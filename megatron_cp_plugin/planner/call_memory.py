@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.partial import accumulation_dtype

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import Peak, peak_of
 from megatron_cp_plugin.planner.plan_json import to_json
 

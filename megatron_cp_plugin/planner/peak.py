@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.kernels.base import kernel_called, kernel_names
+from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.call_memory import AllocationTracker, on_meta, peak_of
 from megatron_cp_plugin.planner.linear_sizes import LinearSizes
 from megatron_cp_plugin.planner.simulate import by_collectives, pinned, within

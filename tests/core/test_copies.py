@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.core import fused
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.call_memory import DryRunGroup, OnePass, SizesOnly
@@ -56,7 +56,7 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
             if not others:
                 copies.note(out)
 
-    monkeypatch.setattr(fused, "_by_device", {"meta": Counting})
+    monkeypatch.setattr(devices, "_fused", {"meta": Counting})
     algorithm = create(algo, DryRunGroup(rank, (0,) * size, peer_access=True), options)
     q, k, v, dout = (
         torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.blocks import rows as block_rows
-from megatron_cp_plugin.core.communication.devices import uploaded
-from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.communication.devices import capture, uploaded
 from megatron_cp_plugin.errors import ContextParallelError
 
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core import fused, partial
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.blocks.rows import packed
+from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import forward_of
@@ -200,9 +201,9 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch):
-    monkeypatch.setattr(fused, "_by_device", {})
+    monkeypatch.setattr(devices, "_fused", {})
     operations = Counted()
-    fused.register_fused("cpu", lambda: operations)
+    devices.register_fused("cpu", lambda: operations)
     return operations
 
 
@@ -299,8 +300,8 @@ class Recorded:
 
 def test_fused_operations_take_all_but_float64(monkeypatch):
     recorded = Recorded()
-    monkeypatch.setattr(fused, "_by_device", {})
-    fused.register_fused("cpu", lambda: recorded)
+    monkeypatch.setattr(devices, "_fused", {})
+    devices.register_fused("cpu", lambda: recorded)
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         x, lse = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 1, 2, dtype=wide)
         merge_into(x, lse, x, lse, x, lse)
@@ -312,7 +313,7 @@ def test_fused_operations_take_all_but_float64(monkeypatch):
 
 
 def test_no_other_device_has_them():
-    assert fused.fused_for(torch.zeros(1)) is None
+    assert devices.fused_for(torch.zeros(1)) is None
 
 
 def test_rows_in_float64_are_not_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.communication.devices import fused_for
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
     Packing,

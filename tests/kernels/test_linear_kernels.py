@@ -209,7 +209,7 @@ for x_dim, out_dim, *intervals in (
 """
 
 PASSED = """
-from megatron_cp_plugin.core.fused import register_fused
+from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.layout import Contiguous, Zigzag
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.states import RunStates

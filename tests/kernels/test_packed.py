@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.communication.streams import capture
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches

@@ -20,8 +20,6 @@ from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.selfcheck import (
     accuracy,
     check_kernel,
-    check_linear_kernel,
-    linear_accuracy,
 )
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 from tests.kernels.test_kernels import resolved
@@ -291,8 +289,8 @@ def linear_problem(dtype=torch.bfloat16):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_right_kernels_of_linear_attention_pass(dtype):
     asked = linear_problem(dtype)
-    check_linear_kernel(PlantedLinear(), asked)
-    assert linear_accuracy(PlantedLinear(), asked).right
+    check_kernel(PlantedLinear(), asked)
+    assert accuracy(PlantedLinear(), asked).right
 
 
 @pytest.mark.parametrize(
@@ -308,7 +306,7 @@ def test_right_kernels_of_linear_attention_pass(dtype):
 )
 def test_wrong_kernels_of_linear_attention_are_named(fault, where):
     with pytest.raises(KernelUnavailableError) as refusal:
-        check_linear_kernel(PlantedLinear(fault), linear_problem())
+        check_kernel(PlantedLinear(fault), linear_problem())
     text = str(refusal.value)
     assert text.startswith(
         "kernel planted gives wrong results for linear attention here with 4 heads of 24 and "
@@ -321,7 +319,7 @@ def test_wrong_kernels_of_linear_attention_are_named(fault, where):
 
 def test_a_kernel_of_linear_attention_that_fails():
     with pytest.raises(KernelUnavailableError) as refusal:
-        check_linear_kernel(PlantedLinear("crash"), linear_problem())
+        check_kernel(PlantedLinear("crash"), linear_problem())
     assert str(refusal.value) == (
         "kernel planted fails here with 4 heads of 24 and 16 in bfloat16: use kernel chunked "
         "(RuntimeError: no image for this device)"
@@ -336,4 +334,4 @@ def test_flash_linear_attention(dims):
         kernel = resolve_linear("fla", asked)
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    check_linear_kernel(kernel, asked)
+    check_kernel(kernel, asked)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from tests.kernel_calls import backward_of, forward_of
 
 

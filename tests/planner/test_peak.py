@@ -6,7 +6,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.kernels.base import kernel_called
+from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner import peak
 from megatron_cp_plugin.planner.call_memory import peak_of
 from megatron_cp_plugin.planner.peak import peak_bytes

@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.kernels.base import kernel_names
+from megatron_cp_plugin.kernels.choice import kernel_names
 from megatron_cp_plugin.planner.costs import cost, document, peak
 from megatron_cp_plugin.planner.drawing import picture, table
 from megatron_cp_plugin.planner.figures import figure

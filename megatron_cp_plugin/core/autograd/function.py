@@ -1,14 +1,17 @@
-"""The one autograd Function of all softmax algorithms."""
+"""The one autograd Function of all softmax algorithms, and what all autograd functions do: dtypes
+under autocast, and no second derivative.
+"""
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
-from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import PHASE
 from megatron_cp_plugin.core.communication.devices import check_devices
@@ -18,6 +21,52 @@ from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import ContextParallelError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+_AS_IT_IS = nullcontext()
+
+
+def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one device, in autocast's dtype where it is in force there; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def as_written(device: torch.device) -> AbstractContextManager[object]:
+    """Within this context operations compute in the dtypes that they are given.
+
+    Sums and statistics are float32 for a reason, and backward may run under autocast too.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return _AS_IT_IS
+    return torch.autocast(device.type, enabled=False)
+
+
+def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
+    """torch's `once_differentiable`, for a backward whose results depend on saved tensors too.
+
+    That one refuses a second derivative only where the gradient that comes in requires one; where
+    it does not, as that of a plain sum, the second derivative would silently be zero.
+
+    Limit of both: the refusal hangs on the gradients, which do not lead back to the inputs.
+    `loss.backward()` meets it; `torch.autograd.grad(loss, inputs)` does not if something else
+    connects the two, and leaves this part of the second derivative out.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, *gradients: Tensor | None) -> R:
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = tuple(
+                x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+                for x in gradients
+            )
+        return once(ctx, *gradients)
+
+    return call
 
 
 class Attention(torch.autograd.Function):
@@ -171,15 +220,12 @@ def compiled_call(
     k: Tensor,
     v: Tensor,
     sink: Tensor | None,
-    seq_len: int,
-    causal: bool,
-    window: int | None,
-    documents: tuple[int, ...],
-    slices: Slices | None,
-    scale: float | None,
-    kernel_for: Callable[[Problem], SoftmaxKernel],
+    *setting: Any,
 ) -> Compiled:
-    """What `Attention` takes. Args, raises: as of `attend`; q, k, v in autocast's dtype."""
+    """What `Attention` takes, of q, k, v in autocast's dtype. Raises: as of `attend`.
+
+    Args: setting: seq_len, causal, window, documents, slices, scale, kernel_for, as of `attend`.
+    """
     dtype = q.dtype
     if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:
         check_dtypes(q, k, v)
@@ -187,8 +233,7 @@ def compiled_call(
         _check_sink(sink, q)
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_tensors = q.shape, k.shape, v.shape, dtype, q.device, deterministic
-    mask = causal, window, documents, slices
-    return algorithm.compiled(*of_tensors, seq_len, *mask, scale, kernel_for)
+    return algorithm.compiled(*of_tensors, *setting)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

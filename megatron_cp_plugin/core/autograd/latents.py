@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.autograd.function import (
     Attention,
     aligned,
+    as_written,
+    cast_inputs,
     compiled_call,
+    differentiable_once,
     differentiate,
 )
-from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
-from megatron_cp_plugin.core.comm import PHASE
+from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.kernel import (
     Gradients,
     KernelCall,
@@ -174,54 +176,44 @@ class LatentKernel(SoftmaxKernel):
         return times * numbers * call.k.element_size() + self._inner.workspace(call, statistics)
 
 
-@dataclass(frozen=True)
-class _Kernels:
+@lru_cache(maxsize=64)  # one object for a choice: calls are known by it
+def _latent_kernels(
+    kernel_for: Callable[[Problem], SoftmaxKernel], wire: Wire
+) -> Callable[[Problem], SoftmaxKernel]:
     """The choice of a kernel for latents, by that for K and V."""
-
-    kernel_for: Callable[[Problem], SoftmaxKernel]
-    wire: Wire
-
-    def __call__(self, problem: Problem) -> SoftmaxKernel:
-        return LatentKernel(self.kernel_for(replace(problem, kv_heads=problem.heads)), self.wire)
+    return lambda problem: LatentKernel(kernel_for(replace(problem, kv_heads=problem.heads)), wire)
 
 
 class _LatentAttention(torch.autograd.Function):
-    """Attention as `attend_latents` has it, of what `compiled_call` gave."""
+    """Attention of packed latents, and of the projection that makes K and V of them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
-        latent: Tensor,
+        k: Tensor,
+        v: Tensor,
         weight: Tensor,
         sink: Tensor | None,
         compiled: Compiled,
-        wire: Wire,
         site: Hashable | None,
     ) -> Tensor:
-        ctx.weight, ctx.wire = weight, wire
+        ctx.weight = weight
         with _projecting(_Projection(weight)):
-            return Attention.forward(ctx, q, *wire.packed(latent), sink, compiled, site)
+            return Attention.forward(ctx, q, k, v, sink, compiled, site)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        weight, wire = ctx.weight, ctx.wire
-        dtype = accumulation_dtype(weight.dtype)
-        projection = _Projection(weight, torch.zeros_like(weight, dtype=dtype))
-        of_q, *others = ctx.needs_input_grad[:3]
-        wanted = of_q, any(others), any(others)
-        token = PHASE.set("backward")
-        try:
-            with _projecting(projection), as_written(dout.device):
-                dq, dk, dv, dsink = differentiate(ctx, *aligned(dout), wanted=wanted)
-        finally:
-            PHASE.reset(token)
-        dlatent = None if dk is None or dv is None else wire.unpacked(dk, dv)
-        dweight = None
-        if others[1] and projection.gradient is not None:
-            dweight = projection.gradient.to(weight.dtype)
-        return dq, dlatent, dweight, dsink, None, None, None
+        weight, dweight = ctx.weight, None
+        of_q, *others = ctx.needs_input_grad[:4]
+        sums = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
+        projecting, wanted = _projecting(_Projection(weight, sums)), (of_q, *[any(others)] * 2)
+        with CommunicatingIn("backward"), projecting, as_written(dout.device):
+            *gradients, dsink = differentiate(ctx, *aligned(dout), wanted=wanted)
+        if others[2]:
+            dweight = sums.to(weight.dtype)
+        return *gradients, dweight, dsink, None, None
 
 
 def attend_latents(
@@ -267,8 +259,9 @@ def attend_latents(
     k, v = wire.packed(latent)
     check_latents(algorithm, Shape.of(q, k, v, seq_len), mask)
     given = causal, window, documents, slices, scale
-    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *given, _Kernels(kernel_for, wire))
-    result: Tensor = _LatentAttention.apply(q, latent, weight, sink, compiled, wire, site)
+    kernels = _latent_kernels(kernel_for, wire)
+    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *given, kernels)
+    result: Tensor = _LatentAttention.apply(q, k, v, weight, sink, compiled, site)
     return result
 
 

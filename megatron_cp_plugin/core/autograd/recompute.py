@@ -38,7 +38,8 @@ class _Kept:
     @classmethod
     def of(cls, inputs: Sequence[Tensor], results: Sequence[Tensor | None]) -> "_Kept":
         places = {id(x): index for index, x in enumerate(inputs)}
-        kept = (places[id(x)] if id(x) in places else _detached(x) for x in results)
+        kept = (places.get(id(x), x) for x in results)
+        kept = (x.detach() if isinstance(x, Tensor) else x for x in kept)
         return cls(tuple(kept), _shapes(inputs))
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -48,10 +49,6 @@ class _Kept:
                 f"recomputed, got {self.shapes} at first: set recompute_attention to true"
             )
         return tuple(inputs[x] if isinstance(x, int) else x for x in self.results)
-
-
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
 
 
 def _shapes(inputs: Sequence[Tensor]) -> tuple[object, ...]:
@@ -96,13 +93,12 @@ def computed_once[T: Tensor | None](
     """The results of `compute`, which does not run again when a checkpoint runs its function again.
 
     Args:
-        site: which computation of the checkpointed function this is, such as the layer's module;
-            several of one site come in the same order in both runs. None: it always runs.
-        inputs: tensors that it computes with; those among the results are not kept.
-        compute: its results depend on nothing but `inputs`.
+        site: which computation of the function this is, such as the layer's module; several of one
+        site
+            come in the same order in both runs. None: it always runs.
+        inputs: all that the results depend on; those among the results are not kept.
 
-    Returns: what `compute` returns. Raises: ContextParallelError if the second run has inputs of
-    other shapes or dtypes than the first.
+    Raises: ContextParallelError if the second run has inputs of other shapes or dtypes.
     """
     running = _running.get()
     if site is None or not running:

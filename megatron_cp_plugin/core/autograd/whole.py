@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.autograd.guards import differentiable_once
+from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.comm import CommunicatingIn, Phase
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.topology import Topology

@@ -1,8 +1,10 @@
-"""The GPU of a rank, and copies from the host to it."""
+"""The GPU of a rank: copies from the host to it, its streams, and operations that are fused."""
 
 import os
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,24 @@ def take_gpu(instead: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+_fused: dict[str, Callable[[], Any]] = {}
+
+
+def register_fused(device_type: str, load: Callable[[], Any]) -> None:
+    """Has tensors of a type of device go through fused operations in float32.
+
+    Args: load: gives, at each use, an object with functions of `core` that have these names, for
+        all dtypes but float64, of lse and statistics in float32.
+    """
+    _fused[device_type] = load
+
+
+def fused_for(x: Tensor) -> Any:
+    """The fused operations for tensors on x's device; None: PyTorch's own serve."""
+    load = _fused.get(x.device.type)
+    return None if load is None else load()
 
 
 def check_devices(names: str, *tensors: Tensor) -> None:
@@ -92,3 +112,66 @@ def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
             "mask that is new in the capture: run the same call once before it"
         )
     return numbers.pin_memory().to(device, non_blocking=True)
+
+
+class SideStream:
+    """Within this context kernels are queued beside the current stream, as of its making.
+
+    What was queued before `SideStream(device)` is visible inside; what is queued between that and
+    `join` runs at the same time. Does nothing on devices without streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._context: torch.cuda.StreamContext | None = None
+        if device.type == "cuda":
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, value, traceback)
+
+    def join(self) -> None:
+        """The current stream waits for what was queued inside."""
+        if self._context is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether what happens to a tensor now goes to a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def capture[T](call: Callable[[], T], meet: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Captures a call in a CUDA graph, after running it twice where nothing is left behind.
+
+    Args: meet: lets all ranks, and their GPUs, come to the point where they capture.
+
+    Returns: the graph, and what the call gave, which replays write to.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = call()
+    return graph, results
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

@@ -134,14 +134,10 @@ class SlottedCommunicator(Communicator):
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         """An exchange with one destination and one source at most; an offer, if none is made."""
 
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+    def _no_collective(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
 
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        raise NotImplementedError("peer transport exchanges only")
-
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        raise NotImplementedError("peer transport exchanges only")
+    _all_gather = _reduce_scatter = _all_to_all = _no_collective
 
 
 class PeerCommunicator(SlottedCommunicator):

@@ -21,7 +21,6 @@ from megatron_cp_plugin.core.comm import (
 )
 from megatron_cp_plugin.core.communication.gloo_threads import end_after_gloo
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
-from megatron_cp_plugin.core.communication.streams import copy_stream
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
@@ -83,6 +82,12 @@ def _alone() -> Topology:
     return VirtualWorld(1).topology(0)
 
 
+@cache
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    """The stream of a GPU's copies to others."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class ProcessGroupTopology(Topology):
     """Over a torch.distributed process group."""
 
@@ -95,8 +100,6 @@ class ProcessGroupTopology(Topology):
         self._reference = ref(group)
         self._make = make
         self._channels: dict[str, Communicator] = {}
-        self._nodes: tuple[int, ...] | None = None
-        self._peer_access: bool | None = None
         self._further: list[ref[dist.ProcessGroup]] = []
 
     @property
@@ -110,14 +113,9 @@ class ProcessGroupTopology(Topology):
             self._channels[name] = ProcessGroupCommunicator(name, group)
         return self._channels[name]
 
-    @property
+    @cached_property
     def peer_access(self) -> bool:
-        if self._peer_access is None:
-            self._peer_access = self.size > 1 and self._reaches_all()
-        return self._peer_access
-
-    def _reaches_all(self) -> bool:
-        if not is_nccl(self._group) or len(set(self.nodes)) > 1:
+        if self.size == 1 or not is_nccl(self._group) or len(set(self.nodes)) > 1:
             return False
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
             return False  # whoever keeps NCCL from peer memory means us too
@@ -134,22 +132,20 @@ class ProcessGroupTopology(Topology):
         return all(answers)
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return PeerCommunicator(name, self._group, slots, copy_stream())
+        return PeerCommunicator(name, self._group, slots, _copy_stream(torch.cuda.current_device()))
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         if len(ranks) == 1:
             return _alone()
         return ProcessGroupTopology(self._new_group(ranks), self._make)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[int, ...]:
-        if self._nodes is None:
-            hosts: list[str] = [""] * self.size
-            # What NCCL goes by: containers of one machine may have one name, or several.
-            mine = os.environ.get("NCCL_HOSTID") or gethostname()
-            dist.all_gather_object(hosts, mine, group=self._group)
-            self._nodes = tuple(hosts.index(host) for host in hosts)
-        return self._nodes
+        hosts: list[str] = [""] * self.size
+        # What NCCL goes by: containers of one machine may have one name, or several.
+        mine = os.environ.get("NCCL_HOSTID") or gethostname()
+        dist.all_gather_object(hosts, mine, group=self._group)
+        return tuple(hosts.index(host) for host in hosts)
 
     def gather[T](self, mine: T) -> list[T]:
         return gathered(mine, self._group)

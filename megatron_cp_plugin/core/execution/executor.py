@@ -1,4 +1,4 @@
-"""One loop for every algorithm: cast, compute, reduce.
+"""One loop for every algorithm: cast, compute, reduce; and how its messages are sent.
 
 A rank goes through the rounds of its program, and in each round through its steps. In a step it
 waits for the blocks of other ranks that it needs and posts those of the next steps (cast), computes
@@ -11,24 +11,19 @@ base blocks are the rank's own tokens.
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.blocks.rows import (
-    Rows,
-    between,
     packed,
-    row_count,
     token_dim,
-    united,
 )
-from megatron_cp_plugin.core.blocks.visible_rows import longest_gap
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
@@ -46,29 +41,23 @@ from megatron_cp_plugin.core.execution.program import (
     Message,
     Program,
     Step,
+    all_exchanges,
     exchanging_program,
-    gathering_program,
     program,
     without_idle,
 )
 from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
     Named,
-    Team,
+    TeamChannels,
     Tensors,
     Waits,
-    gathering,
-)
-from megatron_cp_plugin.core.execution.transport import (
-    TeamChannels,
-    Transport,
-    Way,
-    redistribute,
-    team_channels,
+    gathering_teams,
 )
 from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.check import PlanError, check_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -78,13 +67,12 @@ from megatron_cp_plugin.core.plans.plan import (
     Plan,
     Side,
     TensorNames,
-    during,
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.ranges import Ranges
-from megatron_cp_plugin.core.tiles import NO_TILES, Tile
+from megatron_cp_plugin.core.tiles import Tile
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError
 
 Saved = tuple[Tensor, ...]
 # The messages of a round, by the names of their tensors, and functions that wait for these.
@@ -92,6 +80,185 @@ Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
 _GRADIENTS = ("dq", "dk", "dv")
+Wanted = Literal["auto", "group", "peer"]
+REDISTRIBUTED = "transposes"  # the channel of `redistribute`
+
+
+class Channels(NamedTuple):
+    """Where messages go: inputs of computations, and results; those that may take several steps
+    on channels of their own, so that no other waits for them.
+    """
+
+    inputs: Communicator
+    results: Communicator
+    slow_inputs: Communicator
+    slow_results: Communicator
+
+
+def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
+    """Of the teams in which queries, and keys, come together; none if they do not.
+
+    A collective operation the first time.
+    """
+    rank = topology.rank
+    if isinstance(placement, HeadPlacement):
+        if placement.members == 1:
+            return {}
+        first = rank // placement.members * placement.members
+        ranks = tuple(range(first, first + placement.members))
+        team = topology.subgroup(ranks, "team")
+        both = TeamChannels(ranks, rank, team.channel("inward"), team.channel("outward"))
+        return {QUERIES: both, KEYS: both}
+    if not placement.assembled or placement.size == 1:
+        return {}
+    queries, keys = placement.blocks_of(rank)
+    sources = [placement.key_source(owner) for owner in keys]
+    row, column = topology.subgroup(queries, "row"), topology.subgroup(sources, "column")
+    of_queries = row.channel("queries"), row.channel("outputs")
+    of_keys = column.channel("keys"), column.channel("key gradients")
+    return {
+        QUERIES: TeamChannels(queries, rank, *of_queries),
+        KEYS: TeamChannels(keys, keys[sources.index(rank)], *of_keys),
+    }
+
+
+def steps_among(placement: Placement, topology: Topology) -> Topology:
+    """The ranks that exchange blocks step by step: those with the same share of the heads."""
+    members = placement.members if isinstance(placement, HeadPlacement) else 1
+    return topology.subgroup(range(topology.rank % members, topology.size, members), "ring")
+
+
+class Way(NamedTuple):
+    """How messages are sent.
+
+    Attributes: names: of the channels of inputs and results, and of those that may take several
+        steps, if there are any. slots: of copy engines; None: over the process group.
+    """
+
+    names: tuple[str, ...]
+    slots: int | None
+
+
+class Transport:
+    """The channels of one rank, for the plans of one algorithm.
+
+    Copy engines serve plans in which every rank exchanges with one other at a time and holds few
+    blocks of others at once; all ranks of such a group are on one node.
+    """
+
+    def __init__(self, algorithm: str, topology: Topology, wanted: Wanted) -> None:
+        """Args: algorithm: its name, for errors.
+
+        Raises: ConfigError if copy engines are wanted where there are none.
+        """
+        self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
+        self._connected: set[Way] = set()
+        if wanted == "peer" and topology.size > 1 and not topology.peer_access:
+            raise ConfigError(
+                f"{algorithm} transport peer needs GPUs of one node with access to each other's "
+                "memory, got ranks without it: use transport auto or group"
+            )
+
+    @property
+    def pushes(self) -> bool:
+        """Whether copy engines may write to other ranks' memory, and can. A collective operation
+        the first time.
+        """
+        return self._wanted != "group" and self.topology.peer_access
+
+    def make(self, plan: Plan, *, gathers: bool) -> None:
+        """Makes the process groups of a plan; a collective operation.
+
+        Args: gathers: blocks come together; else they go from rank to rank.
+
+        Some calls need them even where there is peer access: not every mask's plan suits it.
+        """
+        if outside(plan):
+            self.topology.channel(REDISTRIBUTED)
+        if self._wanted != "peer" and sends(plan) and not gathers:
+            for name in self._names(plan):
+                self.topology.channel(name)
+
+    def way(self, plan: Plan, slots: int) -> Way | None:
+        """How a plan's messages are sent: by copy engines where wanted and possible; not between
+        nodes. None: it has no messages.
+
+        Args: slots: how many blocks of others a rank holds at most, by copy engines.
+
+        Raises: ConfigError if copy engines are wanted and cannot serve the plan.
+        """
+        if not sends(plan):
+            return None
+        return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+
+    def channels(self, way: Way) -> Channels:
+        """Those for the messages of a plan."""
+        (inputs, results, *slow), slots = way
+        if slots is not None:
+            # Results are added before the next ones come.
+            fast = [
+                self.topology.peer_channel(inputs, slots),
+                self.topology.peer_channel(results, 1),
+            ]
+        else:
+            fast = [self.topology.channel(inputs), self.topology.channel(results)]
+        between = [self.topology.channel(name) for name in slow]
+        if way not in self._connected:
+            for channel in (*fast, *between):
+                channel.connect()
+            self._connected.add(way)
+        return Channels(*fast, *(between or fast))
+
+    def _names(self, plan: Plan) -> list[str]:
+        """Channels of inputs and results, and of those that may take several steps."""
+        names = ["fetches", "sums" if plan.relay else "returns"]
+        *_, slow = all_exchanges(plan)
+        return names + [f"{name} between nodes" for name in names] if slow else names
+
+    def _pushed(self, plan: Plan, slots: int) -> bool:
+        if not self.pushes:
+            return False
+        _, one_peer, _ = all_exchanges(plan)
+        possible = one_peer and _fits(plan, slots)
+        if not possible and self._wanted == "peer":
+            raise ConfigError(
+                f"{self._algorithm} transport peer needs each rank to exchange with one other at "
+                "a time, and no more than two blocks of others at once, got another "
+                f"{plan.phase} for this mask: use transport auto"
+            )
+        return possible
+
+
+def sends(plan: Plan) -> bool:
+    """Whether any rank sends anything in a step of a plan."""
+    return bool(plan.moves or plan.times)
+
+
+def redistribute(topology: Topology, plan: Plan, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors of keys [B,S,G,D], as the moves `outside` of a plan's steps exchange them.
+
+    So K and V come to the ranks that hold them in a pass, and their gradients to the owners.
+    """
+    moves, rank = outside(plan), topology.rank
+    sends = [(x, move.target) for move in moves if move.source == rank for x in (a, b)]
+    receives = []
+    for move in moves:
+        if move.target == rank:
+            a, b = (x.new_empty((len(x), move.tokens, *x.shape[2:])) for x in (a, b))
+            receives += [(a, move.source), (b, move.source)]
+    topology.channel(REDISTRIBUTED).exchange(sends, receives).wait()
+    return a, b
+
+
+@lru_cache(maxsize=256)
+def _fits(plan: Plan, slots: int) -> bool:
+    """Whether no rank needs a block that came by copy engines after its slot is given on."""
+    fast = tuple(move for move in plan.moves if move.needed == move.posted + 1)
+    try:
+        check_slots(replace(plan, moves=fast), slots)
+    except PlanError:
+        return False
+    return True
 
 
 class Posted(NamedTuple):
@@ -128,11 +295,11 @@ class Executor:
     program: Program
     topology: Topology
     transport: Transport
-    way: Way | None
-    teams: Teams
-    filled: PaddedHeads | None
-    keep: bool
     overlap: bool
+    way: Way | None = None
+    teams: Teams = field(default_factory=dict)
+    filled: PaddedHeads | None = None
+    keep: bool = False
     # Kernel calls of tasks, made when each is first computed, beside the computation before it.
     _calls: dict[Batches, tuple[Tile | Batch, ...]] = field(default_factory=dict, init=False)
 
@@ -283,115 +450,37 @@ def executor_of(
     topology: Topology,
     transport: Transport,
     slots: int,
-    *,
     overlap: bool,
 ) -> Executor:
     """A rank's part of one pass.
 
     Args:
-        placement: the placement of the pass.
         steps: its plan; if teams split heads, the plan between teams.
-        exchange: if teams split heads, a plan that has this rank's exchanges in its team; else
-            None.
-        call: the call.
-        topology: all ranks.
-        transport: sends the messages of the steps.
-        slots: see `Transport.way`.
-        overlap: see Executor.
+        exchange: if teams split heads, a plan that has this rank's exchanges in its team.
+        transport: sends the messages of the steps, with so many `slots`; see `Transport.way`.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
+    common = topology, transport, overlap
     if channels and isinstance(placement, BlockPlacement):
-        teams, parts = _gathering(steps, channels, call, topology.rank)
-        return Executor(
-            call, steps, parts, topology, transport, None, teams, None, keep=False, overlap=overlap
-        )
-    way, windows = transport.way(steps, slots), call.kernel.windows
-    parts = program(steps, transport.topology.rank, windows)
-    messages = way is not None and way.slots is None
-    if not channels or not isinstance(placement, HeadPlacement):
-        parts = without_idle(parts) if messages else parts
-        return Executor(
-            call, steps, parts, topology, transport, way, {}, None, keep=False, overlap=overlap
-        )
-    assert exchange is not None
-    team, parts = _exchanging(parts, exchange, channels[QUERIES], placement, topology.rank)
-    parts = without_idle(parts) if messages else parts
-    teams, shape = {QUERIES: team, KEYS: team}, call.shape
-    filled: PaddedHeads | None = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
-    if filled and (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
-        filled = None
-    of_teams = teams, filled
-    return Executor(
-        call,
-        steps,
-        parts,
-        topology,
-        transport,
-        way,
-        *of_teams,
-        keep=placement.keep,
-        overlap=overlap,
-    )
-
-
-def _gathering(
-    steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
-) -> tuple[dict[Side, Team], Program]:
-    """The teams of queries and of keys that gather blocks, and what the rank does with these."""
-    # Only moves before the first step: each group of heads has the same rows.
-    first = [
-        move
-        for move in during(steps)
-        if move.needed == 0 and not move.result and rank in (move.source, move.target)
-    ]
-    teams: dict[Side, Team] = {}
-    for side, (owners, own, inward, outward) in channels.items():
-        moves = [move for move in first if move.side == side]
-        teams[side] = gathering(inward, outward, steps.spans, owners, own, moves)
-    kernel = call.kernel
-    computes = (compute for compute in steps.computes if compute.rank == rank)
-    tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
-    if tiles:
-        # Only rows that are computed with are put in order, where they are few.
-        wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
-        tiles = tiles.excerpt(*wanted)
-    tokens = teams[QUERIES].order.tokens
-    return teams, gathering_program(
-        steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
-    )
-
-
-def _excerpt(team: Team, places: Ranges) -> Rows:
-    """The rows that a team puts in order from now on. Args: places: of those that tiles have."""
-    order, whole = team.order, between(0, team.order.tokens)
-    wanted = united(places.extents, longest_gap(order.tokens))
-    if order.members == 1 or 2 * row_count(wanted) > order.tokens:
-        return whole
-    team.order = order.within(wanted)
-    return wanted if team.order.excerpt else whole
-
-
-def _exchanging(
-    parts: Program,
-    exchange: Plan,
-    channels: TeamChannels,
-    placement: HeadPlacement,
-    rank: int,
-) -> tuple[Team, Program]:
-    """The team that exchanges heads, and what the rank does with its share of them.
-
-    Args:
-        parts: what the rank does between teams.
-        exchange: see `executor_of`.
-        channels: of the team.
-        placement: the placement.
-        rank: the rank.
-    """
-    members, _, inward, outward = channels
-    order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
-    team = ExchangingTeam(inward, outward, order)
-    return team, exchanging_program(parts, exchange, rank, members, placement.exchanges)
+        teams, parts = gathering_teams(steps, channels, call, topology.rank)
+        return Executor(call, steps, parts, *common, teams=teams)
+    way = transport.way(steps, slots)
+    parts = program(steps, transport.topology.rank, call.kernel.windows)
+    teams, filled, keep = {}, None, False
+    if channels and isinstance(placement, HeadPlacement):
+        assert exchange is not None
+        members, _, inward, outward = channels[QUERIES]
+        order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
+        team = ExchangingTeam(inward, outward, order)
+        teams, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
+        parts = exchanging_program(parts, exchange, topology.rank, members, placement.exchanges)
+        filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
+        if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
+            filled = None
+    if way is not None and way.slots is None:
+        parts = without_idle(parts)
+    return Executor(call, steps, parts, *common, way, teams, filled, keep)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -450,12 +539,7 @@ class _Run:
         ]
 
     def base(self, number: int, coming: Coming) -> Named:
-        """Tensors of a round's base blocks: the team's tokens, or the own ones if none came.
-
-        Args:
-            number: of the round.
-            coming: as `arrive` returned it; emptied.
-        """
+        """Tensors of a round's base blocks: the team's, of `coming`, or the own."""
         while coming:
             message, wait = coming.pop(0)
             self._shared.update(zip(message, wait(), strict=True))
@@ -544,10 +628,9 @@ class _Run:
                     self._complete.append((move.heads, side))
 
     def _note(self, heads: HeadGroup, side: Side) -> bool:
-        """Notes that results for a base block came, or that its last step is done.
+        """Notes that results for a base block came, or that its last step is done: is it complete?
 
-        Returns: whether nothing is missing any more. A mask may shorten a relay, so that the last
-        results come before the last step.
+        A mask may shorten a relay, so that the last results come before the last step.
         """
         group = heads.q.start, side
         missing = self._missing.get(group)

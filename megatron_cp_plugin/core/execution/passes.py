@@ -28,7 +28,6 @@ from megatron_cp_plugin.core.execution.team import (
     Departure,
     GatheringTeam,
     Named,
-    Staying,
     Team,
     Tensors,
     Waits,
@@ -104,7 +103,7 @@ class Pass(ABC):
     retained: Tensors = ()
 
     def _begin_with(self, call: Call, program: Program, teams: Teams, q: Tensor, v: Tensor) -> None:
-        """Begins the pass. Args: q, v: tensors that give the batch, the head dims and the dtype."""
+        """Args: q, v: tensors that give the batch, the head dims and the dtype."""
         self.sizes = len(q), q.shape[3], v.shape[3], q.dtype
         self._call, self._program, self._teams = call, program, teams
         self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
@@ -112,44 +111,30 @@ class Pass(ABC):
 
     @abstractmethod
     def begin(self, part: Round, base: Named) -> None:
-        """Begins a round. Args: base: tensors of the base blocks."""
+        """Begins a round, with the tensors of its base blocks."""
 
     @abstractmethod
     def open(self, step: Step, *, strided: bool) -> None:
-        """Begins a group of heads.
-
-        Args:
-            step: the first step of the group.
-            strided: messages may be slices of all heads.
-        """
+        """Begins a group of heads, by its first step. Args: strided: messages may be slices."""
 
     @abstractmethod
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
     ) -> tuple[object, ...]:
-        """Operands of `compute` for a task: the sums that it adds to, then tensors.
+        """Operands of `compute`: the sums that a task adds to, then tensors.
 
-        Args:
-            task: the task.
-            queries: tensors of another rank's queries; None: those of the base block.
-            keys: tensors of another rank's keys; None: those of the base block.
+        Args: queries, keys: of another rank; None: those of the base block.
         """
 
     @abstractmethod
     def leave(self, rows: slice, found: object) -> None:
-        """Takes the final results for some rows of the base block.
-
-        Args:
-            rows: the rows.
-            found: the sums that `compute` added to.
-        """
+        """Takes the final results for some rows of the base block: what `compute` added to."""
 
     @abstractmethod
     def results_for(self, message: Message, held: Rows, before: Packed | None) -> Tensors:
         """Results for another rank's block: this rank's own, plus those that came.
 
         Args:
-            message: the message that sends them.
             held: rows of the block that this rank had.
             before: the sum of the ranks before this one in a relay, if one came.
         """
@@ -166,10 +151,7 @@ class Pass(ABC):
     def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
         """Finishes the results for the queries, or keys, of a group of heads.
 
-        Args:
-            heads: the group.
-            side: the queries, or the keys.
-            others: results of other ranks that are still to be added; None: there are none.
+        Args: others: results of other ranks that are still to be added.
         """
 
     @abstractmethod
@@ -182,12 +164,12 @@ class Pass(ABC):
         return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
 
     def _departure(self, *names: str) -> Departure:
-        """Where results for some rows of the base block go: to the ranks of the team that own its
-        tokens, or, if the round has no operation for them, to this rank's own targets.
+        """Where results for some rows of the base block go: to the owners of its tokens in the
+        team, or, if the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
-            return Staying(self._round.base.named(names, self._targets))
+            return Departure(self._round.base.named(names, self._targets))
         team = self._teams[SIDE_OF[names[0]]]
         assert isinstance(team, GatheringTeam)
         return team.departure(operation, self._targets)
@@ -236,15 +218,13 @@ def expected(
 def attend_block(
     total: Accumulator, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile | Batch], call: Call
 ) -> None:
-    """Adds attention of a block of queries over a block of keys to `total`.
+    """Adds attention of queries over keys to `total`.
 
     Args:
-        total: the merge of the block's partial outputs.
         q: [B,rows,H,D].
         k: [B,cols,G,D].
         v: [B,cols,G,E].
         calls: kernel calls of the block, as `Batches.calls` gives them.
-        call: the call.
     """
     kernel, scale = call.kernel, call.scale
     for each in calls:
@@ -304,15 +284,7 @@ def differentiate_block(
 ) -> None:
     """Adds the gradients of a block's q, k and v to `sums`; see `attend_block` for the shapes.
 
-    Args:
-        sums: gradient sums of the block of queries and of the block of keys.
-        dout: [B,rows,H,E].
-        q: queries.
-        k: keys.
-        v: values.
-        statistics: lse, with delta or out, of all rows of q.
-        calls: as of `attend_block`.
-        call: the call.
+    Args: statistics: lse, with delta or out, of all rows of q.
     """
     kernel, scale = call.kernel, call.scale
     for each in calls:
@@ -372,15 +344,7 @@ class Forward(Pass):
         *,
         keep: bool,
     ) -> None:
-        """Makes a forward.
-
-        Args:
-            call: the call.
-            program: what this rank does.
-            teams: see Executor.
-            own: q, k and v of the rank's tokens.
-            keep: base blocks stay for the backward.
-        """
+        """Args: own: q, k and v of the rank's tokens. keep: base blocks stay for the backward."""
         self.own = own
         q, v = own["q"], own["v"]
         self._begin_with(call, program, teams, q, v)
@@ -496,17 +460,7 @@ class Backward(Pass):
         kept_of: Sequence[Named],
         retained: Tensors,
     ) -> None:
-        """Makes a backward.
-
-        Args:
-            call: the call.
-            program: what this rank does.
-            teams: see Executor.
-            own: see Pass.
-            like: memory of dq, dk and dv, if there are teams; else `own`.
-            kept_of: see Pass.
-            retained: see Pass.
-        """
+        """Args: like: memory of dq, dk and dv; without teams `own`. Others: see Pass."""
         q, v = like["dq" if teams else "q"], like["dv" if teams else "v"]
         self._begin_with(call, program, teams, q, v)
         self.own, self.kept_of, self.retained = own, kept_of, retained
@@ -664,14 +618,7 @@ class Backward(Pass):
 
 
 def _merge(total: Accumulator, came: Packed, rows: Rows, *, lent: bool) -> None:
-    """Merges a partial output of another rank.
-
-    Args:
-        total: the merge that it is added to.
-        came: the partial.
-        rows: rows of the block that `total` has.
-        lent: the next one overwrites it.
-    """
+    """Merges another rank's partial output into a total of `rows`. Args: lent: see Pass."""
     for there, (out, lse) in _shared(came, rows):
         if lent and total.empty:  # an empty total keeps the tensors that it is given
             out, lse = out.clone(), lse.clone()
@@ -679,14 +626,7 @@ def _merge(total: Accumulator, came: Packed, rows: Rows, *, lent: bool) -> None:
 
 
 def _add_gradients(total: GradientSum, results: Packed, rows: Rows, *, lent: bool) -> None:
-    """Adds gradients of another rank.
-
-    Args:
-        total: the sum that they are added to.
-        results: the gradients.
-        rows: rows of the block that `total` has.
-        lent: the next ones overwrite them.
-    """
+    """Adds another rank's gradients to sums of `rows`. Args: lent: see Pass."""
     for there, gradients in _shared(results, rows):
         copies = lent and total.keeps
         total.add(there, *([x.clone() for x in gradients] if copies else gradients))

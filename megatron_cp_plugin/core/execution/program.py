@@ -39,12 +39,7 @@ EVERYTHING = slice(None)
 
 
 class SomeHeads(NamedTuple):
-    """Some heads of all tensors.
-
-    Attributes:
-        heads: the heads.
-        slices: their index into each tensor, by its name.
-    """
+    """Some heads of all tensors, and their index into each tensor by its name."""
 
     heads: HeadGroup
     slices: Mapping[str, Index]
@@ -162,13 +157,13 @@ class Step(NamedTuple):
 
     number: int
     heads: HeadGroup
-    within: HeadGroup | None
-    first: bool
-    last: bool
-    inputs: tuple[Exchange, ...]
-    tasks: tuple[Task, ...]
-    results: tuple[Exchange, ...]
-    dropped: tuple[BlockId, ...]
+    within: HeadGroup | None = None
+    first: bool = True
+    last: bool = False
+    inputs: tuple[Exchange, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    results: tuple[Exchange, ...] = ()
+    dropped: tuple[BlockId, ...] = ()
 
 
 class Round(NamedTuple):
@@ -204,8 +199,6 @@ class Program:
         retained: the block of another rank that this one has at the end of the forward, and at the
             beginning of the backward, if any.
         rows: rows of other ranks' blocks that this rank has, by block.
-        one_peer: in each exchange, each rank has at most one source and one target.
-        slow: whether some exchange may take several steps.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
         idle: how many exchanges are left out before the first one of a channel, by whether it
@@ -215,13 +208,11 @@ class Program:
     rounds: tuple[Round, ...]
     few: bool
     own: tuple[int, int]
-    sent: frozenset[Side]
-    awaited: Mapping[tuple[int, Side], int]
-    retained: BlockId | None
-    rows: Mapping[BlockId, Rows]
-    receivable: tuple[tuple[bool, Exchange], ...]
-    one_peer: bool
-    slow: bool
+    sent: frozenset[Side] = frozenset()
+    awaited: Mapping[tuple[int, Side], int] = field(default_factory=dict)
+    retained: BlockId | None = None
+    rows: Mapping[BlockId, Rows] = field(default_factory=dict)
+    receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
@@ -229,13 +220,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def program(plan: Plan, rank: int, windows: bool = False) -> Program:
-    """What `rank` does with its own tokens in one round: blocks go from rank to rank.
-
-    Args:
-        plan: the plan of the pass.
-        rank: the rank.
-        windows: as in `plan_tiles`.
-    """
+    """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
     own, inner = (rank, _keys_of(plan, rank)), during(plan)
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
@@ -270,7 +255,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         awaited,
         next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
-        *all_exchanges(plan),
+        all_exchanges(plan)[0],
     )
 
 
@@ -315,45 +300,23 @@ def gathering_program(
 ) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args:
-        plan: the plan of the pass.
-        rank: the rank.
-        tiles: what the rank computes.
-        tokens: number of query tokens that the team has together.
-        packed: as in `Batches`.
-        gaps: as in `Batches`.
+    Args: tiles: what the rank computes. tokens: queries of the team. packed, gaps: see `Batches`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
         # A sum of key gradients can start as the first part's gradient if that part sees all keys.
         found = tuple(sorted(found, key=_reach, reverse=True))
     block = (rank, QUERIES), (rank, KEYS)
+    rounds = _rounds(plan, rank, None, plan.groups)
     steps = (
-        Step(
-            step,
-            heads,
-            None,
-            first=True,
-            last=False,  # results of tasks leave as they are
-            inputs=(),
-            tasks=tuple(Task(*block, part.work, heads, part.rows) for part in found),
-            results=(),
-            dropped=(),
-        )
+        # Not `last`: results of tasks leave as they are.
+        Step(step, heads, tasks=tuple(Task(*block, x.work, heads, x.rows) for x in found))
         for step, heads in enumerate(plan.groups)
     )
-    rounds = _rounds(plan, rank, None, plan.groups)
     return Program(
         tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
         few=False,
         own=(rank, rank),
-        sent=frozenset(),
-        awaited={},
-        retained=None,
-        rows={},
-        receivable=(),
-        one_peer=True,
-        slow=False,
         parted=True,
         wide=any(move.wide for move in plan.moves),
     )
@@ -371,7 +334,6 @@ def exchanging_program(
     Args:
         steps: what the rank does between teams, in one round.
         plan: a plan of `rank` with the exchanges in its team; any mask will do.
-        rank: the rank.
         members: ranks of its team.
         exchanges: as in `HeadPlacement`.
     """
@@ -386,13 +348,7 @@ def exchanging_program(
 
 
 def _within(step: Step, base: HeadGroup, count: int) -> Step:
-    """A step whose base blocks have the heads `base`.
-
-    Args:
-        step: a step of the program between teams.
-        base: the heads of the base blocks.
-        count: number of head groups in `base`.
-    """
+    """A step whose base blocks have the heads `base`, of so many groups."""
     if count == 1:
         return step._replace(within=None)
     q, kv = (
@@ -406,13 +362,9 @@ def _within(step: Step, base: HeadGroup, count: int) -> Step:
 def _rounds(
     plan: Plan, rank: int, members: tuple[int, ...] | None, groups: tuple[HeadGroup, ...]
 ) -> tuple[Round, ...]:
-    """Rounds without their steps.
+    """Rounds without their steps, one for each group of heads.
 
-    Args:
-        plan: the plan that has the moves of a team.
-        rank: the rank.
-        members: ranks of its team; None: every move of the rank goes to a team.
-        groups: groups of heads, one for each round. Moves of all heads belong to the first round.
+    Args: members: ranks of the team of the plan; None: every move of the rank goes to a team.
     """
     whole = together(groups)
     found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
@@ -475,14 +427,7 @@ def _retained(plan: Plan, rank: int) -> list[Kept]:
 def _tasks(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows], windows: bool
 ) -> dict[int, tuple[Task, ...]]:
-    """The tasks of a rank, by step.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        held: of `_rows_that_come`.
-        windows: as in `plan_tiles`.
-    """
+    """The tasks of a rank, by step."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute, windows=windows)):
@@ -509,13 +454,7 @@ def _first(rows: Rows, held: Rows | None) -> int:
 def _last_uses(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows]
 ) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of other ranks, by the step that uses them last; blocks come again in each group.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        held: of `_rows_that_come`.
-    """
+    """Blocks of other ranks, by the step that uses them last; blocks come again in each group."""
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
 
@@ -560,7 +499,9 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
 
 @lru_cache(maxsize=64)  # the same for all ranks
 def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
-    """`receivable`, `one_peer` and `slow` of a program."""
+    """`receivable` of a program; whether each rank has at most one source and one target in each
+    exchange; and whether some exchange may take several steps.
+    """
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}
     one_peer, slow = True, any(needed > posted + 1 for *_, posted, needed in plan.times)

@@ -24,12 +24,31 @@ from megatron_cp_plugin.core.blocks.rows import (
     positions_of_all,
     row_count,
     token_dim,
+    united,
 )
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
+from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, longest_gap
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
-from megatron_cp_plugin.core.execution.program import EVERYTHING, Index, Operation, SomeHeads
+from megatron_cp_plugin.core.execution.program import (
+    EVERYTHING,
+    Index,
+    Operation,
+    Program,
+    SomeHeads,
+    gathering_program,
+)
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
-from megatron_cp_plugin.core.plans.plan import PER_HEAD, Move, TensorNames
+from megatron_cp_plugin.core.plans.plan import (
+    KEYS,
+    PER_HEAD,
+    QUERIES,
+    Plan,
+    Side,
+    TensorNames,
+    during,
+)
+from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.tiles import NO_TILES
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -38,36 +57,31 @@ Waits = list[
 ]  # functions to be called once, which wait for results and place them
 
 
-class Departure(ABC):
-    """Results for the tokens of a base block, on their way to the ranks that own the tokens."""
-
-    @abstractmethod
-    def add(self, rows: slice, tensors: Tensors) -> None:
-        """Takes the results for some rows."""
-
-    @abstractmethod
-    def post(self) -> Waits:
-        """Sends the results; call it after all rows have been added."""
-
-
-class Staying(Departure):
-    """The departure of a rank that owns the tokens: results stay here."""
+class Departure:
+    """Results for the tokens of a base block, on their way to the ranks that own the tokens: here
+    to this rank itself.
+    """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         """Args: targets: memory of the results, [B,S,heads,D] or [B,heads,S]."""
         self._targets = targets
 
     def add(self, rows: slice, tensors: Tensors) -> None:
+        """Takes the results for some rows."""
         for target, x in zip(self._targets, tensors, strict=True):
             dim = token_dim(x)
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
     def post(self) -> Waits:
+        """Sends the results; call it after all rows have been added."""
         return []
 
 
 class Team(ABC):
-    """Ranks that gather each other's tensors. Attributes: order: how their tokens are joined."""
+    """Ranks that gather each other's tensors over one channel, and send results over another.
+
+    Attributes: order: how the members' tokens are joined.
+    """
 
     def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
         """Makes a team.
@@ -84,34 +98,18 @@ class Team(ABC):
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
     ) -> Callable[[], Sequence[Tensor]]:
-        """Gathers a message: [B,S,heads,D] -> [B,T,heads,D], rows [B,H,S] -> [B,H,T].
-
-        Args:
-            message: names of the tensors that travel as one.
-            given: the rank's own tensors, by name.
-            part: the heads to take of them.
+        """Gathers tensors that travel as one: [B,S,heads,D] -> [B,T,heads,D], [B,H,S] -> [B,H,T].
 
         Returns: a function that waits for the tensors; to be called once.
         """
 
     @abstractmethod
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """Sends results for the team's tokens to the ranks that own them.
-
-        Args:
-            operation: names and heads of the tensors.
-            targets: memory for results of the own tokens, by name.
-            tensors: the results for all tokens of the team.
-        """
+        """Sends results for the team's tokens to their owners, to be written to `targets`."""
 
 
 class Travelling(NamedTuple):
-    """The rows of this rank's tokens that travel, if not all rows do.
-
-    Attributes:
-        member: this rank's index in the team.
-        rows: the rows that travel.
-    """
+    """The rows of this rank's tokens that travel, and its index in the team."""
 
     member: int
     rows: Rows
@@ -255,30 +253,57 @@ class _Scattering(Departure):
         return [merge]
 
 
-def gathering(
-    inward: Communicator,
-    outward: Communicator,
-    owned: TokenMap,
-    members: Sequence[int],
-    own: int,
-    moves: Sequence[Move],
-) -> GatheringTeam:
-    """A team that gathers blocks.
+class TeamChannels(NamedTuple):
+    """Where blocks come together.
 
-    Args:
-        inward: channel of the inputs.
-        outward: channel of the results.
-        owned: positions of all ranks.
-        members: owners of the blocks, in the order of the channels' ranks.
-        own: owner of the block that this rank has.
-        moves: moves from and to this rank, of one round.
+    Attributes: owners: whose blocks they are, in the order of the ranks. own: whose this rank has.
+        inward, outward: channels to where blocks are computed with, and back.
     """
-    rows = {move.block.owners[0]: move.block.rows for move in moves}
-    if not moves:
-        members = [own]
-    width = max((move.tokens for move in moves), default=owned.lengths[own])
-    order = _ordered(owned, tuple(members), own, tuple(sorted(rows.items())), width)
-    return GatheringTeam(inward, outward, *order)
+
+    owners: tuple[int, ...]
+    own: int
+    inward: Communicator
+    outward: Communicator
+
+
+def gathering_teams(
+    steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
+) -> tuple[dict[Side, Team], Program]:
+    """Teams that gather queries and keys, and what the rank does with these."""
+    # Only moves before the first step: each group of heads has the same rows.
+    first = [
+        move
+        for move in during(steps)
+        if move.needed == 0 and not move.result and rank in (move.source, move.target)
+    ]
+    teams, spans = dict[Side, Team](), steps.spans
+    for side, (owners, own, inward, outward) in channels.items():
+        moves = [move for move in first if move.side == side]
+        rows = tuple(sorted({move.block.owners[0]: move.block.rows for move in moves}.items()))
+        width = max((move.tokens for move in moves), default=spans.lengths[own])
+        order = _ordered(spans, owners if moves else (own,), own, rows, width)
+        teams[side] = GatheringTeam(inward, outward, *order)
+    kernel = call.kernel
+    computes = (compute for compute in steps.computes if compute.rank == rank)
+    tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
+    if tiles:
+        # Only rows that are computed with are put in order, where they are few.
+        wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
+        tiles = tiles.excerpt(*wanted)
+    tokens = teams[QUERIES].order.tokens
+    return teams, gathering_program(
+        steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
+    )
+
+
+def _excerpt(team: Team, places: Ranges) -> Rows:
+    """The rows that a team puts in order from now on: those of `places`, which tiles have."""
+    order, whole = team.order, between(0, team.order.tokens)
+    wanted = united(places.extents, longest_gap(order.tokens))
+    if order.members == 1 or 2 * row_count(wanted) > order.tokens:
+        return whole
+    team.order = order.within(wanted)
+    return wanted if team.order.excerpt else whole
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
@@ -291,12 +316,7 @@ def _ordered(
 ) -> tuple[Assembly, Travelling | None]:
     """How the tokens of a team are joined, and the rows that this rank sends (None: all).
 
-    Args:
-        owned: positions of all ranks.
-        members: owners of the blocks.
-        own: owner of the block that this rank has.
-        travelling: (owner, rows that travel), for each member.
-        width: rows to which blocks are padded.
+    Args: travelling: (owner, rows that travel) of the members. width: rows of padded blocks.
     """
     rows = dict(travelling)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
@@ -324,11 +344,7 @@ class ExchangingTeam(Team):
     def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
         """[B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S] likewise.
 
-        Args:
-            x: the own tokens, with all heads.
-            part: heads of each share; None: all h.
-
-        Returns: a function that waits for the tensor; to be called once.
+        Args: part: heads of each share; None: all h.
         """
         tokens = 1 if x.dim() == 4 else 2
         blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
@@ -336,14 +352,9 @@ class ExchangingTeam(Team):
         return lambda: (self.order.join(coming.wait(), tokens).contiguous(),)
 
     def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
-        """Sends results back to the ranks that own the tokens.
+        """Sends results [B,T,heads,D] or [B,heads,T] back to the ranks that own the tokens.
 
-        Args:
-            x: [B,T,heads,D] or [B,heads,T].
-            target: [B,S,U*h,D] or [B,U*h,S]; the results go to the heads of each share in it.
-            part: heads of each share; None: all h.
-
-        Returns: a function that waits for the results, and places them.
+        Args: target: [B,S,U*h,D] or [B,U*h,S], of which the heads `part` (None: all) of each share.
         """
         tokens = 1 if x.dim() == 4 else 2
         under_way = self._outward.all_to_all(self.order.split(x, tokens))
@@ -362,13 +373,7 @@ def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:
 
 
 def _shares(x: Tensor, members: int, part: Index) -> Tensor:
-    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view.
-
-    Args:
-        x: the tensor, with all heads.
-        members: U.
-        part: heads of each share; None: all h.
-    """
+    """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
     shares = x.unflatten(2 if x.dim() == 4 else 1, (members, -1))
     return shares if part is None else shares[(EVERYTHING, *part)]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_cp_plugin.core.autograd.guards import differentiable_once
+from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.comm import CommunicatingIn, Communicator
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.route import Route

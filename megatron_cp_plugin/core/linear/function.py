@@ -9,8 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.autograd.function import check_dtypes
-from megatron_cp_plugin.core.autograd.guards import as_written, cast_inputs, differentiable_once
+from megatron_cp_plugin.core.autograd.function import (
+    as_written,
+    cast_inputs,
+    check_dtypes,
+    differentiable_once,
+)
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices

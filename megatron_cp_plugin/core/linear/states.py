@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.fused import fused_for
+from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Chains, Route
 
@@ -181,7 +180,7 @@ def _passed(before: Tensor, added: Tensor, through: Tensor) -> Tensor:
 
 
 class Ways(NamedTuple):
-    """Runs that states pass one after another, as of `FusedOperations.passed_along`."""
+    """Runs that states pass one after another, as of `kernels.decayed.passed_along`."""
 
     bounds: Tensor
     order: Tensor

@@ -351,7 +351,7 @@ def passed_along(
     order: Tensor,
     begins: Tensor,
 ) -> Tensor:
-    """See `core.fused.FusedOperations.passed_along`."""
+    """See `kernels.decayed.passed_along`."""
     found = []
     for way, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
         state = (
