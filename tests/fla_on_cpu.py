@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.linear.runs import Interval
-from megatron_cp_plugin.kernels import fla
+from megatron_cp_plugin.kernels import fla, fla_gated
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from tests.stand_ins.fla.ops.common import chunk_h, chunk_o, fused_chunk, sequences
 
@@ -36,7 +36,7 @@ def fla_on_cpu() -> Iterator[None]:
             _SEQUENCES=SEQUENCES,
             measured_blocks=lambda *tensors: nullcontext(),
         ),
-        patch.object(fla.FlaLinear, "unsupported", lambda *args: None),
+        patch.object(fla_gated.FlaLinear, "unsupported", lambda *args: None),
     ):
         _forget()
         try:

@@ -1,4 +1,4 @@
-"""Linear attention with flash-linear-attention's Triton kernels (package fla-core).
+"""Segments for flash-linear-attention's Triton kernels (package fla-core), and constant rates.
 
 The kernels are called one by one, not through fla's autograd Functions: their parts are what lets
 states travel between them.
@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from math import ceil, log
 from threading import Lock
 from typing import Any
@@ -35,15 +34,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import (
-    BackwardPass,
-    Cache,
-    ForwardPass,
-    LinearKernel,
-    LinearProblem,
-)
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
-from megatron_cp_plugin.core.linear.states import Gates, Ways
+from megatron_cp_plugin.core.linear.states import Ways
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens
@@ -61,144 +53,6 @@ _MEASURED: dict[str, tuple[dict[str, int], int, int]] = {
     "fused_chunk.fused_chunk_fwd_kernel": ({"BV": 64}, 4, 2),
 }
 _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
-
-
-class FlaLinear(LinearKernel):
-    """fla.ops.common's kernels for constant rates, and those of `fla_gated` for gates.
-
-    Not deterministic: each process measures which block sizes to use, and they decide in which
-    order sums are formed.
-    """
-
-    name = "fla"
-
-    def unsupported(self, problem: LinearProblem) -> str | None:
-        if find_spec("fla") is None:
-            return "needs the package fla-core, which is not installed"
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype != torch.bfloat16:
-            # float32 would be multiplied in TF32, and sums over many tokens overflow float16.
-            return f"takes bfloat16, got {problem.dtype}"
-        for dim in (problem.head_dim, problem.value_dim):
-            if dim % 2 or dim > 256:
-                return f"takes even head dims up to 256, got {dim}"
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        return _Forward(q, k, v, transition, runs)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        return _Backward(dout, q, k, v, transition, runs, cache)
-
-
-class _Folded:
-    """Tensors of batch entries, folded and back."""
-
-    def __init__(self, like: Tensor, runs: Runs) -> None:
-        self.batch, self.tokens = like.shape[:2]
-        self.runs = runs
-
-    def rule_of(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates
-    ) -> tuple[Rule, bool]:
-        """The kernels, and whether gates of heads became gates of channels."""
-        q, k, v = (self.fold(x) for x in (q, k, v))
-        if isinstance(transition, Decay):
-            log2_rates = _log2_rates(transition, accumulation_dtype(q.dtype), q.device)
-            where = sequences_of(cut_of(self.runs, self.batch, q.shape[2]), CHUNK, q.device)
-            return _Rates(q, k, v, log2_rates, None, where), False
-        from megatron_cp_plugin.kernels.fla_gated import rule_of
-
-        gates = Gates(*(None if x is None else self.fold(x) for x in transition))
-        return rule_of(q, k, v, gates, self.runs, self.batch)
-
-    def fold(self, x: Tensor) -> Tensor:
-        """[B,S,...] -> [1,B*S,...], a view."""
-        return x.flatten(0, 1).unsqueeze(0)
-
-    def unfold(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Folded -> [B,S,...]."""
-        return x.view(self.batch, self.tokens, *x.shape[2:]).to(dtype)
-
-    def of_runs(self, x: Tensor) -> Tensor:
-        """[n*B,...] -> [n,B,...], contiguous."""
-        return x.contiguous().view(len(self.runs), self.batch, *x.shape[1:])
-
-
-class _Forward(ForwardPass):
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> None:
-        self._folded = folded = _Folded(q, runs)
-        self._dtype = q.dtype
-        self._rule, widened = folded.rule_of(q, k, v, transition)
-        self._kept = self._rule.prepare()
-        added, through = self._rule.summaries()
-        self.states = folded.of_runs(added)
-        if isinstance(transition, Gates):
-            if widened and transition.beta is None:
-                through = through[..., :1]
-            self.through = folded.of_runs(through)
-
-    def intra(self) -> None:
-        self._rule.within()
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
-        out = self._folded.unfold(self._rule.outputs(), self._dtype)
-        return out, (*self._kept, *entered)
-
-
-class _Backward(BackwardPass):
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> None:
-        self._folded = folded = _Folded(q, runs)
-        self._transition, self._dtypes = transition, (q.dtype, k.dtype, v.dtype)
-        self._rule, self._widened = folded.rule_of(q, k, v, transition)
-        *kept, self._rule.before, self._rule.through = cache
-        found = self._rule.restore(tuple(x for x in kept if x is not None), folded.fold(dout))
-        self.dstates = folded.of_runs(found)
-
-    def intra(self) -> None:
-        self._rule.within_back()
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        folded = self._folded
-        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
-        dq, dk, dv, *others = self._rule.gradients(behind)
-        if isinstance(self._transition, Gates):
-            gate, beta = self._transition
-            dgate, *dbeta = others
-            if self._widened:
-                dgate = dgate.sum(3)
-            self.dgates = Gates(
-                None if gate is None else folded.unfold(dgate, gate.dtype),
-                None if beta is None else folded.unfold(dbeta[0], beta.dtype),
-            )
-        dq, dk, dv = (
-            folded.unfold(x, dtype) for x, dtype in zip((dq, dk, dv), self._dtypes, strict=True)
-        )
-        return dq, dk, dv
 
 
 @contextmanager
@@ -675,7 +529,7 @@ class Gated(Rule):
         }
 
 
-class _Rates(Gated):
+class Rates(Gated):
     """fla.ops.simple_gla with constant rates.
 
     States stored in k's dtype give the same bits as fla's float32 ones (the kernels that read them
@@ -760,5 +614,6 @@ class _Rates(Gated):
 
 
 @kept_on_device(maxsize=1024)
-def _log2_rates(decay: Decay, dtype: torch.dtype, device: torch.device) -> Tensor:
+def log2_rates_of(decay: Decay, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Logarithms to base 2 [H]."""
     return (decay.logarithms(device) / log(2)).to(dtype)

@@ -1,4 +1,4 @@
-"""Gates and the delta rule with flash-linear-attention's Triton kernels: see `fla`.
+"""Linear attention with flash-linear-attention's Triton kernels, by the segments of `fla`.
 
 The parts of fla.ops.kda and fla.ops.gated_delta_rule, and of fla.ops.gla and fla.ops.simple_gla.
 Gates of heads become gates of channels where fla refuses its kernels of the former.
@@ -6,14 +6,34 @@ Gates of heads become gates of channels where fla refuses its kernels of the for
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from math import log
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import (
+    BackwardPass,
+    Cache,
+    ForwardPass,
+    LinearKernel,
+    LinearProblem,
+)
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.linear.states import Gates
-from megatron_cp_plugin.kernels.fla import CHUNK, WHOLE, Gated, Rule, cut_of, sequences_of
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.kernels import fla
+from megatron_cp_plugin.kernels.fla import (
+    WHOLE,
+    Gated,
+    Rates,
+    Rule,
+    Sequences,
+    cut_of,
+    log2_rates_of,
+    sequences_of,
+)
 
 _WIDEST = 128  # head dim of documents that are cut: `passed_along` takes no more
 
@@ -352,22 +372,151 @@ class _Gla(Gated):
         return dq, dk, dv, dgate
 
 
-def rule_of(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, runs: Runs, batch: int
-) -> tuple[Rule, bool]:
-    """The kernels of folded tensors, and whether gates of heads became gates of channels."""
-    gate, beta = gates
-    of_heads = gate is None or gate.dim() == 3
-    if gate is None:
-        gate = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    widened = of_heads and refuses_gates_of_heads()
-    if widened:
-        gate = gate.unsqueeze(3).expand(*k.shape)  # written out where it is read, in the forward
-    kinds: tuple[type[Rule], type[Rule]]
-    kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
-    heads = k.shape[2]
-    if beta is not None:  # half as many segments, or none: columns of transitions fill a GPU too
-        heads = 2 * heads if k.shape[3] <= _WIDEST else WHOLE
-    cut = cut_of(runs, batch, heads)
-    kind = kinds[of_heads and not widened]
-    return kind(q, k, v, gate, beta, sequences_of(cut, CHUNK, q.device)), widened
+class FlaLinear(LinearKernel):
+    """All of fla's families.
+
+    Not deterministic: each process measures which block sizes to use, and they decide in which
+    order sums are formed.
+    """
+
+    name = "fla"
+
+    def unsupported(self, problem: LinearProblem) -> str | None:
+        if find_spec("fla") is None:
+            return "needs the package fla-core, which is not installed"
+        if problem.device.type != "cuda":
+            return f"runs on cuda, got tensors on {problem.device.type}"
+        if problem.dtype != torch.bfloat16:
+            # float32 would be multiplied in TF32, and sums over many tokens overflow float16.
+            return f"takes bfloat16, got {problem.dtype}"
+        for dim in (problem.head_dim, problem.value_dim):
+            if dim % 2 or dim > 256:
+                return f"takes even head dims up to 256, got {dim}"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> ForwardPass:
+        return _Forward(q, k, v, transition, runs)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transition: Decay | Gates,
+        runs: Runs,
+        cache: Cache,
+    ) -> BackwardPass:
+        return _Backward(dout, q, k, v, transition, runs, cache)
+
+
+class _Folded:
+    """Tensors of batch entries, folded and back."""
+
+    def __init__(self, like: Tensor, runs: Runs) -> None:
+        self.batch, self.tokens = like.shape[:2]
+        self.runs = runs
+
+    def rule_of(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates
+    ) -> tuple[Rule, bool]:
+        """The kernels, and whether gates of heads became gates of channels."""
+        q, k, v = (self.fold(x) for x in (q, k, v))
+        heads = k.shape[2]
+        if isinstance(transition, Decay):
+            rates = log2_rates_of(transition, accumulation_dtype(q.dtype), q.device)
+            return Rates(q, k, v, rates, None, self._sequences(heads, q.device)), False
+        gate, beta = (None if x is None else self.fold(x) for x in transition)
+        of_heads = gate is None or gate.dim() == 3
+        if gate is None:
+            gate = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        widened = of_heads and refuses_gates_of_heads()
+        if widened:
+            gate = gate.unsqueeze(3).expand(*k.shape)  # written out where it is read
+        kinds: tuple[type[Rule], type[Rule]]
+        kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
+        if beta is not None:  # half as many segments, or none: transitions fill a GPU too
+            heads = 2 * heads if k.shape[3] <= _WIDEST else WHOLE
+        kind = kinds[of_heads and not widened]
+        return kind(q, k, v, gate, beta, self._sequences(heads, q.device)), widened
+
+    def _sequences(self, heads: int, device: torch.device) -> Sequences:
+        return sequences_of(cut_of(self.runs, self.batch, heads), fla.CHUNK, device)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[B,S,...] -> [1,B*S,...], a view."""
+        return x.flatten(0, 1).unsqueeze(0)
+
+    def unfold(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Folded -> [B,S,...]."""
+        return x.view(self.batch, self.tokens, *x.shape[2:]).to(dtype)
+
+    def of_runs(self, x: Tensor) -> Tensor:
+        """[n*B,...] -> [n,B,...], contiguous."""
+        return x.contiguous().view(len(self.runs), self.batch, *x.shape[1:])
+
+
+class _Forward(ForwardPass):
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
+    ) -> None:
+        self._folded = folded = _Folded(q, runs)
+        self._dtype = q.dtype
+        self._rule, widened = folded.rule_of(q, k, v, transition)
+        self._kept = self._rule.prepare()
+        added, through = self._rule.summaries()
+        self.states = folded.of_runs(added)
+        if isinstance(transition, Gates):
+            if widened and transition.beta is None:
+                through = through[..., :1]
+            self.through = folded.of_runs(through)
+
+    def intra(self) -> None:
+        self._rule.within()
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
+        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
+        out = self._folded.unfold(self._rule.outputs(), self._dtype)
+        return out, (*self._kept, *entered)
+
+
+class _Backward(BackwardPass):
+    def __init__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transition: Decay | Gates,
+        runs: Runs,
+        cache: Cache,
+    ) -> None:
+        self._folded = folded = _Folded(q, runs)
+        self._transition, self._dtypes = transition, (q.dtype, k.dtype, v.dtype)
+        self._rule, self._widened = folded.rule_of(q, k, v, transition)
+        *kept, self._rule.before, self._rule.through = cache
+        found = self._rule.restore(tuple(x for x in kept if x is not None), folded.fold(dout))
+        self.dstates = folded.of_runs(found)
+
+    def intra(self) -> None:
+        self._rule.within_back()
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        folded = self._folded
+        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
+        dq, dk, dv, *others = self._rule.gradients(behind)
+        if isinstance(self._transition, Gates):
+            gate, beta = self._transition
+            dgate, *dbeta = others
+            if self._widened:
+                dgate = dgate.sum(3)
+            self.dgates = Gates(
+                None if gate is None else folded.unfold(dgate, gate.dtype),
+                None if beta is None else folded.unfold(dbeta[0], beta.dtype),
+            )
+        dq, dk, dv = (
+            folded.unfold(x, dtype) for x, dtype in zip((dq, dk, dv), self._dtypes, strict=True)
+        )
+        return dq, dk, dv
