@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,30 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cannot be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["train"]:
-        # Its flags are Megatron's.
-        from megatron_cp_plugin.harness import train
-
-        return train.main(words[1:])
-    if words[:1] == ["prepare-data"]:
-        from megatron_cp_plugin.harness import prepare_data
-
-        return prepare_data.main(words[1:])
-    if words[:1] == ["compare"]:
-        from megatron_cp_plugin.harness import compare
-
+    if words[:1] in (["train"], ["prepare-data"]):  # the flags of train are Megatron's
+        return _of_harness(words[0]).main(words[1:])
+    if words[:1] in (["compare"], ["check"], ["invariance"]):
         with one_line_errors("megatron-cp: error"):
-            return compare.main(words[1:])
-    if words[:1] == ["check"]:
-        from megatron_cp_plugin.harness import check_recipe
-
-        with one_line_errors("megatron-cp: error"):
-            return check_recipe.main(words[1:])
-    if words[:1] == ["invariance"]:
-        from megatron_cp_plugin.harness import invariance
-
-        with one_line_errors("megatron-cp: error"):
-            return invariance.main(words[1:])
+            return _of_harness(words[0]).main(words[1:])
     parser, commands = parsers()
     try:
         arguments, unknown = parser.parse_known_args(words)
@@ -79,25 +61,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _of_harness(command: str) -> Any:
+    """The module of a command that has a parser of its own."""
+    name = {"prepare-data": "prepare_data", "check": "check_recipe"}.get(command, command)
+    return import_module(f"megatron_cp_plugin.harness.{name}")
+
+
 def parsers() -> tuple[OneLineParser, Any]:
     """The parser of `megatron-cp`, and the parsers of its commands, by name in `choices`."""
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser(
-        "train", help="train a GPT in Megatron's own loop, configured by a run file"
-    )
-    commands.add_parser(
-        "compare", help="train with Megatron's own attention and with the plugin, side by side"
-    )
-    commands.add_parser(
-        "check",
-        help="say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is served",
-    )
-    commands.add_parser(
-        "invariance", help="whether context parallelism changes a model's log-probabilities"
-    )
-    commands.add_parser("prepare-data", help="make a Megatron dataset from text files")
+    for name, words in {
+        "train": "train a GPT in Megatron's own loop, configured by a run file",
+        "compare": "train with Megatron's own attention and with the plugin, side by side",
+        "check": "say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is "
+        "served",
+        "invariance": "whether context parallelism changes a model's log-probabilities",
+        "prepare-data": "make a Megatron dataset from text files",
+    }.items():
+        commands.add_parser(name, help=words)
     _add_draw(commands)
     _add_plan(commands)
     _add_doctor(commands)
@@ -180,8 +163,7 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine, join, measured, verdict
-    from megatron_cp_plugin.functional import release
+    from megatron_cp_plugin.doctor import examine, join, leave, measured, verdict
 
     if arguments.report is not None:
         check_file("--report", arguments.report)
@@ -198,9 +180,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
         print(verdict(findings))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-        release()
+    leave()
     return int(any(finding.failed for finding in findings))
 
 
@@ -248,11 +228,8 @@ def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from torch import distributed
-
     from megatron_cp_plugin.core.communication.process_groups import topology_of
-    from megatron_cp_plugin.doctor import check_heads, join
-    from megatron_cp_plugin.functional import release
+    from megatron_cp_plugin.doctor import check_heads, join, leave
     from megatron_cp_plugin.planner.calibrate import calibrate
 
     check_file("--output", arguments.output)
@@ -264,13 +241,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if topology.rank == 0:
         machine.save(path)
         print(f"wrote {path}")
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-        release()
+    leave()
     return 0
 
 
 def _add_mask(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
+    )
     parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--window", type=tokens_of, metavar="W", help="sliding window of W tokens")
     parser.add_argument(
@@ -279,6 +257,16 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="packed documents of random lengths: the mean T in tokens, lognormal:MEAN:SIGMA, "
         "or a histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
+    )
+
+
+def _add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the algorithm; may be repeated",
     )
 
 
@@ -307,17 +295,8 @@ def _add_draw(commands: Any) -> None:
         "--algo", required=True, metavar="NAME", help="algorithm, such as distflash or zigzag"
     )
     parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
-    parser.add_argument(
-        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
-    )
     _add_mask(parser)
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the algorithm; may be repeated",
-    )
+    _add_option(parser)
     parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
     parser.add_argument(
         "--tokens",
@@ -442,9 +421,6 @@ def _add_plan(commands: Any) -> None:
         "simulated, for all ways to split the model. Nothing is executed.",
     )
     parser.add_argument("--size", type=int, metavar="P", help="number of ranks")
-    parser.add_argument(
-        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
-    )
     _add_heads(parser, None)
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of values; default: D")
@@ -456,13 +432,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to train it on")
     _add_mask(parser)
     parser.add_argument("--algo", metavar="NAME", help="only this one")
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of --algo; may be repeated",
-    )
+    _add_option(parser)
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -550,6 +520,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
 
 def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
     from megatron_cp_plugin.planner.baselines import BASELINES
+    from megatron_cp_plugin.planner.costs import document
     from megatron_cp_plugin.registry import algorithm_class, available
 
     options = dict(_option(text) for text in arguments.option)
@@ -577,7 +548,9 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
             found = one.cost(arguments.size, shape, mask)
             table.append(_cost_cells(arguments, one.name, found, ""))
     if arguments.json:
-        _write_plan(arguments, options, shape, mask)
+        check_file("--json", arguments.json)
+        written = document(arguments.algo, arguments.size, shape, mask, options)
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
     print(title)
     print(text_table(headers, table, right=range(2, len(headers))))
     for line in refused:
@@ -637,19 +610,6 @@ def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: s
     if arguments.memory:
         cells.append(memory)
     return cells
-
-
-def _write_plan(
-    arguments: argparse.Namespace, options: Mapping[str, str], shape: Shape, mask: Mask
-) -> None:
-    import json
-
-    from megatron_cp_plugin.planner.costs import document
-
-    path: Path = arguments.json
-    check_file("--json", path)
-    written = document(arguments.algo, arguments.size, shape, mask, options)
-    path.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def _option(text: str) -> tuple[str, str]:

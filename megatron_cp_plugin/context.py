@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial, wraps
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -32,7 +32,6 @@ from megatron_cp_plugin.arguments import (
 )
 from megatron_cp_plugin.core import layout as layouts
 from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd.function import (
     Attention,
     cast_inputs,
@@ -44,7 +43,6 @@ from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.layout_check import check_cut, describe_mismatch, remember
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
@@ -56,9 +54,6 @@ from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
 Group = dist.ProcessGroup | Topology | None
-_Unread = tuple[
-    str, int | None, Sequence[int] | Tensor | None, SpanMask | None, Mapping[str, object]
-]
 
 
 def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -121,7 +116,7 @@ class Settings:
     ) -> None:
         """Args: as of `Context`."""
         self._group = group
-        self._unread: _Unread | None = (algo, seq_len, cu_seqlens, spans, options)
+        self._unread: tuple[Any, ...] | None = (algo, seq_len, cu_seqlens, spans, options)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """See `megatron_cp_plugin.shard`."""
@@ -537,17 +532,6 @@ def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
     return topology
 
 
-@lru_cache(maxsize=256)
-def softmax_algorithm(
-    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
-) -> Algorithm:
-    """As `registry.create`, once for all calls."""
-    return registry.create(algo, topology, dict(options))
-
-
-@lru_cache(maxsize=256)
-def linear_algorithm(
-    algo: str, topology: Topology, options: tuple[tuple[str, object], ...]
-) -> LinearAlgorithm:
-    """As `registry.create_linear`, once for all calls."""
-    return registry.create_linear(algo, topology, dict(options))
+# As those of the registry, once for all calls; options are tuples of pairs.
+softmax_algorithm = lru_cache(maxsize=256)(registry.create)
+linear_algorithm = lru_cache(maxsize=256)(registry.create_linear)

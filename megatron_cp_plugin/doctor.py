@@ -167,6 +167,13 @@ def join() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def leave() -> None:
+    """Leaves the processes that `join` has joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        functional.release()
+
+
 def _installed() -> list[Finding]:
     findings = [Finding("installed", "python", python_version())]
     cuda = torch.cuda.is_available()

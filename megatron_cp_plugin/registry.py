@@ -17,6 +17,7 @@ from megatron_cp_plugin.installed import load_installed
 
 Kind = Literal["softmax", "linear"]
 AnyClass = type[Algorithm] | type[LinearAlgorithm]
+Given = Mapping[str, object] | tuple[tuple[str, object], ...]  # options by name, or pairs
 
 # Not an algorithm, but the choice of one: see planner.choose.
 AUTO = "auto"
@@ -101,7 +102,7 @@ def algorithm_class(name: str) -> AnyClass:
     return _algorithms[name]
 
 
-def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algorithm:
+def create(name: str, topology: Topology, options: Given) -> Algorithm:
     """Makes an algorithm of softmax attention; a collective operation of the topology's ranks.
 
     Args: options: by name, values as they are or as text; others have their defaults.
@@ -109,16 +110,16 @@ def create(name: str, topology: Topology, options: Mapping[str, object]) -> Algo
     Raises: ConfigError if the name, an option or a value is unknown, or it is linear attention.
     """
     cls = _class_of("softmax", name, "cp.linear_attention")
-    return cls(topology, read_options(name, options))
+    return cls(topology, read_options(name, dict(options)))
 
 
-def create_linear(name: str, topology: Topology, options: Mapping[str, object]) -> LinearAlgorithm:
+def create_linear(name: str, topology: Topology, options: Given) -> LinearAlgorithm:
     """Makes an algorithm of linear attention; a collective operation of the topology's ranks.
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is softmax attention.
     """
     cls = _class_of("linear", name, "cp.attention")
-    return cls(topology, read_options(name, options))
+    return cls(topology, read_options(name, dict(options)))
 
 
 def _class_of(kind: Kind, name: str, instead: str) -> Any:

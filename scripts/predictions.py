@@ -26,10 +26,11 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.event_simulation import Timeline, play
+from megatron_cp_plugin.planner.machine import Links, Machine, Pass, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
-from megatron_cp_plugin.planner.simulate import rank_alone, simulate, tile_seconds
+from megatron_cp_plugin.planner.simulate import simulate, tile_seconds, traces_of
 from megatron_cp_plugin.planner.step import Step, step
 from megatron_cp_plugin.planner.trace import Tile
 from megatron_cp_plugin.tokens import tokens_of
@@ -104,6 +105,40 @@ class RankRow:
             captured=self.captured,
         )
         return found.forward.seconds * MS, found.seconds * MS
+
+
+def rank_alone(
+    algo: str,
+    options: Mapping[str, object],
+    shape: Shape,
+    mask: Mask,
+    machine: Machine,
+    nodes: Sequence[int],
+    rank: int,
+    *,
+    captured: bool = False,
+) -> Timeline:
+    """One rank as `scripts/benchmark_rank.py` runs it: blocks of others come as fast as memory is.
+
+    Args:
+        rank: Of the job's.
+        nodes: The node of each rank of the job.
+        algo, options, shape, mask, machine, captured: As of `simulate`.
+
+    Raises:
+        ConfigError: As of `simulate`.
+    """
+    nodes = tuple(nodes)
+    arrival = Links(Rate(machine.operation_seconds, machine.memory_bytes_per_second / 2))
+    machine = replace(
+        machine, inside=arrival, between=arrival, copy=None, group_share=1.0, between_total=None
+    )
+    traces = traces_of(algo, tuple(options.items()), shape, mask, nodes, (rank,), False)
+    # No rank of the node shares a network card with it. An arrival is launched as a copy for each
+    # block, and an event.
+    host = replace(machine.host, group=2 * machine.host.operation)
+    machine = replace(machine, cards_per_node=len(nodes), host=host)
+    return play(machine, nodes, traces, next(iter(machine.kernels)), captured=captured)
 
 
 def rank_rows() -> list[RankRow]:

@@ -1,15 +1,31 @@
 """Reads plans as the planner writes them in JSON: what the file says is the whole plan."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.plans.plan import Block, Compute, Kept, Move, Plan
-from megatron_cp_plugin.core.ranges import Span
+from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.tiles import Mask
+
+
+@dataclass(frozen=True)
+class Recorded(Layout):
+    """What ranks hold, as a file says it."""
+
+    of_ranks: tuple[Ranges, ...]
+    name = "recorded"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Ranges:
+        return self.of_ranks[rank]
+
+    def multiple(self, size: int) -> int:
+        return 1
 
 
 def from_json(document: Mapping[str, Any]) -> Plan:
@@ -19,13 +35,12 @@ def from_json(document: Mapping[str, Any]) -> Plan:
     if mask["slices"] is not None:
         slices = Slices.cut((Slice(*one) for one in mask["slices"]), documents)
         documents = ()
+    held = [Ranges.of([Span(*span) for span in one["positions"]]) for one in document["ranks"]]
     return Plan(
         document["phase"],
         Mask(mask["causal"], mask["window"], documents, slices),
         document["rectangular"],
-        TokenMap.recorded(
-            [tuple(Span(*span) for span in rank["positions"]) for rank in document["ranks"]]
-        ),
+        TokenMap(Recorded(tuple(held)), len(held), 0),
         tuple(map(_heads_of, document["head_groups"])),
         document["steps"],
         tuple(

@@ -22,6 +22,7 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
+from tests.span_masks import dense, mask_of
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 HEAD_DIM = 8
@@ -165,6 +166,47 @@ def assert_plan_is_kept(
     assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
 
 
+def assert_conforms(
+    case: Case,
+    size: int,
+    *,
+    seq_len: int,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = HEAD_DIM,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    bound: float = 1e-10,
+    kernel: str = "auto",
+    peer_access: bool = True,
+    causal: bool = True,
+    window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    spans: Sequence[Sequence[object]] | None = None,
+    sink: Tensor | None = None,
+) -> tuple[list[tuple[Tensor, ...]], CommunicationLog]:
+    """Of `run`, whose results are right, and whose bytes, messages and pairs are the plan's."""
+    documents = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    given: dict[str, Any] = {"window": window, "cu_seqlens": documents, "sink": sink}
+    if spans is None:
+        given["causal"] = causal
+        mask = Mask(causal, window, document_starts(cu_seqlens or [0, seq_len], seq_len))
+        whole = {"causal": causal, "window": window, "cu_seqlens": cu_seqlens}
+    else:
+        given["spans"] = spans
+        mask = mask_of(spans, seq_len, cu_seqlens, window)
+        whole = {"causal": False, "seen": dense(spans, seq_len, cu_seqlens, window) > 0}
+    sizes = {"batch": batch, "seq_len": seq_len, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "value_dim": value_dim}
+    expected = expected_attention(**sizes, dtype=dtype, sink=sink, **whole)
+    results, log = run(case, expected, size, kernel=kernel, peer_access=peer_access, **given)
+    assert_matches(case, results, expected, bound, documents, spans)
+    shape = Shape.of(expected.q, expected.k, expected.v, seq_len)
+    assert_plan_is_kept(case, size, shape, mask, log, peer_access=peer_access)
+    return results, log
+
+
 SIZES = (1, 2, 3, 4, 5, 8, 6, 7, 9)  # the last ones for distflash only
 
 
@@ -226,30 +268,19 @@ def test_equals_unsplit_attention_and_keeps_its_plan(
 ) -> None:
     """Output, all gradients, bytes, messages and pairs."""
     n_heads, kv_heads = HEADS[problem.heads]
-    seq_len, narrow = problem.seq_len(case, size), problem.dtype == torch.bfloat16
-    expected = expected_attention(
-        batch=2,
-        seq_len=seq_len,
+    assert_conforms(
+        case,
+        size,
+        seq_len=problem.seq_len(case, size),
         heads=n_heads,
         kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
         value_dim=problem.value_dim,
         causal=problem.causal,
         dtype=problem.dtype,
-    )
-    results, log = run(
-        case,
-        expected,
-        size,
-        causal=problem.causal,
-        kernel="reference" if narrow else "auto",
+        bound=BOUNDS[problem.dtype],
+        kernel="reference" if problem.dtype == torch.bfloat16 else "auto",
         peer_access=problem.peer_access,
     )
-    assert_matches(case, results, expected, BOUNDS[problem.dtype])
-    element, wide = (2, 4) if narrow else (8, 8)
-    shape = Shape(2, seq_len, n_heads, kv_heads, HEAD_DIM, element, wide, problem.value_dim)
-    peer_access = problem.peer_access
-    assert_plan_is_kept(case, size, shape, Mask(problem.causal), log, peer_access=peer_access)
 
 
 class Plain(Ring):

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from tests.oracle import expected_attention
 from tests.pairwise import pairwise
 from tests.random_tests import examples
-from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_conformance import Case, assert_conforms
 from tests.test_windows import CASES as STATIC
 from tests.test_windows import divides
 
@@ -86,24 +84,28 @@ PACKINGS = {
 )
 def test_equals_unsplit_attention(case: Case, size: int, packing: str, kernel: str) -> None:
     seq_len = BLOCK * size + size // 2
-    check(case, size, kernel, seq_len, PACKINGS[packing](seq_len), causal=True)
+    lengths = PACKINGS[packing](seq_len)
+    assert_conforms(case, size, seq_len=seq_len, cu_seqlens=lengths, kernel=kernel)
+
+
+SHORT = {"seq_len": 26, "cu_seqlens": [0, 3, 14, 26], "kernel": "reference"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_token_of_its_document(case: Case) -> None:
     """Without a causal mask."""
-    check(case, 4, "reference", 26, [0, 3, 14, 26], causal=False)
+    assert_conforms(case, 4, **SHORT, causal=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_with_a_window(case: Case) -> None:
-    check(case, 4, "reference", 26, [0, 3, 14, 26], causal=True, window=7)
+    assert_conforms(case, 4, **SHORT, window=7)
 
 
 def test_own_outputs_that_are_complete_before_those_of_others() -> None:
     """A rank goes on with queries of others when all results for its own ones have come."""
     case = Case("attention2d", (("variant", "overlap"), ("rows", 1)))
-    check(case, 8, "reference", 19, [0, 2, 5, 15, 18, 19], causal=True)
+    assert_conforms(case, 8, seq_len=19, cu_seqlens=[0, 2, 5, 15, 18, 19], kernel="reference")
 
 
 @pytest.mark.parametrize(
@@ -116,14 +118,15 @@ def test_documents_as_their_callers_cut_them(
 ) -> None:
     """Each padded to a multiple of 2P, zigzag inside each; or contiguous."""
     bounds = padded(PADDED[packing], size)
-    check(case, size, "torch_cpu", bounds[-1], bounds, causal=True, kv_heads=kv_heads)
+    assert_conforms(case, size, seq_len=bounds[-1], cu_seqlens=bounds, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("case", CALLERS, ids=str)
 def test_documents_of_their_callers_without_a_causal_mask_or_in_a_window(case: Case) -> None:
     bounds = padded(PADDED["odd"], 4)
-    check(case, 4, "reference", bounds[-1], bounds, causal=False)
-    check(case, 4, "reference", bounds[-1], bounds, causal=True, window=7)
+    settings = {"seq_len": bounds[-1], "cu_seqlens": bounds, "kernel": "reference"}
+    assert_conforms(case, 4, **settings, causal=False)
+    assert_conforms(case, 4, **settings, window=7)
 
 
 def padded(lengths: Sequence[int], size: int) -> list[int]:
@@ -160,37 +163,6 @@ def test_lengths_that_are_not_padded_are_refused() -> None:
             cp.attention(q, q, q, **settings | {"cu_seqlens": [0, 4, 12]})
 
     run_virtual(2, shard)
-
-
-def check(
-    case: Case,
-    size: int,
-    kernel: str,
-    seq_len: int,
-    cu_seqlens: list[int],
-    *,
-    causal: bool,
-    window: int | None = None,
-    kv_heads: int = 2,
-) -> None:
-    """Output, gradients, bytes, messages and pairs of an algorithm."""
-    expected = expected_attention(
-        batch=2,
-        seq_len=seq_len,
-        heads=4,
-        kv_heads=kv_heads,
-        head_dim=8,
-        causal=causal,
-        window=window,
-        cu_seqlens=cu_seqlens,
-    )
-    lengths = torch.tensor(cu_seqlens)
-    mask_settings = {"causal": causal, "window": window, "cu_seqlens": lengths}
-    results, log = run(case, expected, size, kernel=kernel, **mask_settings)
-    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=lengths)
-    shape = Shape(2, seq_len, 4, kv_heads, 8, element_bytes=8, wide_bytes=8)
-    mask = Mask(causal, window, document_starts(cu_seqlens, seq_len))
-    assert_plan_is_kept(case, size, shape, mask, log)
 
 
 @examples(300)

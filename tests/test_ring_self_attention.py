@@ -9,7 +9,7 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.ring_self_attention import ring_self_attention
+from scripts.ring_self_attention import ring_self_attention
 from tests.oracle import Expected, expected_attention, relative_error
 
 BATCH, TOKENS, HEADS, DIM = 2, 6, 4, 8

@@ -30,7 +30,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
-from tests.oracle import expected_attention, naive_attention
+from tests.oracle import naive_attention
 from tests.pairwise import pairwise
 from tests.plan_check import check
 from tests.plan_reader import from_json
@@ -43,10 +43,10 @@ from tests.span_masks import (
     random_spans,
     random_window,
 )
-from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_conformance import Case, assert_conforms
 from tests.test_windows import CASES, divides
 
-HEADS = {"MHA": (8, 8), "GQA": (8, 2), "MQA": (8, 1)}
+HEADS = {"MHA": 8, "GQA": 2, "MQA": 1}  # of k and v, beside 8 of q
 SIZES = (1, 2, 3, 4, 5, 8)
 # The layout that follows the spans, too.
 CASES = [
@@ -57,7 +57,7 @@ CASES = [
 
 
 class Drawn(NamedTuple):
-    """What a call has at random, as settings of `compare`."""
+    """What a call has at random, as settings of `assert_conforms`."""
 
     spans: Spans
     cu_seqlens: list[int] | None
@@ -95,7 +95,8 @@ def test_equals_a_mask_of_all_pairs(
     """With kernels that take square causal tiles only, and with one that takes any."""
     seq_len = 6 * size + size // 2
     found = drawn(Random(f"{case} {size} {seed}"), seq_len, beside=beside)
-    compare(case, size, heads, seq_len=seq_len, kernel=kernel, **found._asdict())
+    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads]}
+    assert_conforms(case, size, **sizes, kernel=kernel, **found._asdict())
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -111,13 +112,14 @@ def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
     ]
     q, k = (torch.arange(seq_len)[:, None], torch.arange(seq_len)[None])
     assert torch.equal(dense(spans, seq_len) == 1, (k <= q) & ((k < first) | (q - k < window)))
-    compare(Case(algo), size, "GQA", spans, seq_len)
+    assert_conforms(Case(algo), size, seq_len=seq_len, heads=8, kernel="reference", spans=spans)
 
 
 def test_results_of_a_relay_before_its_last_computation() -> None:
     """dK and dV of keys that few queries see are complete elsewhere before the owner's are."""
     case = Case("attention2d", (("variant", "overlap"), ("cols", 2)))
-    compare(case, 8, "MQA", [(0, 16, 0, 8, "causal")], 16)
+    spans = [(0, 16, 0, 8, "causal")]
+    assert_conforms(case, 8, seq_len=16, heads=8, kv_heads=1, kernel="reference", spans=spans)
 
 
 @pytest.mark.slow
@@ -135,47 +137,15 @@ def test_any_mask_of_any_length(
     case, size, heads = row
     seq_len = 2 * size * each + more
     found = drawn(source, seq_len, beside=beside)
-    compare(case, size, heads, seq_len=seq_len, **found._asdict())
+    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads]}
+    assert_conforms(case, size, **sizes, kernel="reference", **found._asdict())
 
 
 def test_with_sinks() -> None:
     spans = [(0, 9, 3, 14, "causal"), (9, 12, 0, 12, "full"), (14, 20, 4, 9, "inverse_causal")]
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0] * 2, dtype=torch.float64)
     for algo in ("zigzag", "ulysses"):
-        compare(Case(algo), 2, "GQA", spans, 22, sink=sink)
-
-
-def compare(
-    case: Case,
-    size: int,
-    heads: str,
-    spans: Spans,
-    seq_len: int,
-    *,
-    kernel: str = "reference",
-    sink: Tensor | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    window: int | None = None,
-) -> None:
-    """Output, gradients, bytes, messages and pairs of an algorithm."""
-    n_heads, kv_heads = HEADS[heads]
-    lengths = None if cu_seqlens is None else torch.tensor(cu_seqlens)
-    expected = expected_attention(
-        batch=2,
-        seq_len=seq_len,
-        heads=n_heads,
-        kv_heads=kv_heads,
-        head_dim=8,
-        causal=False,
-        seen=dense(spans, seq_len, cu_seqlens, window) > 0,
-        sink=sink,
-    )
-    settings = {"spans": spans, "cu_seqlens": lengths, "window": window}
-    results, log = run(case, expected, size, kernel=kernel, sink=sink, **settings)
-    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=lengths, spans=spans)
-    shape = Shape(2, seq_len, n_heads, kv_heads, 8, element_bytes=8, wide_bytes=8)
-    mask = mask_of(spans, seq_len, cu_seqlens, window)
-    assert_plan_is_kept(case, size, shape, mask, log)
+        assert_conforms(Case(algo), 2, seq_len=22, heads=8, spans=spans, sink=sink)
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise
-from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_conformance import Case, assert_conforms, run
 
 BLOCK, BFLOAT16 = 6, torch.bfloat16
 EVEN = ("ulysses", "usp", "attention2d")
@@ -55,19 +55,7 @@ def divides(case: Case, size: int, *_: object) -> bool:
 )
 def test_equals_unsplit_attention(case: Case, size: int, window: int, kernel: str) -> None:
     """With kernels that take square causal tiles only, and with one that takes any."""
-    expected = expected_attention(
-        batch=2,
-        seq_len=BLOCK * size + size // 2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        causal=True,
-        window=window,
-    )
-    results, log = run(case, expected, size, kernel=kernel, window=window)
-    assert_matches(case, results, expected, bound=1e-10)
-    shape = Shape(2, expected.q.shape[1], 4, 2, 8, element_bytes=8, wide_bytes=8)
-    assert_plan_is_kept(case, size, shape, Mask(window=window), log)
+    assert_conforms(case, size, seq_len=BLOCK * size + size // 2, kernel=kernel, window=window)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

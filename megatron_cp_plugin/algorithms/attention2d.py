@@ -4,7 +4,7 @@ Every 1D scheme moves O(N) elements a rank whatever the number of ranks; the gri
 O(N / sqrt(P)). Of R rows and C columns queries of a row meet keys of a column.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import batched, product
@@ -13,7 +13,6 @@ from typing import Literal
 from megatron_cp_plugin.core.algorithm import (
     Algorithm,
     PointToPoint,
-    cached_method,
     divisors,
     number,
 )
@@ -225,11 +224,12 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together: pushed by copy engines where these serve, else gathered."""
         return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
 
-    @cached_property
-    def grid_shape(self) -> Callable[[Shape], tuple[int, int]]:
+    def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C of a shape: as set, or what moves the fewest bytes in both passes together."""
-        # Looked up once a pass: at short lengths a step of training is bound by the host.
-        return cached_method(self._cheapest, 256)
+        wide = self.partials == "float32", self.options.gradients == "float32"
+        transposes = self.transposed * 2 * shape.kv_width * shape.element_bytes
+        of_grid = self.topology.size, self.rows, self.cols
+        return cheapest(*of_grid, shape.travel_bytes(*wide), transposes)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         rows, cols = self.grid_shape(shape)
@@ -264,12 +264,6 @@ class GridAlgorithm(PointToPoint):
         """See Algorithm.slots: a column's blocks are held until the last one of the row came."""
         rows, cols = self.grid_shape(shape)
         return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
-
-    def _cheapest(self, shape: Shape) -> tuple[int, int]:
-        wide = self.partials == "float32", self.options.gradients == "float32"
-        transposes = self.transposed * 2 * shape.kv_width * shape.element_bytes
-        of_grid = self.topology.size, self.rows, self.cols
-        return cheapest(*of_grid, shape.travel_bytes(*wide), transposes)
 
 
 @register("attention2d")

@@ -126,11 +126,6 @@ class Algorithm(ABC):
         self.layout = self.layout_for(options)
         self._checked: set[Phase] = set()
 
-    # Looked up once a pass: at short lengths a step of training is bound by the host.
-    @cached_property
-    def _plan(self) -> Callable[[Shape, Mask, Phase, bool, int | None], Plan]:
-        return cached_method(self._make_plan, 64)
-
     @cached_property
     def _on(self) -> Callable[[Layout], "Algorithm"]:
         return cached_method(self._make_on, 16)
@@ -283,12 +278,9 @@ class Algorithm(ABC):
         the same order.
         """
         among = steps_among(placement, self.topology)
-        if isinstance(placement, HeadPlacement):
-            rank = None if among.peer_access else among.rank
-            setting = mask, phase, rectangular, rank
-            return self._checked_plan(placement.of_teams, shape.seq_len, *setting)
-        rank = among.rank if placement.assembled or not among.peer_access else None
-        return self.plan(shape, mask, phase, rectangular=rectangular, rank=rank)
+        blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
+        rank = among.rank if blocks.assembled or not among.peer_access else None
+        return self._checked_plan(blocks, shape.seq_len, mask, phase, rectangular, rank)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""
@@ -315,15 +307,11 @@ class Algorithm(ABC):
 
         Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `plan_of`.
         """
-        return self._plan(shape, mask, phase, rectangular, rank)
-
-    def _make_plan(
-        self, shape: Shape, mask: Mask, phase: Phase, rectangular: bool, rank: int | None
-    ) -> Plan:
-        placement, setting = self.placement(shape, mask, phase), (mask, phase, rectangular)
+        placement = self.placement(shape, mask, phase)
+        setting = shape.seq_len, mask, phase, rectangular, rank
         if isinstance(placement, HeadPlacement):
-            return plan_of(placement, shape.seq_len, *setting, rank)
-        return self._checked_plan(placement, shape.seq_len, *setting, rank)
+            return plan_of(placement, *setting)
+        return self._checked_plan(placement, *setting)
 
     def _checked_plan(
         self,

@@ -106,16 +106,11 @@ def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
 
 def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
     """Adds one or two to some rows of a total [B,S,heads,D], in place; one if rows are numbers."""
-    if isinstance(rows, RowIndex):
-        (gradient,) = gradients
-        _add_at(total, rows, gradient)
+    if not isinstance(rows, RowIndex):
+        part = total if gradients[0].shape[1] == total.shape[1] else rows_at(total, rows)
+        _sum_into(part, part, *gradients)
         return
-    part = total if gradients[0].shape[1] == total.shape[1] else rows_at(total, rows)
-    _sum_into(part, part, *gradients)
-
-
-def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
-    fused = fused_for(total)
+    fused, (gradient,) = fused_for(total), gradients
     if fused is not None and total.dtype != torch.float64:
         fused.add_rows_into(total, rows.to, gradient, rows.of)
         return
@@ -124,8 +119,13 @@ def _add_at(total: Tensor, rows: RowIndex, gradient: Tensor) -> None:
     total[:, rows.to] = (total.index_select(1, rows.to).to(wide) + added.to(wide)).to(total.dtype)
 
 
-def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor) -> None:
+def _merge_rows(out: Tensor, lse: Tensor, rows: SomeRows, b: Tensor, b_lse: Tensor) -> None:
     """Merges a partial of some rows into out [B,S,H,D] and lse [B,H,S], in place."""
+    if not isinstance(rows, RowIndex):
+        if b.shape[1] < out.shape[1]:
+            out, lse = out[:, rows], lse[:, :, rows]
+        merge_into(out, lse, out, lse, b, b_lse)
+        return
     fused = fused_for(out)
     if fused is not None and lse.dtype == torch.float32:
         fused.merge_rows_into(out, lse, rows.to, b, b_lse, rows.of)
@@ -135,16 +135,6 @@ def _merge_at(out: Tensor, lse: Tensor, rows: RowIndex, b: Tensor, b_lse: Tensor
     part, part_lse = out.index_select(1, rows.to), lse.index_select(2, rows.to)
     merge_into(part, part_lse, part, part_lse, b, b_lse)
     out[:, rows.to], lse[:, :, rows.to] = part, part_lse
-
-
-def _merge_rows(total: tuple[Tensor, Tensor], rows: SomeRows, out: Tensor, lse: Tensor) -> None:
-    """Merges a partial of some rows into a total, in place."""
-    if isinstance(rows, RowIndex):
-        _merge_at(*total, rows, out, lse)
-        return
-    if out.shape[1] < total[0].shape[1]:
-        total = total[0][:, rows], total[1][:, :, rows]
-    merge_into(*total, *total, out, lse)
 
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -253,7 +243,7 @@ class Accumulator(_Partials):
                 continue
             total_out, total_lse = self._total or self._nothing(self._wide)
             if self._owned:
-                _merge_rows((total_out, total_lse), rows, out, lse)
+                _merge_rows(total_out, total_lse, rows, out, lse)
                 continue
             wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
             if whole:
@@ -261,7 +251,7 @@ class Accumulator(_Partials):
             else:
                 _sum_into(wide[0], total_out)
                 wide[1].copy_(total_lse)
-                _merge_rows(wide, rows, out, lse)
+                _merge_rows(*wide, rows, out, lse)
             self._total, self._owned = wide, True
 
     def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -284,7 +274,7 @@ class Accumulator(_Partials):
         total = self._total or self._nothing(dtype)
         if total[0].dtype == dtype:
             for rows, (out, lse) in self._taken():
-                _merge_rows(total, rows, out, lse)
+                _merge_rows(*total, rows, out, lse)
             return self._placed(dtype, *total)
         self._merge_waiting()
         assert self._total is not None

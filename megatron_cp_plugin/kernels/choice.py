@@ -5,23 +5,13 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_cp_plugin.core.kernel import Kernel, Problem, SoftmaxKernel
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError, nearest
 from megatron_cp_plugin.installed import load_installed
 
 log = logging.getLogger(__name__)
-
-
-class AnyProblem(Protocol):
-    """What all problems say, whatever they are.
-
-    Attributes: deterministic: every run must give the same bits.
-    """
-
-    @property
-    def deterministic(self) -> bool: ...
 
 
 def loader(module: str, name: str) -> Callable[[], Any]:
@@ -34,8 +24,8 @@ def loader(module: str, name: str) -> Callable[[], Any]:
     return load
 
 
-def choose[P: AnyProblem, K: Kernel](
-    kind: str, name: str, problem: P, kernels: Mapping[str, Callable[[], K]]
+def choose[K: Kernel](
+    kind: str, name: str, problem: Any, kernels: Mapping[str, Callable[[], K]]
 ) -> K:
     """The kernel of that name, or for "auto" the first one that serves the problem.
 
@@ -69,7 +59,7 @@ def named[K: Kernel](kind: str, name: str, kernels: Mapping[str, Callable[[], K]
     return kernels[name]()
 
 
-def why_not[P: AnyProblem](kernel: Kernel[P], problem: P) -> str | None:
+def why_not(kernel: Kernel, problem: Any) -> str | None:
     """Why a kernel cannot serve a problem; None if it can."""
     if problem.deterministic and not kernel.deterministic:
         return "its results differ from run to run in the last bits, got deterministic mode"

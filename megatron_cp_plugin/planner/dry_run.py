@@ -179,10 +179,10 @@ class _Channel(Communicator):
         return self._posting.gather("all_gather", x, x, x.new_empty((self.size, *x.shape)))
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting.gather("reduce_scatter", x, x[0], torch.empty_like(x[0]))
+        return self._posting.gather("reduce_scatter", x, x[0], x.new_empty(x.shape[1:]))
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting.gather("all_to_all", x, x[0], torch.empty_like(x))
+        return self._posting.gather("all_to_all", x, x[0], x.new_empty(x.shape))
 
 
 class _PeerChannel(SlottedCommunicator):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, wraps
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
@@ -64,6 +64,24 @@ _Steps = tuple[tuple[_Step, ...], list[int]]
 _Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of queries, owner of keys
 
 
+def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Keeps a method's results in its instance. Args: key: what they depend on."""
+
+    def keeping(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
+            known = vars(args[0]).setdefault(f"kept {method.__name__}", {})
+            of_call = key(*args, **kwargs)
+            if of_call not in known:
+                known[of_call] = method(*args, **kwargs)
+            found: R = known[of_call]
+            return found
+
+        return kept
+
+    return keeping
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """What blocks have to do with each other, whatever the machine, the heads and the nodes."""
@@ -71,67 +89,37 @@ class _Blocks:
     mask: Mask
     seq_len: int
 
+    @_kept(lambda self, placement: (placement.layout, placement.size))
     def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
         layout, size = placement.layout.within(self.mask.followed), placement.size
-        if (layout, size) not in self._spans_of:
-            self._spans_of[layout, size] = cache(
-                lambda owner: layout.spans(owner, size, self.seq_len)
-            )
-        return self._spans_of[layout, size]
+        return cache(lambda owner: layout.spans(owner, size, self.seq_len))
 
-    @cached_property
-    def _spans_of(self) -> dict[tuple[Layout, int], Callable[[int], Sequence[Span]]]:
-        return {}
-
+    @_kept(lambda self, placement: (placement.layout, placement.size))
     def tokens(self, placement: BlockPlacement) -> Sequence[int]:
         """How many tokens a block has, by owner."""
-        key = placement.layout, placement.size
-        if key not in self._tokens_of:
-            spans = self.spans(placement)
-            self._tokens_of[key] = [sum(map(len, spans(one))) for one in range(placement.size)]
-        return self._tokens_of[key]
+        spans = self.spans(placement)
+        return [sum(map(len, spans(one))) for one in range(placement.size)]
 
-    @cached_property
-    def _tokens_of(self) -> dict[tuple[Layout, int], Sequence[int]]:
-        return {}
-
+    @_kept(lambda self, placement, rank: (_whatever_heads(placement), self.owners(placement, rank)))
     def assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
         """Tokens of a block with padding, and the tiles of all that a rank gathers."""
-        key = placement.layout, self.owners(placement, rank)
-        if key not in self._assembled:
-            spans, tokens = self.spans(placement), self.tokens(placement)
-            width = max(tokens[owner] for owners in key[1] for owner in owners)
-            q, k = (assemble([spans(one) for one in owners], width) for owners in key[1])
-            self._assembled[key] = width, self.meet(q.spans, k.spans).tiles
-        return self._assembled[key]
+        met = self.owners(placement, rank)
+        spans, tokens = self.spans(placement), self.tokens(placement)
+        width = max(tokens[owner] for owners in met for owner in owners)
+        q, k = (assemble([spans(one) for one in owners], width) for owners in met)
+        return width, self.meet(q.spans, k.spans).tiles
 
-    @cached_property
-    def _assembled(self) -> dict[tuple[Layout, _Owners], tuple[int, tuple[_Tiles, ...]]]:
-        return {}
-
+    @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def owners(self, placement: BlockPlacement, rank: int) -> _Owners:
         """Whose queries, and whose keys, meet on a rank."""
-        key = _whatever_heads(placement), rank
-        if key not in self._owners_of:
-            queries, keys = placement.blocks_of(rank)
-            self._owners_of[key] = tuple(sorted(queries)), tuple(sorted(keys))
-        return self._owners_of[key]
+        queries, keys = placement.blocks_of(rank)
+        return tuple(sorted(queries)), tuple(sorted(keys))
 
-    @cached_property
-    def _owners_of(self) -> dict[tuple[Hashable, int], _Owners]:
-        return {}
-
+    @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
         """Those that meet on a rank and see each other."""
-        key = _whatever_heads(placement), rank
-        if key not in self._pairs_of:
-            self._pairs_of[key] = tuple(self._pairs(placement, rank))
-        return self._pairs_of[key]
-
-    @cached_property
-    def _pairs_of(self) -> dict[tuple[Hashable, int], tuple[_Pair, ...]]:
-        return {}
+        return tuple(self._pairs(placement, rank))
 
     def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
         spans = self.spans(placement)
@@ -155,18 +143,15 @@ class _Blocks:
     def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[int, int], _Met]]:
         return defaultdict(dict)
 
+    @_kept(lambda self, queries, keys: self._places(queries, keys))
     def meet(self, queries: Sequence[Span], keys: Sequence[Span]) -> _Met:
         """Blocks that lie alike to each other have the same tiles, wherever they are."""
-        key = self._places(queries, keys)
-        found = self._mets.get(key)
-        if found is None:
-            tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
-            rows, columns = (
-                max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
-                for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
-            )
-            found = self._mets[key] = _Met(tuple(map(_sizes, tiles)), rows, columns)
-        return found
+        tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
+        rows, columns = (
+            max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
+            for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+        )
+        return _Met(tuple(map(_sizes, tiles)), rows, columns)
 
     def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
         """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
@@ -184,10 +169,6 @@ class _Blocks:
                 if window:
                     places.append(max(-count, min(columns, (first - start - window) // step)))
         return tuple(places)
-
-    @cached_property
-    def _mets(self) -> dict[Hashable, _Met]:
-        return {}
 
 
 @lru_cache(maxsize=8)  # the same for as many tokens on any machine and any number of ranks
@@ -264,41 +245,25 @@ class Estimator:
                 most = max(most, self._own(placement, rank, len(queries) == 1, phase, members))
         return most
 
+    @_kept(lambda self, placement, *of_pass: (placement.layout, placement.size, *of_pass))
     def _own(
         self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Pass, members: int
     ) -> float:
         """Seconds in which a rank computes all of its queries, or all of its keys."""
-        key = placement.layout, placement.size, rank, of_queries, phase, members
-        if key not in self._owns:
-            own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
-            both = (own, every) if of_queries else (every, own)
-            tiles = self._blocks.meet(*both).tiles
-            self._owns[key] = self._computing(tiles, together(placement.groups), phase)
-        return self._owns[key]
+        own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
+        tiles = self._blocks.meet(*((own, every) if of_queries else (every, own))).tiles
+        return self._computing(tiles, together(placement.groups), phase)
 
-    @cached_property
-    def _owns(self) -> dict[tuple[Layout, int, int, bool, Pass, int], float]:
-        return {}
-
+    @_kept(lambda self, placement, phase: (placement, phase))
     def _pass(self, placement: Placement, phase: Pass) -> Estimate:
-        found = self._passes.get((placement, phase))
-        if found is None:
-            found = self._new_pass(placement, phase)
-            host = self.machine.host
-            call = found.host + (host.call if phase == "forward" else host.call_backward)
-            exposed = max(0.0, found.seconds - found.computing)
-            found = found._replace(seconds=max(found.seconds, call), exposed=exposed)
-            self._passes[placement, phase] = found
-        return found
-
-    @cached_property
-    def _passes(self) -> dict[tuple[Placement, Pass], Estimate]:
-        return {}
-
-    def _new_pass(self, placement: Placement, phase: Pass) -> Estimate:
         if isinstance(placement, HeadPlacement):
-            return self._by_heads(placement, phase)
-        return self._by_blocks(placement, phase, 1)
+            found = self._by_heads(placement, phase)
+        else:
+            found = self._by_blocks(placement, phase, 1)
+        host = self.machine.host
+        call = found.host + (host.call if phase == "forward" else host.call_backward)
+        exposed = max(0.0, found.seconds - found.computing)
+        return found._replace(seconds=max(found.seconds, call), exposed=exposed)
 
     # -- blocks that meet on ranks
 
@@ -333,6 +298,7 @@ class Estimator:
         computed = Estimate(computing, computing, host=host)
         return self._pipeline(len(groups), computed, coming, leaving)
 
+    @_kept(lambda self, placement: (placement.layout, placement.size))
     def _busiest(self, placement: BlockPlacement) -> tuple[int, ...]:
         """Ranks whose queries see most, and whose keys are seen most.
 
@@ -340,22 +306,15 @@ class Estimator:
         """
         if not self.mask.followed:
             return ()
-        key = placement.layout, placement.size
-        if key not in self._busiest_of:
-            spans = self._blocks.spans(placement)
-            work = [
-                [
-                    sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
-                    for rank in range(placement.size)
-                ]
-                for one in self._seen
+        spans = self._blocks.spans(placement)
+        work = [
+            [
+                sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
+                for rank in range(placement.size)
             ]
-            self._busiest_of[key] = tuple({one.index(max(one)) for one in work})
-        return self._busiest_of[key]
-
-    @cached_property
-    def _busiest_of(self) -> dict[tuple[Layout, int], tuple[int, ...]]:
-        return {}
+            for one in self._seen
+        ]
+        return tuple({one.index(max(one)) for one in work})
 
     @cached_property
     def _seen(self) -> tuple[Numbers, Numbers]:
@@ -408,15 +367,13 @@ class Estimator:
             host += count * times * self._launching(len(kinds[kind].tiles), messages, phase)
         return Estimate(now + last * backward, computed, inside, between, host)
 
+    @_kept(lambda self, placement, rank, members: (_whatever_heads(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """Steps that differ, and which of them comes when."""
-        key = _whatever_heads(placement), rank, members
-        if key not in self._known:
-            kinds: dict[_Step, int] = {}
-            steps = self._place(placement, rank, members)
-            order = [kinds.setdefault(step, len(kinds)) for step in steps]
-            self._known[key] = tuple(kinds), order
-        return self._known[key]
+        kinds: dict[_Step, int] = {}
+        steps = self._place(placement, rank, members)
+        order = [kinds.setdefault(step, len(kinds)) for step in steps]
+        return tuple(kinds), order
 
     def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_Step]:
         tiles: dict[int, tuple[_Tiles, ...]] = {}
@@ -439,10 +396,6 @@ class Estimator:
         for number in sorted(tiles):
             (q_near, q_far), (k_near, k_far) = moved[number]
             yield _Step(tiles[number], (q_near, q_far), (k_near, k_far))
-
-    @cached_property
-    def _known(self) -> dict[tuple[Hashable, int, int], _Steps]:
-        return {}
 
     def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
         """A message that all ranks get at a time.
@@ -525,9 +478,7 @@ class Estimator:
     def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
         """Args: members: ranks. size: bytes that a rank sends."""
         machine, ranks = self.machine, tuple(members)
-        if ranks not in self._on:
-            self._on[ranks] = Counter(self.nodes[rank] for rank in ranks)
-        on = self._on[ranks]
+        on = self._on(ranks)
         mates, count = max(on.values()), len(ranks)
         if count == 1:
             return _Moved()
@@ -545,27 +496,21 @@ class Estimator:
             seconds = max(seconds, rate.seconds + total / machine.between_total)
         return _Moved(seconds, inside, size - inside)
 
-    @cached_property
-    def _on(self) -> dict[tuple[int, ...], Counter[int]]:
-        """Ranks of each node, by members of a collective operation."""
-        return {}
+    @_kept(lambda self, ranks: ranks)
+    def _on(self, ranks: tuple[int, ...]) -> Counter[int]:
+        """How many of these ranks are on each node."""
+        return Counter(self.nodes[rank] for rank in ranks)
 
+    @_kept(lambda self, tiles, group, phase: (tiles, group.heads, group.kv_heads, phase))
     def _computing(self, tiles: tuple[_Tiles, ...], group: HeadGroup, phase: Pass) -> float:
-        key = tiles, group.heads, group.kv_heads, phase
-        if key not in self._computed:
-            shape = self.shape
-            heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
-            kernels = (
-                Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
-                for rows, columns, area, causal in tiles
-            )
-            seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
-            self._computed[key] = seconds * self.machine.ranks_per_gpu
-        return self._computed[key]
-
-    @cached_property
-    def _computed(self) -> dict[tuple[tuple[_Tiles, ...], int, int, Pass], float]:
-        return {}
+        shape = self.shape
+        heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
+        kernels = (
+            Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
+            for rows, columns, area, causal in tiles
+        )
+        seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
+        return seconds * self.machine.ranks_per_gpu
 
     def _width(self, names: Iterable[str], group: HeadGroup, *, wide: bool = False) -> int:
         """Bytes of a token."""

@@ -432,9 +432,10 @@ class _Run:
             size = round(size * self.crowd)
         begin = max([start, *(self.free.get(one, 0.0) for one in resources)])
         end = begin + rate.time(size)
-        for one in resources:
+        for one in resources[:2]:
             self.free[one] = end
-        if ("fabric", 0) in resources and self.machine.between_total:
+        # What comes from ranks that are not simulated is in the others' part of what is sent.
+        if ("fabric", 0) in resources and self.machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
             self.free["fabric", 0] = begin + size * others / self.machine.between_total
         name = f"to {target}" if lane == "copies" else f"{source} to {target}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.pictures import check_picture, write_picture
 from megatron_cp_plugin.planner.event_simulation import Interval, Timeline
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def save(found: Timeline, title: str, path: Path) -> None:
         return
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"a timeline is written as .json, .svg or .png, got {path.name}")
-    need("report", "a picture of a timeline", "matplotlib")
-    import matplotlib as mpl
+    check_picture(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -54,8 +53,7 @@ def save(found: Timeline, title: str, path: Path) -> None:
     axes.set_title(title, fontsize=9)
     keys = [Patch(color=color, label=name) for name, color in _COLORS.items()]
     axes.legend(handles=keys, fontsize=7, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.12))
-    with mpl.rc_context({"svg.hashsalt": title}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    write_picture(figure, path)
 
 
 def _draw(axes: Axes, place: int, one: Interval) -> None:

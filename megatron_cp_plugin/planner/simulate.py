@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.event_simulation import (
     play,
     tile_seconds,
 )
-from megatron_cp_plugin.planner.machine import Links, Machine, Pass, Rate
+from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.trace import Trace, alone, trace_linear, trace_softmax
 
 __all__ = [
@@ -67,8 +67,8 @@ def simulate(
     (allgather, attention2d, ulysses over the process group), three are, at the true size: the
     others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
     four nodes or teams, with as many tokens a rank, and goes on from there in a straight line: with
-    every further rank, or team, there are as many steps more, each like the others. Of a team of
-    usp one rank stands for all.
+    every further rank, or team, there are as many steps more, each like the others. Of a grid by
+    blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
 
     Args:
         algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
@@ -104,49 +104,15 @@ def simulate(
                 for count in counts
             )
             return _extended(few, more, counts, size)
-        elif "ulysses" in options:
-            ranks = tuple(range(0, size, int(str(options["ulysses"]))))
-    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
+        else:
+            team = int(str(options.get("ulysses", 1)))
+            sampled = "rows" in options and size // team > _OF_GRID
+            ranks = tuple(range(0, size, size // _OF_GRID if sampled else team))
+    traces = traces_of(algo, tuple(options.items()), shape, mask, nodes, ranks, peer_access)
     return play(machine, nodes, traces, kernel, captured=captured)
 
 
-def rank_alone(
-    algo: str,
-    options: Mapping[str, object],
-    shape: Shape,
-    mask: Mask,
-    machine: Machine,
-    nodes: Sequence[int],
-    rank: int,
-    *,
-    kernel: str | None = None,
-    captured: bool = False,
-) -> Timeline:
-    """One rank as `scripts/benchmark_rank.py` runs it: blocks of others come as fast as memory is.
-
-    Args:
-        rank: Of the job's.
-        nodes: The node of each rank of the job.
-        algo, options, shape, mask, machine, kernel, captured: As of `simulate`.
-
-    Raises:
-        ConfigError: As of `simulate`.
-    """
-    nodes = tuple(nodes)
-    arrival = Links(Rate(machine.operation_seconds, machine.memory_bytes_per_second / 2))
-    machine = replace(
-        machine, inside=arrival, between=arrival, copy=None, group_share=1.0, between_total=None
-    )
-    traces = _traces(algo, tuple(options.items()), shape, mask, nodes, (rank,), False)
-    # No rank of the node shares a network card with it. An arrival is launched as a copy for each
-    # block, and an event.
-    host = replace(machine.host, group=2 * machine.host.operation)
-    machine = replace(machine, cards_per_node=len(nodes), host=host)
-    kernel = kernel or next(iter(machine.kernels))
-    return play(machine, nodes, traces, kernel, captured=captured)
-
-
-_ALL = 16  # so many ranks are simulated one by one
+_ALL, _OF_GRID = 16, 8  # so many ranks are simulated one by one; of a larger grid by blocks
 _MOST = 64  # of a grid by blocks
 
 
@@ -221,7 +187,7 @@ def host_seconds(
 
 
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine
-def _traces(
+def traces_of(
     algo: str,
     options: tuple[tuple[str, object], ...],
     shape: Shape | LinearShape,

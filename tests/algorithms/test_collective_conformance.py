@@ -18,10 +18,10 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.registry import algorithm_class, create, layout_of, read_options
 from tests.oracle import expected_attention
 from tests.pairwise import pairwise
-from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_conformance import Case, assert_conforms, run
 
 SIZES = (1, 2, 3, 4, 6, 8, 9)
 VARIANTS = ("zigzag", "no", "overlap")
@@ -29,46 +29,12 @@ VARIANTS = ("zigzag", "no", "overlap")
 KINDS = (*VARIANTS, "blocks")
 
 
-def check(
-    case: Case,
-    size: int,
-    *,
-    causal: bool = True,
-    seq_len: int,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dtype: torch.dtype = torch.float64,
-    kernel: str = "auto",
-    bound: float = 1e-10,
-    peer_access: bool = False,
-) -> None:
-    """Runs a case on virtual ranks and compares everything that can be known beforehand.
-
-    Args: peer_access: blocks go straight from rank to rank where they otherwise are gathered.
-    """
-    expected = expected_attention(
-        batch=2,
-        seq_len=seq_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=8,
-        causal=causal,
-        dtype=dtype,
-    )
-    results, log = run(case, expected, size, causal=causal, kernel=kernel, peer_access=peer_access)
-    assert_matches(case, results, expected, bound)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    shape = Shape(2, seq_len, heads, kv_heads, 8, dtype.itemsize, wide.itemsize)
-
-    assert_plan_is_kept(case, size, shape, Mask(causal), log, peer_access=peer_access)
-
-
 def check_grid(kind: str, size: int, options: dict[str, object], **settings: Any) -> None:
-    """`check` for attention2d."""
+    """`assert_conforms` for attention2d."""
     blocks = kind == "blocks"
     options = {"variant": "zigzag" if blocks else kind, **options}
     case = Case("attention2d", tuple(options.items()))
-    check(case, size, peer_access=blocks, **settings)
+    assert_conforms(case, size, peer_access=blocks, **settings)
 
 
 def uneven(size: int) -> int:
@@ -80,64 +46,47 @@ def length_for(size: int, causal: bool) -> int:
     return uneven(size) if causal else 4 * size
 
 
-GRIDS = [(size, rows) for size in SIZES for rows in range(1, size + 1) if size % rows == 0]
+# Numbers of ranks and rows; 0: as many as the fewest bytes need.
+GRIDS = [(size, rows) for size in SIZES for rows in range(size + 1) if not rows or size % rows == 0]
+LENGTHS = {
+    "uneven": uneven,
+    "even": lambda size: 6 * size,
+    "a token a chunk": lambda size: 2 * size,
+    "too few": lambda size: max(1, size - 1),
+}
 
 
-@pytest.mark.parametrize(("grid", "kind", "causal"), pairwise(GRIDS, KINDS, (True, False)))
-def test_every_grid(grid: tuple[int, int], kind: str, causal: bool) -> None:
-    size, rows = grid
-    check_grid(kind, size, {"rows": rows}, causal=causal, seq_len=length_for(size, causal))
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ratios_of_heads_on_four_ranks(kind: str, rows: int, kv_heads: int) -> None:
-    check_grid(kind, 4, {"rows": rows}, causal=True, seq_len=24, kv_heads=kv_heads)
-    check_grid(kind, 4, {"rows": rows}, causal=False, seq_len=uneven(4), kv_heads=kv_heads)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "rows"), [(4, 2), (6, 2), (9, 3)])
-def test_one_token_a_chunk_and_less(kind: str, size: int, rows: int) -> None:
-    check_grid(kind, size, {"rows": rows}, seq_len=2 * size)
-    check_grid(kind, size, {"rows": rows}, seq_len=size - 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", SIZES)
-def test_a_grid_chosen_by_bytes(kind: str, size: int) -> None:
-    check_grid(kind, size, {}, seq_len=6 * size, kv_heads=4)
-
-
-@pytest.mark.parametrize("kernel", ["reference", "torch_cpu"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_with_and_without_rectangular_causal_tiles(kind: str, kernel: str) -> None:
-    check_grid(kind, 8, {"rows": 2}, seq_len=uneven(8), kernel=kernel)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_groups_of_heads(chunks: int, kv_heads: int) -> None:
-    for rows in (1, 2, 4):
-        for kind in ("zigzag", "blocks"):
-            options = {"rows": rows, "chunks": chunks}
-            check_grid(kind, 4, options, seq_len=16, heads=8, kv_heads=kv_heads)
+@pytest.mark.parametrize(
+    ("grid", "kind", "causal", "length", "kv_heads", "chunks", "kernel"),
+    pairwise(
+        *(GRIDS, KINDS, (True, False), tuple(LENGTHS), (1, 2, 8), (1, 2, 3, 8)),
+        ("reference", "torch_cpu"),
+    ),
+    ids=str,
+)
+def test_every_grid(
+    grid: tuple[int, int],
+    kind: str,
+    causal: bool,
+    length: str,
+    kv_heads: int,
+    chunks: int,
+    kernel: str,
+) -> None:
+    """With kernels that take square causal tiles only, and with one that takes any."""
+    (size, rows), heads = grid, {"heads": 8, "kv_heads": kv_heads}
+    options = {"rows": rows} | ({} if kind == "overlap" else {"chunks": chunks})
+    seq_len = LENGTHS[length](size)
+    check_grid(kind, size, options, seq_len=seq_len, causal=causal, kernel=kernel, **heads)
 
 
 @pytest.mark.parametrize("partials", ["model", "float32"])
 @pytest.mark.parametrize("gradients", ["model", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_travels_in_which_dtype(kind: str, partials: str, gradients: str) -> None:
-    check_grid(
-        kind,
-        9,
-        {"rows": 3, "partials": partials, "gradients": gradients},
-        seq_len=36,
-        dtype=torch.bfloat16,
-        kernel="reference",
-        bound=8e-3,
-    )
+    options = {"rows": 3, "partials": partials, "gradients": gradients}
+    narrow = {"dtype": torch.bfloat16, "kernel": "reference", "bound": 8e-3}
+    check_grid(kind, 9, options, seq_len=36, **narrow)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +103,7 @@ def test_rounding_of_what_travels_costs_little(kind: str) -> None:
         options = (("variant", variant), ("rows", 3), ("partials", wire), ("gradients", wire))
         case = Case("attention2d", options)
         results, _ = run(case, expected, 9, causal=True, kernel="reference", peer_access=blocks)
-        layout = create_layout(case)
+        layout = layout_of(case.algo, dict(case.options))
         square = []
         for index, name in enumerate(("out", "dq", "dk", "dv")):
             whole = getattr(expected, name)
@@ -169,17 +118,12 @@ def test_rounding_of_what_travels_costs_little(kind: str) -> None:
         assert narrow <= 1.5 * wide
 
 
-def create_layout(case: Case):
-    from megatron_cp_plugin.registry import layout_of
-
-    return layout_of(case.algo, dict(case.options))
-
-
 def test_rows_inside_nodes_and_any_numbering(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a node need not be consecutive."""
     monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 1, 1, 0) * 2))
-    check(Case("attention2d", (("rows", 4), ("chunks", 4))), 8, seq_len=uneven(8))
-    check(Case("attention2d", (("rows", 2), ("chunks", 4))), 8, seq_len=32, causal=False)
+    for rows, settings in ((4, {"seq_len": uneven(8)}), (2, {"seq_len": 32, "causal": False})):
+        case = Case("attention2d", (("rows", rows), ("chunks", 4)))
+        assert_conforms(case, 8, **settings, peer_access=False)
 
 
 ALL = [
@@ -217,7 +161,7 @@ def test_every_rank_makes_the_same_flows(case: Case, monkeypatch: pytest.MonkeyP
     pairwise(SIZES, (1, 2, 4), (False, True), (True, False)),
 )
 def test_allgather(size: int, kv_heads: int, peer_access: bool, causal: bool) -> None:
-    check(
+    assert_conforms(
         Case("allgather", (("chunks", 4),)),
         size,
         causal=causal,
@@ -241,9 +185,10 @@ RATIOS = ("MQA", "GQA", "MHA")
 def test_ulysses(size: int, layout: str, keep: str, ratio: str, causal: bool) -> None:
     heads = heads_for(size)
     few = heads // 2 if heads % 2 == 0 else heads // 3
-    check(
+    assert_conforms(
         Case("ulysses", (("layout", layout), ("keep", keep), ("chunks", 4))),
         size,
+        peer_access=False,
         causal=causal,
         seq_len=length_for(size, causal),
         heads=heads,
@@ -253,8 +198,12 @@ def test_ulysses(size: int, layout: str, keep: str, ratio: str, causal: bool) ->
 
 def test_ulysses_where_neither_kv_heads_nor_ranks_divide_each_other() -> None:
     for chunks in (1, 3):
-        check(Case("ulysses", (("chunks", chunks),)), 4, seq_len=20, heads=12, kv_heads=6)
-        check(Case("ulysses", (("chunks", chunks),)), 4, seq_len=20, heads=24, kv_heads=3)
+        for heads, kv_heads in ((12, 6), (24, 3)):
+            case, few = (
+                Case("ulysses", (("chunks", chunks),)),
+                {"heads": heads, "kv_heads": kv_heads},
+            )
+            assert_conforms(case, 4, seq_len=20, **few)
 
 
 TEAMS = [(size, u) for size in SIZES for u in range(size + 1) if u == 0 or size % u == 0]
@@ -275,9 +224,10 @@ def test_usp(
     teams: tuple[int, int], layout: str, rule: str, keep: str, ratio: str, causal: bool
 ) -> None:
     (size, ulysses), heads = teams, heads_for(teams[0])
-    check(
+    assert_conforms(
         Case("usp", (("ulysses", ulysses), ("layout", layout), ("backward", rule), ("keep", keep))),
         size,
+        peer_access=False,
         causal=causal,
         seq_len=length_for(size, causal),
         heads=heads,
@@ -366,8 +316,6 @@ def test_a_single_column_is_the_all_gather_of_keys_and_a_single_row_that_of_quer
 
 def refused(algo: str, size: int, heads: int = 8, kv_heads: int = 8, **options: object) -> str:
     """The message with which `check` refuses."""
-    from megatron_cp_plugin.registry import algorithm_class, read_options
-
     with pytest.raises(ConfigError) as caught:
         algorithm_class(algo).check(
             read_options(algo, options), size=size, heads=heads, kv_heads=kv_heads, causal=True

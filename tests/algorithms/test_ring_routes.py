@@ -14,7 +14,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention
 from tests.plan_check import check
-from tests.test_conformance import Case, assert_matches, run
+from tests.test_conformance import Case, assert_conforms, assert_matches
 
 NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]
 MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
@@ -188,17 +188,7 @@ def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
     seq_len = 8 * size
     lengths = [0, 17, 18, 40, seq_len]
     case = Case("zigzag", (("backward", rule),))
-    expected = expected_attention(
-        seq_len=seq_len,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        causal=True,
-        window=5,
-        cu_seqlens=lengths,
-    )
-    results, _ = run(case, expected, size, window=5, cu_seqlens=torch.tensor(lengths))
-    assert_matches(case, results, expected, bound=1e-10)
+    assert_conforms(case, size, seq_len=seq_len, window=5, cu_seqlens=lengths)
 
 
 def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
 from scripts.traffic_table import BETWEEN_NODES, between_nodes
-from tests.oracle import expected_attention
-from tests.test_conformance import Case, assert_matches, assert_plan_is_kept, run
+from tests.test_conformance import Case, assert_conforms
 
 HEADS, KV_HEADS, DIM = 12, 6, 8
 
@@ -20,13 +19,7 @@ HEADS, KV_HEADS, DIM = 12, 6, 8
 def test_equals_unsplit_attention(size: int, ulysses: int, rows: int, layout: str) -> None:
     options = ("ulysses", ulysses), ("route", "grid"), ("rows", rows), ("layout", layout)
     case = Case("usp", options)
-    expected = expected_attention(
-        seq_len=4 * size, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, causal=True
-    )
-    results, log = run(case, expected, size, peer_access=False)
-    assert_matches(case, results, expected, 1e-10)
-    shape = Shape(1, 4 * size, HEADS, KV_HEADS, DIM, 8, 8)
-    assert_plan_is_kept(case, size, shape, Mask(), log, peer_access=False)
+    assert_conforms(case, size, seq_len=4 * size, heads=HEADS, kv_heads=KV_HEADS, peer_access=False)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.blocks.assembly import Assembly, Segmented
+from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.call import Call, head_groups
 from megatron_cp_plugin.core.comm import Phase
@@ -126,13 +126,13 @@ def test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are
     """Their gradients are 0, and so are outputs of queries that see none of its keys."""
     excerpts = list[Rows]()
     with pytest.MonkeyPatch.context() as patch:
-        within = Segmented.within
+        within = Assembly.within
 
-        def excerpt(order: Segmented, rows: Rows) -> Assembly:
+        def excerpt(order: Assembly, rows: Rows) -> Assembly:
             excerpts.append(rows)
             return within(order, rows)
 
-        patch.setattr(Segmented, "within", excerpt)
+        patch.setattr(Assembly, "within", excerpt)
         settings = {"transport": "group", **options_of_algo, **options}
         compare(algo, settings, 12, mask, 144)
     assert len(set(excerpts)) > 2

@@ -20,7 +20,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
-from tests.test_conformance import Case, assert_matches, run
+from tests.test_conformance import Case, assert_conforms, run
 
 _CONTIGUOUS = Contiguous()
 Places = Callable[[int, int, int], Iterable[Place]]
@@ -68,12 +68,11 @@ def again_at_the_end(query: int, key: int, size: int) -> Iterator[Place]:
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_blocks_that_are_kept_for_longer_than_slots_of_peer_memory(size: int) -> None:
     register(again_at_the_end)
-    expected = expected_attention(seq_len=6 * size, heads=4, kv_heads=2, head_dim=8, causal=False)
-    results, _ = run(Case("placed"), expected, size, causal=False, peer_access=True)
-    assert_matches(Case("placed"), results, expected, bound=1e-10)
+    assert_conforms(Case("placed"), size, seq_len=6 * size, causal=False)
+    case = Case("placed", (("transport", "peer"),))
     if size > 3:
         with pytest.raises(ConfigError, match=r"transport peer needs .* two blocks of others"):
-            run(Case("placed", (("transport", "peer"),)), expected, size, causal=False)
+            assert_conforms(case, size, seq_len=6 * size, causal=False)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +139,7 @@ def test_pairs_that_are_left_out_or_computed_twice_are_refused(
 def test_a_pair_that_the_mask_hides_needs_no_place() -> None:
     register(lambda q, k, size: [in_turn(q, k, size)] * (q >= k))
     expected = expected_attention(seq_len=24, heads=4, kv_heads=2, head_dim=8, causal=True)
-    results, _ = run(Case("placed"), expected, 3)
-    assert_matches(Case("placed"), results, expected, bound=1e-10)
+    assert_conforms(Case("placed"), 3, seq_len=24)
     with pytest.raises(ConfigError, match="where queries of rank 0 meet keys of rank 1"):
         run(Case("placed"), expected, 3, causal=False)
 
@@ -212,6 +210,4 @@ def test_keys_that_begin_on_another_rank_than_their_owner(size: int) -> None:
         def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
             return Shifted(self.layout, self.topology.size, self.head_groups(shape, mask))
 
-    expected = expected_attention(seq_len=6 * size, heads=4, kv_heads=2, head_dim=8, causal=True)
-    results, _ = run(Case("shifted"), expected, size, causal=True)
-    assert_matches(Case("shifted"), results, expected, bound=1e-10)
+    assert_conforms(Case("shifted"), size, seq_len=6 * size)

@@ -19,9 +19,9 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
 from tests.pairwise import pairwise
 from tests.span_masks import dense, mask_of, random_spans, random_window
-from tests.test_conformance import Case
+from tests.test_conformance import Case, assert_conforms
 from tests.test_documents import CALLERS, PADDED, padded, serves
-from tests.test_spans import HEADS, compare
+from tests.test_spans import HEADS
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ def test_documents_as_their_callers_cut_them(
     seq_len, source = lengths[-1], Random(f"{case} {size} {packing}")
     window = random_window(source, seq_len)
     spans = random_spans(source, seq_len)
-    compare(case, size, heads, spans, seq_len, cu_seqlens=lengths, window=window)
+    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads], "kernel": "reference"}
+    assert_conforms(case, size, **sizes, spans=spans, cu_seqlens=lengths, window=window)
 
 
 def test_all_pairs_of_documents_are_documents() -> None:

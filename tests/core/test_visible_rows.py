@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,17 +34,13 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.registry import create, layout_of
 from tests.core.test_plan import masks, variants
-from tests.oracle import expected_attention
 from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
-    assert_matches,
-    assert_plan_is_kept,
-    layout_for,
-    run,
+    assert_conforms,
 )
 
 HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
@@ -218,23 +213,14 @@ def assert_sent(
     lengths: list[int],
     window: int | None,
 ) -> None:
-    expected = expected_attention(
-        batch=BATCH,
-        seq_len=seq_len,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=DIM,
-        causal=True,
-        window=window,
-        cu_seqlens=lengths,
-    )
-    cu_seqlens = torch.tensor(lengths)
-    results, log = run(case, expected, size, window=window, cu_seqlens=cu_seqlens)
-    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
-    layout = layout_for(case, expected, cu_seqlens)
+    sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
+    settings = {"seq_len": seq_len, "window": window, "cu_seqlens": lengths}
+    _, log = assert_conforms(case, size, **sizes, **settings)
+    documents = document_starts(lengths, seq_len)
+    layout = layout_of(case.algo, dict(case.options)).within(documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
     held = [[n for span in own for n in span.positions] for own in spans]
-    forward, backward = count(Tokens(held, Mask(True, window, document_starts(lengths, seq_len))))
+    forward, backward = count(Tokens(held, Mask(True, window, documents)))
     ranks = range(size)
     assert [log.bytes(rank=r, phase="forward") for r in ranks] == [BATCH * n for n in forward]
     assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
@@ -306,17 +292,9 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     case = Case("zigzag")
     seq_len = 14 * size
     lengths = [0, 3, seq_len]
-    expected = expected_attention(
-        seq_len=seq_len, heads=4, kv_heads=1, head_dim=8, causal=True, cu_seqlens=lengths
-    )
-    cu_seqlens = torch.tensor(lengths)
-    results, log = run(case, expected, size, cu_seqlens=cu_seqlens)
-    assert_matches(case, results, expected, bound=1e-10, cu_seqlens=cu_seqlens)
-    mask, shape = (
-        Mask(documents=document_starts(lengths, seq_len)),
-        Shape(1, seq_len, 4, 1, 8, 8, 8),
-    )
-    assert_plan_is_kept(case, size, shape, mask, log)
+    assert_conforms(case, size, seq_len=seq_len, kv_heads=1, cu_seqlens=lengths)
+    mask = Mask(documents=document_starts(lengths, seq_len))
+    shape = Shape(1, seq_len, 4, 1, 8, 8, 8)
     made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
     for phase in PHASES:
         plan = made.within(mask.documents).plan(shape, mask, phase)

@@ -34,6 +34,8 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "short": (1, 2, 1, 3),
     "one": (21,),
 }
+# Of a batch, whether lengths without padding are given too.
+CASES = (("odd", False), ("odd", True), ("short", True), ("one", False))
 SERVED = {"distflash": "thd", "zigzag": "thd", "ulysses": "contiguous", "attention2d": "contiguous"}
 CHOICE: dict[str, Any] = {"tokens": 64, "mean_document": 8}  # what auto has to know
 SOFTMAX: dict[str, dict[str, object]] = {
@@ -352,14 +354,13 @@ def compare_all(
     *,
     spanned: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """All batches, with and without real lengths."""
+    """All `CASES`."""
     model.load_state_dict(reference.model.state_dict(), strict=False)
     return {
         f"{name}{' and padding' if real else ''}": compare(
-            reference, model, Batch(lengths, rank, size, layout), real=real, spanned=spanned
+            reference, model, Batch(BATCHES[name], rank, size, layout), real=real, spanned=spanned
         )
-        for name, lengths in BATCHES.items()
-        for real in (False, True)
+        for name, real in CASES
     }
 
 
@@ -578,6 +579,9 @@ def by_install(size: int) -> dict[str, Any]:
             found[f"{algo}, recomputed"] = compare_all(
                 reference, make_model(recomputed, groups), rank, size
             )
+            seeing = make_model(make_config(size, **IMAGES), groups)
+            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
+        if algo == "zigzag":
             fused = make_config(size, latent=True)
             fused.apply_rope_fusion = True  # which is switched off; the CPU has no kernel for it
             of_latents = make_model(fused, groups)
@@ -587,9 +591,6 @@ def by_install(size: int) -> dict[str, Any]:
             found[f"{algo}, one more token, spans"] = compare_all(
                 further, predicting, rank, size, spanned=True
             )
-            seeing = make_model(make_config(size, **IMAGES), groups)
-            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
-        if algo == "zigzag":
             gathers = make_model(config := make_config(size), groups, with_gathering_layer(config))
             found[f"{algo}, layers that gather"] = compare_all(gathered, gathers, rank, size)
         cp_megatron.uninstall()
@@ -1201,8 +1202,11 @@ def by_launcher() -> dict[str, Any]:
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
 
 
-def in_a_worker(place: dict[str, str], installed: bool, said: Any) -> None:
-    """What a spawned process does, as a Ray worker: nothing of its parent is in force in it."""
+def in_a_worker(place: dict[str, str], said: Any) -> None:
+    """What a spawned process does, as a Ray worker: nothing of its parent is in force in it.
+
+    It says what a model without the plugin ends with, and then the class that has its attention.
+    """
     import os
 
     from megatron_cp_plugin.integration import cpu
@@ -1212,20 +1216,20 @@ def in_a_worker(place: dict[str, str], installed: bool, said: Any) -> None:
     torch.set_num_threads(1)
     cpu.install()
     groups = set_up(size)
-    if installed:
-        from megatron_cp_plugin import megatron as cp_megatron
-
-        cp_megatron.install("zigzag", layout="thd")
     config = make_config(size, cp_comm_type="megatron_cp_plugin.zigzag")
     try:
-        model = make_model(config, groups)
+        make_model(config, groups)
+        without = ""
     except AssertionError as error:
-        said.put(str(error))
-        return
+        without = str(error)
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    cp_megatron.install("zigzag", layout="thd")
+    model = make_model(config, groups)
     batch = Batch((13, 5), rank, size)
     ids = batch.cut(batch.ids)
     model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
-    said.put(type(model.decoder.layers[0].self_attention.core_attention).__name__)
+    said.put((without, type(model.decoder.layers[0].self_attention.core_attention).__name__))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import FEATURES, Rule
 from megatron_cp_plugin.integration.settings import Settings
-from tests.integration.test_checks import ASKING, BESIDE
+from tests.integration.test_rules import ASKING, BESIDE
 
 CPU = torch.device("cpu")
 MODEL = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.ssm import gated_delta_net as megatron
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin import registry
@@ -18,7 +19,77 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.rules import FEATURES, RULES, Rule, check, replaced
 from megatron_cp_plugin.integration.settings import Settings
-from tests.integration.test_checks import ASKING, BESIDE
+
+# A value for each setting that asks for the refused feature.
+ASKING: dict[str, Any] = {
+    "moe_router_load_balancing_type": "sinkhorn",
+    "attention_dropout": 0.1,
+    "experimental_attention_variant": "dsv4_hybrid",
+    "hybrid_layer_pattern": "D*",
+    "attention_backend": AttnBackend.local,
+    "flash_attention_version": 3,
+    "position_embedding_type": "relative",
+    "cuda_graph_impl": "local",
+    "yaml_cfg": "file.yaml",
+    "recompute_modules": ["core_attn", "mlp"],
+    "micro_batch_size": 2,
+    "recompute_granularity": "full",
+    "cuda_graph_warmup_steps": 0,
+    "mtp_num_layers": 1,
+    "tensor_parallel_num_weight_shards": 2,
+    "expert_tensor_parallel_num_weight_shards": 2,
+    "save": "checkpoints",
+    "load": "checkpoints",
+}
+# What is refused only beside another setting, or by another value than `ASKING` has, by the
+# feature's name.
+DOCUMENTS = {"dataloader_inter_document_masking": True}
+EXPERTS = {"num_experts": 4}
+GATED = {"experimental_attention_variant": "gated_delta_net"}
+SPARSE = {"experimental_attention_variant": "dsa"}
+LATENT = {"multi_latent_attention": True, "apply_rope_fusion": False}
+BESIDE: dict[str, dict[str, Any]] = {
+    "attention sinks split by tensor parallelism in Megatron-FSDP": {
+        "softmax_type": "learnable",
+        "tensor_model_parallel_size": 2,
+        "world_size": 8,
+    },
+    "Megatron-FSDP in a pipeline": {"pipeline_model_parallel_size": 2, "world_size": 8},
+    "documents of several samples in a pipeline": {
+        **DOCUMENTS,
+        "pipeline_model_parallel_size": 2,
+        "world_size": 8,
+    },
+    "a mixture of experts in CUDA graphs of whole layers or iterations": EXPERTS,
+    "packed documents in CUDA graphs": DOCUMENTS,
+    "packed documents in CUDA graphs with a mixture of experts": DOCUMENTS | EXPERTS,
+    "documents of several samples in CUDA graphs": {
+        **DOCUMENTS,
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": ["mlp"],
+    },
+    "recurrent layers in CUDA graphs": GATED,
+    "multi-token prediction with gated delta net layers": GATED,
+    "QK clipping of attention in CUDA graphs": {"cuda_graph_impl": "local"},
+    "logging the largest attention logit in CUDA graphs": {"cuda_graph_impl": "local"},
+    "optimizer states in checkpoints of FSDP": {"use_torch_fsdp2": True},
+    "loading optimizer states with FSDP": {"use_torch_fsdp2": True},
+    "Megatron-FSDP in CUDA graphs": {"cuda_graph_impl": "local"},
+    "FSDP in CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
+    "full recompute in CUDA graphs of layers": {"cuda_graph_impl": "local"},
+    "recomputed attention in local CUDA graphs": {"recompute_granularity": "selective"},
+    "a whole iteration in a CUDA graph from the first one on": {
+        "cuda_graph_impl": "full_iteration"
+    },
+    "packed documents with DSA layers": SPARSE | {"context_parallel_size": 4},
+    "packed conversations with DSA layers": SPARSE | {"context_parallel_size": 4},
+    "packed documents with gated delta net layers": GATED,
+    "packed conversations with gated delta net layers": GATED,
+    "position embeddings of the model besides those of multi-latent attention": {
+        **LATENT,
+        "position_embedding_type": "yarn",
+    },
+}
 
 ZIGZAG = ContextParallelConfig("zigzag", 4)
 RING = replace(ZIGZAG, algo="ring")
@@ -29,7 +100,7 @@ MIXED = replace(RING, layers=("lasp", "ring"), linear_model="transnormer")
 CHUNKED = replace(ZIGZAG, chunked_loss=512)
 LATENTS = replace(ZIGZAG, send_latents=True)
 MAMBA = {"experimental_attention_variant": None, "hybrid_layer_pattern": "M*-"}
-DOCUMENTS = replace(ZIGZAG, options=(("layout", "documents"),))
+FOLLOWING = replace(ZIGZAG, options=(("layout", "documents"),))
 
 
 @dataclass(frozen=True)
@@ -57,7 +128,26 @@ class Case:
 
 
 # Of features, by name: what else is refused, and what is near.
-ALSO = {"recurrent layers in CUDA graphs": (MAMBA,)}
+OF_LAYERS = {"cuda_graph_impl": "transformer_engine"}
+ALSO: dict[str, tuple[dict[str, Any], ...]] = {
+    "recurrent layers in CUDA graphs": (MAMBA,),
+    "a mixture of experts in CUDA graphs of whole layers or iterations": (
+        {"cuda_graph_modules": ["attn", "moe_router"]},
+        {"cuda_graph_impl": "full_iteration"},
+        OF_LAYERS,
+        OF_LAYERS | {"cuda_graph_modules": ["full"]},
+    ),
+    "packed documents in CUDA graphs": (
+        {"cuda_graph_modules": ["mlp"]},
+        {"cuda_graph_impl": "full_iteration"},
+        OF_LAYERS | {"cuda_graph_modules": ["attn", "mlp"]},
+        OF_LAYERS | {"cuda_graph_modules": ["full"]},
+    ),
+    "recomputed attention in local CUDA graphs": (
+        {"cuda_graph_modules": ["attn"], "recompute_modules": None},
+        {"cuda_graph_modules": ["mlp"], "recompute_modules": ["core_attn"]},
+    ),
+}
 BY_DOCUMENTS = replace(ZIGZAG, options=(("layout", "thd"),))
 NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     "documents of several samples in a pipeline": (
@@ -99,6 +189,7 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     ),
     "a mixture of experts in CUDA graphs of whole layers or iterations": (
         {"num_experts": 1},
+        OF_LAYERS | {"cuda_graph_modules": ["attn", "moe_router"]},
         {"cuda_graph_modules": ["moe_router"]},
         {"sft": True},  # which another rule refuses
     ),
@@ -126,7 +217,9 @@ NEAR: dict[str, tuple[dict[str, Any] | ContextParallelConfig, ...]] = {
     ),
     "recomputed attention in local CUDA graphs": (
         {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_impl": "full_iteration"},
         {"recompute_modules": ["mlp"]},
+        {"recompute_modules": ["layernorm"]},
         {"cuda_graph_modules": ["moe_router"]},
     ),
     "a whole iteration in a CUDA graph from the first one on": (
@@ -156,8 +249,6 @@ def of_feature(rule: Rule) -> Case:
 
 
 GRAPHS = {"cuda_graph_impl": "local"}
-GATED = {"experimental_attention_variant": "gated_delta_net"}
-SPARSE = {"experimental_attention_variant": "dsa"}
 GATED_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FSDP = {"use_megatron_fsdp": True}
 RANKS = {
@@ -207,7 +298,10 @@ CASES: dict[str, Case] = {
     "num_query_groups (GQA) must be": Case(
         {"num_query_groups": 6, "tensor_model_parallel_size": 4},
         RANKS | {"num_attention_heads": 12},
-        near=({"num_query_groups": 2}, {"num_query_groups": 12}, {"group_query_attention": False}),
+        near=(
+            *({"num_query_groups": groups} for groups in (1, 2, 4, 12)),
+            {"group_query_attention": False},
+        ),
     ),
     "needs num_query_groups divisible by tensor": Case(
         {"num_query_groups": 2, "tensor_model_parallel_size": 4},
@@ -369,7 +463,7 @@ CASES: dict[str, Case] = {
         config=RING,
         near=({"seq_length": 64}, GRAPHS, replace(RING, size=2)),
     ),
-    "needs the same layout for all batches": Case(GRAPHS, config=DOCUMENTS, near=(ZIGZAG,)),
+    "needs the same layout for all batches": Case(GRAPHS, config=FOLLOWING, near=(ZIGZAG,)),
     "which is not installed": Case(
         {"hybrid_layer_pattern": "*-"}, near=({"spec": ("mine", "spec")},)
     ),
@@ -450,6 +544,11 @@ def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: C
     assert "\n" not in said
     assert "{" not in said
     assert ": " in said
+    if rule.name:
+        value = getattr(case.settings(), rule.setting)
+        got = f"got {rule.flag} {getattr(value, 'name', value)}"
+        assert f"zigzag does not support {rule.name}, {got}" in said
+        assert said.endswith(rule.instead)
     for name in case.asks:
         assert rule.refusal(case.settings({name: None})) is None, name
     for change in case.also:
@@ -479,6 +578,12 @@ def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: C
         ("num_attention_heads must be divisible by tensor", {}, "tensor_model_parallel_size 1"),
         ("num_query_groups (GQA) must be", {}, "use one of 1, 2, 4, 12 or another"),
         ("needs micro-batches", {}, "got 3 micro-batches: use --global-batch-size 16"),
+        ("needs micro-batches", {"global_batch_size": 4}, "use --global-batch-size 8"),
+        (
+            "needs micro-batches",
+            {"global_batch_size": 16, "microbatch_group_size_per_vp_stage": 3},
+            "got 4 micro-batches: use --global-batch-size 24",
+        ),
         (
             "needs micro-batches",
             {"microbatch_group_size_per_vp_stage": 1},

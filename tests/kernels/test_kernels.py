@@ -238,7 +238,7 @@ first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
 fused.sum_into(first, first, b, c)
 assert torch.equal(first, a.float() + b.float() + c.float())
 
-from megatron_cp_plugin.core.partial import _add_at, _merge_at, RowIndex, rows_at
+from megatron_cp_plugin.core.partial import _add_rows, _merge_rows, RowIndex, rows_at
 
 to, of = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
 few = fused.rows_at(a[:, :, 1:], to)
@@ -247,14 +247,14 @@ for index in (RowIndex(to, of), RowIndex(to)):
     got, want = total.clone(), total.clone()
     added = b if index.of is not None else b[:, :3]
     fused.add_rows_into(got[:, :, 1:], index.to, added[:, :, 1:], index.of)
-    _add_at(want[:, :, 1:], index, added[:, :, 1:])
+    _add_rows(want[:, :, 1:], index, added[:, :, 1:])
     assert torch.equal(got, want) and not torch.equal(got, total)
 got, want = (total.clone(), a_lse.clone()), (total.clone(), a_lse.clone())
 b_lse[0, 0, 2] = -torch.inf  # of the row that goes to 3
 for of in (of, None):
     partial = (b[:, :, 1:], b_lse[:, 1:]) if of is not None else (b[:, :3, 1:], b_lse[:, 1:, :3])
     fused.merge_rows_into(got[0][:, :, 1:], got[1][:, 1:], to, *partial, of)
-    _merge_at(want[0][:, :, 1:], want[1][:, 1:], RowIndex(to, of), *partial)
+    _merge_rows(want[0][:, :, 1:], want[1][:, 1:], RowIndex(to, of), *partial)
     for x, y, before in zip(got, want, (total, a_lse)):
         torch.testing.assert_close(x, y)
         assert not torch.equal(x, before)

@@ -165,7 +165,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
             return sides(self, device)
 
     monkeypatch.setattr(Batch, "sides", uncounted_sides)
-    for name in ("merge_into", "_sum_into", "_merge_at", "_add_at", "delta_of"):
+    for name in ("merge_into", "_sum_into", "_merge_rows", "_add_rows", "delta_of"):
         real = getattr(partial, name)
         for module in tuple(sys.modules.values()):
             if getattr(module, name, None) is real:

@@ -21,7 +21,7 @@ from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import Question, candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
-from megatron_cp_plugin.planner.estimate import Estimator
+from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
@@ -293,6 +293,33 @@ def test_a_slow_network_changes_the_choice() -> None:
     assert near.best.rows[0].between == 0
     in_pairs = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=2))
     assert in_pairs.best.rows[0].between < far.best.rows[0].between
+
+
+def test_a_choice_does_not_depend_on_earlier_ones() -> None:
+    """As many tokens on other ranks, with other masks, heads and options: what is kept of them."""
+    documents = Mask(documents=(1000, 5000, 9001))
+    asked = [
+        (size, kv_heads, mask)
+        for size, kv_heads in ((12, 4), (4, 4), (8, 16))
+        for mask in (Mask(), documents)
+    ]
+
+    def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
+        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), place(size, per_node=4).nodes
+        found, _ = candidates(Question(shape, mask, DryRunGroup(0, nodes, peer_access=False)))
+        estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
+        return [
+            (one.name, estimator.passes(one.placements)) for one in found if len(one.options) < 2
+        ]
+
+    alone = []
+    for one in asked:
+        estimate._blocks_of.cache_clear()
+        alone.append(estimates(*one))
+    for order in (asked, asked[::-1]):
+        estimate._blocks_of.cache_clear()
+        after = {one: estimates(*one) for one in order}
+        assert [after[one] for one in asked] == alone
 
 
 @pytest.mark.slow

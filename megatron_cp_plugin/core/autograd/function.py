@@ -261,9 +261,13 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ContextParallelError(
             f"q, k, v need one dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first"
         )
-    if q.dtype not in _DTYPES:
+    _check_dtype("q, k, v need", q, "cast them first")
+
+
+def _check_dtype(need: str, x: Tensor, advice: str) -> None:
+    if x.dtype not in _DTYPES:
         allowed = ", ".join(map(str, _DTYPES))
-        raise ContextParallelError(f"q, k, v need one of {allowed}, got {q.dtype}: cast them first")
+        raise ContextParallelError(f"{need} one of {allowed}, got {x.dtype}: {advice}")
 
 
 def _check_sink(sink: Tensor, q: Tensor) -> None:
@@ -272,8 +276,6 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
         raise ContextParallelError(
             f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
         )
-    if sink.dtype not in _DTYPES:
-        allowed = ", ".join(map(str, _DTYPES))
-        raise ContextParallelError(f"a sink needs one of {allowed}, got {sink.dtype}: cast it")
+    _check_dtype("a sink needs", sink, "cast it")
     if sink.device != q.device:
         raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")

@@ -3,10 +3,8 @@
 n ranks' blocks come out of a collective operation as [n, ..., S, ...], each padded to S tokens.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -38,75 +36,6 @@ def padded(x: Tensor, dim: int, width: int) -> Tensor:
     """x with zeros behind it, up to `width` along `dim`; x itself if it is as long as that."""
     missing = width - x.shape[dim]
     return x if not missing else pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
-
-
-class Assembly(ABC):
-    """The order of the tokens of some ranks.
-
-    Dimensions are those of one rank's tensor, where `dim` is the one of tokens.
-
-    Attributes:
-        spans: positions of the assembled block, ascending. tokens: how many they are.
-        members: number of ranks. width: S, to which every rank's block is padded.
-        excerpt: it leaves tokens of the ranks out.
-    """
-
-    spans: Ranges
-    tokens: int
-    members: int
-    width: int
-    excerpt: bool = False
-
-    @abstractmethod
-    def join(self, gathered: Blocks, dim: int) -> Tensor:
-        """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
-
-    @abstractmethod
-    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
-        """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
-
-    def within(self, rows: Rows) -> "Assembly":
-        """The order of some rows of the assembled block, or of more of them."""
-        return self
-
-    def split(self, whole: Tensor, dim: int) -> Tensor:
-        """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
-        shape = (self.members, *whole.shape[:dim], self.width, *whole.shape[dim + 1 :])
-        blocks = whole.new_empty(shape)
-        self.place(blocks, dim, slice(0, self.tokens), whole)
-        return blocks
-
-
-def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
-    """The order of the tokens of some ranks.
-
-    Args:
-        members: spans of each rank's block. They are without gaps, or all ranks hold one
-            span each with a common step and, together, every so many positions.
-        width: to which blocks are padded.
-
-    Raises: ValueError if the spans are neither.
-    """
-    return _assemble(tuple(map(Ranges.of, members)), width)
-
-
-@lru_cache(maxsize=1024)
-def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
-    spans = joined(members)
-    if spans.plain:
-        owner = np.repeat(np.arange(len(members)), list(map(len, members)))
-        return Segmented(spans, owner, len(members), width)
-    return _Interleaved(members, width)
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Tokens [start, start + length) of a rank's block, row `row` of the assembled one."""
-
-    member: int
-    start: int
-    length: int
-    row: int
 
 
 class _Table:
@@ -185,8 +114,18 @@ def _placed(
     return tuple(zip(parts, parts, strict=True))
 
 
-class Segmented(Assembly):
-    """Spans without gaps, sorted by position."""
+class Assembly:
+    """The order of the tokens of some ranks, whose spans have no gaps: sorted by position.
+
+    Dimensions are those of one rank's tensor, where `dim` is the one of tokens.
+
+    Attributes:
+        spans: positions of the assembled block, ascending. tokens: how many they are.
+        members: number of ranks. width: S, to which every rank's block is padded.
+        excerpt: it leaves tokens of the ranks out.
+    """
+
+    excerpt = False
 
     def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:
         """Args: spans: of one rank's block after another. owner: [n], whose they are.
@@ -208,17 +147,17 @@ class Segmented(Assembly):
         start, length = places.start, places.lengths
         self._table = _Table(member, start, length, self.members, self.width) if many else None
         columns = member, start, length, offsets(length)
-        segments = () if many else zip(*(x.tolist() for x in columns), strict=True)
-        self._segments = tuple(_Segment(*one) for one in segments)
-        self._by_member = sorted(self._segments, key=lambda one: (one.member, one.start))
+        # Of each segment its rank, where it starts there, its length, and its assembled row.
+        self._segments = () if many else tuple(zip(*(x.tolist() for x in columns), strict=True))
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = not many and all(
-            (segment.member, segment.start) == (index, 0)
-            and (segment.length == self.width or index == len(self._segments) - 1)
-            for index, segment in enumerate(self._segments)
+            (member, start) == (index, 0)
+            and (length == self.width or index == len(self._segments) - 1)
+            for index, (member, start, length, _) in enumerate(self._segments)
         )
 
-    def within(self, rows: Rows) -> Assembly:
+    def within(self, rows: Rows) -> "Assembly":
+        """The order of some rows of the assembled block, or of more of them."""
         other = copy(self)
         places, segment = self._places.cut(np.array(rows).T)
         other._arrange(self._member[segment], places)
@@ -226,45 +165,54 @@ class Segmented(Assembly):
         return other
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
+        """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
         if self._in_order and isinstance(gathered, Tensor):
             whole = gathered.movedim(0, dim).flatten(dim, dim + 1)
             return narrowed(whole, dim, 0, self.tokens)
         if self._table is not None:
             return self._table.join(gathered, dim)
         blocks = gathered.unbind() if isinstance(gathered, Tensor) else gathered
-        segments = [narrowed(blocks[p.member], dim, p.start, p.length) for p in self._segments]
-        return torch.cat(segments, dim) if segments else blocks[0].narrow(dim, 0, 0)
+        parts = [narrowed(blocks[member], dim, *part) for member, *part, _ in self._segments]
+        return torch.cat(parts, dim) if parts else blocks[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+        """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
         if self._table is not None:
             self._table.place(blocks, dim, rows, values)
             return
-        for segment in self._segments:
-            low = max(rows.start, segment.row)
-            length = min(rows.stop, segment.row + segment.length) - low
-            if length > 0:
-                target, part = blocks[segment.member], values
-                if target.shape[dim] != length:
-                    target = target.narrow(dim, segment.start + low - segment.row, length)
-                if part.shape[dim] != length:
-                    part = part.narrow(dim, low - rows.start, length)
+        for member, start, length, row in self._segments:
+            low = max(rows.start, row)
+            count = min(rows.stop, row + length) - low
+            if count > 0:
+                target, part = blocks[member], values  # in every layer: without further calls
+                if target.shape[dim] != count:
+                    target = target.narrow(dim, start + low - row, count)
+                if part.shape[dim] != count:
+                    part = part.narrow(dim, low - rows.start, count)
                 target.copy_(part)
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
+        """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
         if self._table is not None:
             return self._table.split(whole, dim)
         # One copy does where blocks are one behind the other in memory too; of rows of statistics,
         # which are small, a second one is cheaper than one for each segment.
         joined = self._in_order or whole.shape[:dim].numel() == 1 or whole.dim() == 3
-        if not joined or self.tokens < self.members * self.width:
-            return super().split(whole, dim)
+        if not (joined and self._segments) or self.tokens < self.members * self.width:
+            shape = (self.members, *whole.shape[:dim], self.width, *whole.shape[dim + 1 :])
+            blocks = whole.new_empty(shape)
+            self.place(blocks, dim, slice(0, self.tokens), whole)
+            return blocks
         if not self._in_order:
-            whole = torch.cat([whole.narrow(dim, p.row, p.length) for p in self._by_member], dim)
+            segments = sorted(self._segments)  # by ranks
+            whole = torch.cat([whole.narrow(dim, row, n) for _, _, n, row in segments], dim)
         return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
 
 
 class _Interleaved(Assembly):
-    """One span a rank, all with the same step, taken in turns."""
+    """One span a rank, all with the same step, taken in turns; all of them."""
+
+    _segments, _in_order, _table = (), False, None
 
     def __init__(self, members: tuple[Ranges, ...], width: int) -> None:
         self.members, self.width = len(members), width
@@ -282,6 +230,9 @@ class _Interleaved(Assembly):
             raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
         self.spans = Ranges.of([Span(first, int(spans.stop.max()), apart)])
 
+    def within(self, rows: Rows) -> Assembly:
+        return self
+
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         assert isinstance(gathered, Tensor)  # such blocks travel whole
         return gathered.movedim(0, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
@@ -294,3 +245,25 @@ class _Interleaved(Assembly):
                 index = [slice(None)] * dim + [slice(first - rows.start, None, self.members)]
                 target = blocks[member].narrow(dim, first // self.members, count)
                 target.copy_(values[tuple(index)])
+
+
+def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
+    """The order of the tokens of some ranks.
+
+    Args:
+        members: spans of each rank's block. They are without gaps, or all ranks hold one
+            span each with a common step and, together, every so many positions.
+        width: to which blocks are padded.
+
+    Raises: ValueError if the spans are neither.
+    """
+    return _assemble(tuple(map(Ranges.of, members)), width)
+
+
+@lru_cache(maxsize=1024)
+def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
+    spans = joined(members)
+    if not spans.plain:
+        return _Interleaved(members, width)
+    owner = np.repeat(np.arange(len(members)), list(map(len, members)))
+    return Assembly(spans, owner, len(members), width)

@@ -45,11 +45,6 @@ class TokenMap(Sequence[Ranges]):
         """What the ranks hold in a layout."""
         return TokenMap(layout, size, seq_len)
 
-    @classmethod
-    def recorded(cls, spans: Sequence[Sequence[Span]]) -> "TokenMap":
-        """Positions that are known already."""
-        return cls(_Recorded(tuple(map(Ranges.of, spans))), len(spans), 0)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenMap):
             return NotImplemented
@@ -97,20 +92,6 @@ class TokenMap(Sequence[Ranges]):
         """See `Layout.alike`; None too if the mask knows distances."""
         distances = mask.window is not None or mask.slices is not None
         return None if distances else self.layout.alike(query, self.size)
-
-
-@dataclass(frozen=True)
-class _Recorded(Layout):
-    """What ranks were found to hold."""
-
-    of_ranks: tuple[Ranges, ...]
-    name = "recorded"
-
-    def spans(self, rank: int, size: int, seq_len: int) -> Ranges:
-        return self.of_ranks[rank]
-
-    def multiple(self, size: int) -> int:
-        return 1
 
 
 # Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.rows import narrowed
+from megatron_cp_plugin.core.blocks.rows import narrowed, token_dim
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
@@ -89,7 +89,7 @@ def _filled(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
     """Args: own, all_of: KV heads, and query heads for each."""
     if own == all_of:
         return x
-    dim, missing = _head_dim(x), [total - part for part, total in zip(own, all_of, strict=True)]
+    dim, missing = 3 - token_dim(x), [total - part for part, total in zip(own, all_of, strict=True)]
     behind = [0] * (2 * (x.dim() - dim - 1))
     filled = pad(x.unflatten(dim, own), [*behind, 0, missing[1], 0, missing[0]])
     return filled.flatten(dim, dim + 1)
@@ -98,10 +98,6 @@ def _filled(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
 def _own(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
     if own == all_of:
         return x
-    dim = _head_dim(x)
+    dim = 3 - token_dim(x)
     parts = narrowed(x.unflatten(dim, all_of), dim, 0, own[0])
     return narrowed(parts, dim + 1, 0, own[1]).flatten(dim, dim + 1).contiguous()
-
-
-def _head_dim(x: Tensor) -> int:
-    return 2 if x.dim() == 4 else 1

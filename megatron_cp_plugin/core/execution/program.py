@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.call import HeadGroup, together
-from megatron_cp_plugin.core.masks.tile_batches import Batches, Part, parts
+from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -49,7 +49,7 @@ class SomeHeads(NamedTuple):
         """Args: whole: all heads of the tensors."""
         slices: dict[str, Index] = {}
         for name in TENSORS:
-            some, of_all = (x.kv if name in OF_KEYS else x.q for x in (heads, whole))
+            some, of_all = [x.kv if name in OF_KEYS else x.q for x in (heads, whole)]
             before = 1 if name in PER_HEAD else 2
             slices[name] = None if some == of_all else (*(EVERYTHING,) * before, some)
         return cls(heads, slices)
@@ -128,16 +128,16 @@ class Exchange:
     @classmethod
     def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
         """The exchange of moves that all have these steps."""
-        sent, received = (
-            tuple(Message(move, _block_of(move), move.result) for move in moves)
+        sent, received = [
+            tuple([Message(move, _block_of(move), move.result) for move in moves])
             for moves in (sends, receives)
-        )
+        ]
         return cls(needed, needed > posted + 1, sent, received)
 
     @cached_property
     def sources(self) -> frozenset[int]:
         """Ranks that send to this rank."""
-        return frozenset(one.move.source for one in self.receives)
+        return frozenset([one.move.source for one in self.receives])
 
 
 class Step(NamedTuple):
@@ -228,7 +228,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     rows = _rows_that_come(plan, rank)
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows, windows)
     last_use = _last_uses(plan, rank, rows)
-    steps = (
+    steps = [
         Step(
             step,
             plan.groups[step // each],
@@ -241,7 +241,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
             dropped=last_use.get(step, ()),
         )
         for step in range(plan.steps)
-    )
+    ]
     of_own = [move for move in plan.moves if move.block.owners[0] == own[move.side]]
     awaited = Counter(
         (move.heads.q.start, move.side) for move in of_own if move.target == rank and move.result
@@ -251,7 +251,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
         each <= 2,
         own,
-        frozenset(move.side for move in of_own if move.source == rank and not move.result),
+        frozenset([move.side for move in of_own if move.source == rank and not move.result]),
         awaited,
         next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
@@ -281,7 +281,7 @@ def without_idle(parts: Program) -> Program:
     after = {channel: iter(counts) for channel, counts in idle.items()}
 
     def kept(exchanges: Iterable[Exchange], *, result: bool) -> tuple[Exchange, ...]:
-        some = (one for one in exchanges if one.sends or one.receives)
+        some = [one for one in exchanges if one.sends or one.receives]
         return tuple([replace(one, idle=next(after[result, one.slow])) for one in some])
 
     def of(part: Round) -> Iterator[Step]:
@@ -291,7 +291,7 @@ def without_idle(parts: Program) -> Program:
             if acts or step.number in needed:
                 yield step._replace(inputs=inputs, results=results)
 
-    rounds = tuple(one._replace(steps=tuple(of(one))) for one in parts.rounds)
+    rounds = tuple([one._replace(steps=tuple(of(one))) for one in parts.rounds])
     return replace(parts, rounds=rounds, idle=before)
 
 
@@ -304,8 +304,9 @@ def gathering_program(
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
-        # A sum of key gradients can start as the first part's gradient if that part sees all keys.
-        found = tuple(sorted(found, key=_reach, reverse=True))
+        # By the leading keys that they see: a sum of key gradients can start as the first part's
+        # gradient if that part sees all.
+        found = tuple(sorted(found, key=lambda x: -int(x.work.tiles.kv.stop.max(initial=0))))
     block = (rank, QUERIES), (rank, KEYS)
     rounds = _rounds(plan, rank, None, plan.groups)
     steps = (
@@ -394,11 +395,6 @@ def _rounds(
     )
 
 
-def _reach(part: Part) -> int:
-    """Number of leading keys that a part's queries see."""
-    return int(part.work.tiles.kv.stop.max(initial=0))
-
-
 def _keys_of(plan: Plan, rank: int) -> int:
     """The owner of the keys that a rank holds."""
     before = [
@@ -415,7 +411,7 @@ def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
         for move in plan.moves
         if move.target == rank and not move.result
     }
-    found.update(((kept.owners[0], KEYS), kept.rows or ()) for kept in _retained(plan, rank))
+    found |= {(kept.owners[0], KEYS): kept.rows or () for kept in _retained(plan, rank)}
     return found
 
 
@@ -517,16 +513,10 @@ def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, 
     for (result, *_), moves in received.items():
         if result in unequal:
             kind = result, *[(move.messages, move.heads, move.wide) for move in moves]
-            before = largest.get(kind)
-            if before is None:
-                largest[kind] = tuple(moves)
-            elif any(a.tokens < b.tokens for a, b in zip(before, moves, strict=True)):
-                pairs = zip(before, moves, strict=True)
-                largest[kind] = tuple(a if a.tokens >= b.tokens else b for a, b in pairs)
-    receivable = tuple(
-        (moves[0].result, Exchange.of(0, 1, (), moves)) for moves in largest.values()
-    )
-    return receivable, one_peer, slow
+            pairs = zip(largest.get(kind, moves), moves, strict=True)
+            largest[kind] = tuple([a if a.tokens >= b.tokens else b for a, b in pairs])
+    receivable = [(moves[0].result, Exchange.of(0, 1, (), moves)) for moves in largest.values()]
+    return tuple(receivable), one_peer, slow
 
 
 def _equal_for_all(
@@ -536,7 +526,8 @@ def _equal_for_all(
     of_kind = [key for key in received if key[0] == result]
     if len(of_kind) != plan.size * len({(posted, needed) for _, posted, needed, _ in of_kind}):
         return False
-    kinds = (
-        tuple((move.messages, move.tokens, move.wide) for move in received[key]) for key in of_kind
-    )
-    return len(set(kinds)) <= 1
+    kinds = {
+        tuple([(move.messages, move.tokens, move.wide) for move in received[key]])
+        for key in of_kind
+    }
+    return len(kinds) <= 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, Segmented, assemble, padded
+from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, assemble, padded
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
@@ -323,7 +323,7 @@ def _ordered(
         return assemble([owned[owner] for owner in members], width), None
     whole = between(0, owned.lengths[own])
     some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
-    order = Segmented(*positions_of_all(some), len(members), width)
+    order = Assembly(*positions_of_all(some), len(members), width)
     return order, Travelling(members.index(own), rows[own])
 
 

@@ -18,8 +18,9 @@ Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, starmap
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,9 @@ class _Part(NamedTuple):
     load: float
 
 
+_ROWS, _LOAD = map(attrgetter, ("rows", "load"))
+
+
 def _part(work: Work, start: int, stop: int) -> _Part:
     rows, of_all = stop - start, work(start, stop)
     density = of_all / rows
@@ -83,9 +87,8 @@ class _Pool:
         density = works / counts
         order = np.lexsort((starts, density))
         columns = density, starts, stops, counts, works, density * counts
-        ordered = [column[order].tolist() for column in columns]
+        ordered = (column[order].tolist() for column in columns)
         self._parts = list(map(_Part._make, zip(*ordered, strict=True)))
-        _, self._starts, _, self._counts, _, self._loads = ordered
         self.work = int(works.sum())
         self._low = 0  # parts before this one are taken
         self._begun = -1  # where the part starts of which the rank before has the last rows
@@ -102,8 +105,9 @@ class _Pool:
     def _sum(self) -> None:
         """Sums again from the first part on that is another one now."""
         start = self._changed
-        self._rows[start:] = accumulate(self._counts[start:], initial=self._rows[start])
-        self._works[start:] = accumulate(self._loads[start:], initial=self._works[start])
+        changed = self._parts[start:]
+        self._rows[start:] = accumulate(map(_ROWS, changed), initial=self._rows[start])
+        self._works[start:] = accumulate(map(_LOAD, changed), initial=self._works[start])
         self._changed = len(self._parts)
 
     def _add(self, start: int, stop: int) -> None:
@@ -111,15 +115,11 @@ class _Pool:
             part = _part(self._work, start, stop)
             index = bisect_left(self._parts, part, self._low)
             self._parts.insert(index, part)
-            self._counts.insert(index, part.rows)
-            self._loads.insert(index, part.load)
-            self._starts.insert(index, start)
             self.work += part.work
             self._changed = min(self._changed, index)
 
     def _remove(self, index: int) -> _Part:
         part = self._parts.pop(index)
-        del self._counts[index], self._loads[index], self._starts[index]
         self.work -= part.work
         self._changed = min(self._changed, index)
         return part
@@ -232,11 +232,9 @@ class _Pool:
         finish a rank, the lightest one that is enough.
         """
         low, top = self._first(room), len(self._parts) - 1
-        order: Iterable[int] = range(low, top)
-        if longest:
-            begun = self._begun in self._starts[low:top]
-            order = (self._starts.index(self._begun, low, top),) if begun else ()
-        for index in order:
+        for index in range(low, top):
+            if longest and self._parts[index].start != self._begun:
+                continue
             if self._beside(index, room, min(room, self._parts[index].rows)) >= wanted:
                 return index
         return top

@@ -37,21 +37,15 @@ class Balanced(Layout):
 
     def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
         if self.documents or self.slices:
-            return self._of_ranks(size, seq_len)[rank]
+            # By what was made before: a hash of all documents for each rank takes long.
+            if (size, seq_len) not in self._made:
+                of_mask = self.slices or self.documents
+                self._made[size, seq_len] = _balanced(of_mask, seq_len, size)
+            return self._made[size, seq_len][rank]
         return _ZIGZAG.spans(rank, size, seq_len)
-
-    def _of_ranks(self, size: int, seq_len: int) -> tuple[Ranges, ...]:
-        if (size, seq_len) not in self._made:
-            self._made[size, seq_len] = (
-                _balanced_under(self.slices, seq_len, size)
-                if self.slices
-                else _balanced(self.documents, seq_len, size)
-            )
-        return self._made[size, seq_len]
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Ranges, ...]]:
-        """Spans of all ranks, without a hash of all documents for each of them."""
         return {}
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
@@ -138,8 +132,11 @@ def _chunks_of_each(
 
 
 @lru_cache(maxsize=64)
-def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Ranges, ...]:
-    """The spans of every rank. Args: documents: where they begin, but for the first."""
+def _balanced(of_mask: Documents, seq_len: int, size: int) -> tuple[Ranges, ...]:
+    """The spans of every rank. Args: of_mask: as of `Layout.within`, not empty."""
+    documents, slices = starts_and_slices(of_mask)
+    if slices:
+        return _balanced_under(slices, seq_len, size)
     bounds = (0, *documents, seq_len)
 
     def visible(start: int, stop: int) -> int:
@@ -150,7 +147,6 @@ def _balanced(documents: tuple[int, ...], seq_len: int, size: int) -> tuple[Rang
     return _dealt(list(pairwise(bounds)), size, visible)
 
 
-@lru_cache(maxsize=64)
 def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Ranges, ...]:
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)

@@ -4,6 +4,7 @@ A placement must be complete: every token is one rank's, and every pair of block
 """
 
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product, zip_longest
 
 import numpy as np
@@ -26,6 +27,7 @@ class PlanError(ContextParallelError):
     """A plan that computes something else than attention, or never ends."""
 
 
+@lru_cache(maxsize=64)  # a planner asks for many ranks
 def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Mask) -> None:
     """Raises: ConfigError unless every token is one rank's, and every pair has one place, on a rank
     that there is.
@@ -88,6 +90,7 @@ def _check_layout(owned: TokenMap) -> None:
         )
 
 
+@lru_cache(maxsize=64)
 def check_steps(name: str, plan: Plan) -> None:
     """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
 
