@@ -96,7 +96,8 @@ def assert_equal(comparison: Comparison) -> None:
     ("model", "split"),
     [
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
             f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}",
         ),
         pytest.param(
