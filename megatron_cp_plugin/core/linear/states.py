@@ -123,13 +123,13 @@ class RunStates:
             found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
                 return found
-        found = []
-        for runs, begin in _asked(route, places, to_the_end):
-            state = torch.zeros_like(self.added[0]) if first is None or begin < 0 else first
+        states = []
+        for runs, which in _asked(route, places, to_the_end):
+            state = torch.zeros_like(self.added[0]) if first is None or which < 0 else first
             for run in runs:
                 state = _passed(state, self.added[run], through[run])
-            found.append(state)
-        return torch.stack(found)
+            states.append(state)
+        return torch.stack(states)
 
 
 def _passed(before: Tensor, added: Tensor, through: Tensor) -> Tensor:
