@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["train"], ["prepare-data"]):  # the flags of train are Megatron's
         return _of_harness(words[0]).main(words[1:])
     if words[:1] in (["compare"], ["check"], ["invariance"]):
-        with one_line_errors("megatron-cp: error"):
+        with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
+            if words[0] == "check":
+                need("megatron", "check", "megatron", "yaml")
+                # Megatron says at every import what is not installed.
+                warnings.simplefilter("ignore")
             return _of_harness(words[0]).main(words[1:])
     parser, commands = parsers()
     try:

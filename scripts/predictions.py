@@ -562,7 +562,6 @@ WRONG = """## Where it is wrong
 - **NCCL inside a node.** One number says how much slower kernels are while it moves data, and all
   machines have the H200's: rings with many steps are 5 to 10% faster than predicted.
 - **Sockets** have one rate for all exchanges: distflash is 10 to 30% faster than predicted.
-- **Emulated nodes.** A relay that took 545 ms is predicted to take 124. Why is not known.
 - **Several cards a node.** Rings between nodes of 8 A800 with 4 cards are up to 31% faster.
 - **Linear attention** forwards at 256K take up to a third longer than predicted: what the host
   needs to launch fla's kernels.

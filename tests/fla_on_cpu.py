@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.linear.runs import Interval
-from megatron_cp_plugin.kernels import fla
+from megatron_cp_plugin.kernels import fla, fla_gated
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from tests.stand_ins.fla.ops.common import chunk_h, chunk_o, fused_chunk, sequences
 
@@ -23,7 +23,9 @@ def fla_on_cpu() -> Iterator[None]:
         "fla.ops.common.chunk_h": chunk_h,
         "fla.ops.common.chunk_o": chunk_o,
         "fla.ops.common.fused_chunk": fused_chunk,
-        "megatron_cp_plugin.kernels.decayed": SimpleNamespace(add_decayed_=_add_decayed),
+        "megatron_cp_plugin.kernels.decayed": SimpleNamespace(
+            add_decayed_=_add_decayed, passed_along=_passed_along
+        ),
     }
     with (
         patch.dict("sys.modules", modules),
@@ -34,7 +36,7 @@ def fla_on_cpu() -> Iterator[None]:
             _SEQUENCES=SEQUENCES,
             measured_blocks=lambda *tensors: nullcontext(),
         ),
-        patch.object(fla.FlaLinear, "unsupported", lambda *args: None),
+        patch.object(fla_gated.FlaLinear, "unsupported", lambda *args: None),
     ):
         _forget()
         try:
@@ -66,3 +68,21 @@ def _add_decayed(
         powers = sequences.powers(log2_rates, torch.arange(1, stop - start + 1))
         added = torch.einsum("bthd,bhde->bthe", x[:, start:stop], state)
         out[:, start:stop] += powers * added
+
+
+def _passed_along(
+    added: Tensor,
+    through: Tensor,
+    first: Tensor | None,
+    bounds: Tensor,
+    order: Tensor,
+    begins: Tensor,
+) -> Tensor:
+    """As kernels/decayed.py, of logarithms."""
+    found = []
+    for way, begin in enumerate(begins.tolist()):
+        state = torch.zeros_like(added[0]) if first is None or begin < 0 else first[begin]
+        for run in order[bounds[way] : bounds[way + 1]].tolist():
+            state = through[run].exp().unsqueeze(-1) * state + added[run]
+        found.append(state)
+    return torch.stack(found)

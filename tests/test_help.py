@@ -24,7 +24,7 @@ COMMANDS = (
 SCRIPTS = sorted(
     path
     for path in (ROOT / "scripts").glob("*.py")
-    if "__main__" in path.read_text() and path.stem != "benchmark_train_job"
+    if 'if __name__ == "__main__"' in path.read_text() and path.stem != "benchmark_train_job"
 )
 PROGRAMS = {
     **{f"megatron-cp {name}": ["-m", "megatron_cp_plugin.cli", *name.split()] for name in COMMANDS},

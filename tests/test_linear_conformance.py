@@ -466,36 +466,6 @@ def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) 
     assert all(one == found[0] for one in found)
 
 
-def test_without_documents_segments_are_a_batch() -> None:
-    """What fla's kernels are given for 64 tokens, cut into 8 segments of 2 chunks: as before they
-    were given documents, when it was measured.
-    """
-    expected = linear_expected((0.5, 0.9), 64, batch=1)
-    with fla_on_cpu():
-        results, _ = run(Case("lasp"), expected, 1, states=True, kernel="fla")
-        found = launches()
-    assert_all_match(Case("lasp"), results, expected)
-    names = "chunk_fwd_kernel_h", "fused_chunk_fwd_kernel", "add_decayed_"
-    names += "chunk_bwd_kernel_dh", "chunk_fwd_kernel_h", "chunk_bwd_kernel_dh"
-    names += "chunk_bwd_dqkwg", "chunk_bwd_dv"
-    assert tuple(name for name, _ in found) == names
-    keys, values, states, of_chunks = (8, 8, 2, 4), (8, 8, 2, 6), (8, 2, 4, 6), (16, 2, 4, 6)
-    given = [
-        {"k": keys, "v": values, "h": states, "h0": None, "ht": states, "T": 8, "BS": 8},
-        {"q": keys, "k": keys, "v": values, "o": values, "h0": states, "ht": None, "T": 8, "B": 8},
-        {"out": (1, 64, 2, 6), "x": (1, 64, 2, 4)},
-        {"q": keys, "do": values, "dh": states, "dht": None, "dh0": states, "T": 8, "BS": 8},
-        {"k": keys, "v": values, "h": of_chunks, "h0": states, "ht": None, "T": 8, "BS": 4},
-        {"q": keys, "do": values, "dh": of_chunks, "dht": states, "dh0": None, "T": 8, "BS": 4},
-        {"q": keys, "k": keys, "v": values, "do": values, "h": of_chunks, "dh": of_chunks},
-        {"q": keys, "k": keys, "do": values, "dh": of_chunks},
-    ]
-    for (name, arguments), wanted in zip(found, given, strict=True):
-        tables = dict.fromkeys(("cu_seqlens", "split_offsets", "chunk_indices"))
-        wanted |= {key: None for key in tables if key in arguments}
-        assert {key: arguments[key] for key in wanted} == wanted, name
-
-
 def test_a_state_in_another_order_of_memory() -> None:
     """fla's kernels read states by their addresses."""
     expected = linear_expected(RATES["half"], 8, batch=1)

@@ -122,25 +122,6 @@ def test_results_of_a_relay_before_its_last_computation() -> None:
     assert_conforms(case, 8, seq_len=16, heads=8, kv_heads=1, kernel="reference", spans=spans)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beside", [False, True])
-@examples(60)
-@given(
-    st.sampled_from(pairwise(CASES, SIZES, tuple(HEADS), allowed=divides)),
-    st.integers(1, 9),
-    st.integers(0, 3),
-    st.randoms(use_true_random=False),
-)
-def test_any_mask_of_any_length(
-    beside: bool, row: tuple[Case, int, str], each: int, more: int, source: Random
-) -> None:
-    case, size, heads = row
-    seq_len = 2 * size * each + more
-    found = drawn(source, seq_len, beside=beside)
-    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads]}
-    assert_conforms(case, size, **sizes, kernel="reference", **found._asdict())
-
-
 def test_with_sinks() -> None:
     spans = [(0, 9, 3, 14, "causal"), (9, 12, 0, 12, "full"), (14, 20, 4, 9, "inverse_causal")]
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0] * 2, dtype=torch.float64)

@@ -98,7 +98,7 @@ def _placed(
 ) -> dict[tuple[int, int], list[Place]]:
     """By owners of queries and of keys: where they meet."""
     by_rank: dict[int, list[Part]] = defaultdict(list)
-    for part in assigned(edges, mask, nodes, row_bytes):
+    for part in Assignment(edges, mask, nodes, row_bytes).parts():
         by_rank[part.rank].append(part)
     found: dict[tuple[int, int], list[Place]] = defaultdict(list)
     for rank, parts in by_rank.items():
@@ -112,17 +112,6 @@ def _placed(
             rows = ((0, 1), 1) if stop - start == tokens else ((start, tokens), stop - start)
             found[query, key].append(Place(rank, step, *rows))
     return dict(found)
-
-
-def assigned(
-    edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
-) -> list[Part]:
-    """Who computes what: rows of every pair of blocks that see each other, each once.
-
-    Args: edges: where the ranks' chunks begin, and where the last one ends. nodes: of each rank.
-        row_bytes: see WorkPlacement.
-    """
-    return _Assignment(edges, mask, nodes, row_bytes).parts()
 
 
 class _Counted(NamedTuple):
@@ -243,8 +232,8 @@ class _Some(NamedTuple):
     last: Numbers
 
 
-class _Assignment:
-    """An assignment in the making.
+class Assignment:
+    """Who computes what.
 
     Attributes:
         load: work of each rank. ceiling: at most, where that can be. trifle: too little to be sent.
@@ -255,6 +244,9 @@ class _Assignment:
     def __init__(
         self, edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
     ) -> None:
+        """Args: edges: where the ranks' chunks begin, and where the last one ends. nodes: of each
+        rank. row_bytes: see WorkPlacement.
+        """
         self.blocks, self.size = np.array(edges, np.int64), len(edges) - 1
         self.bands = mask.bands.table
         self.query_bytes, self.key_bytes = row_bytes
@@ -274,7 +266,7 @@ class _Assignment:
         self.first[own, own], self.last[own, own] = self.blocks[:-1], self.blocks[1:]
 
     def parts(self) -> list[Part]:
-        """See `assigned`."""
+        """Rows of every pair of blocks that see each other, each once."""
         found: list[Part] = []
         order = np.argsort(-self.load, kind="stable")
         above = [int(rank) for rank in order if self.load[rank] > self.ceiling]

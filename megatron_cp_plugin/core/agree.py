@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.comm import others_lost
 from megatron_cp_plugin.core.layout import Layout, unfit
-from megatron_cp_plugin.core.topology import Agreed, Topology
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 COMPARED_TOGETHER = 16
@@ -139,26 +139,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _same_so_far(known: Agreed, number: int, begin: Callable[[int], Callable[[], bool]]) -> bool:
-    """Compares a number with others, so that the host hardly ever waits.
-
-    After `COMPARED_TOGETHER` of them the ranks begin to compare a sum of all, and look at what the
-    comparison before has found: a number that differs is found within the next
-    2 * COMPARED_TOGETHER ones.
-
-    Args: begin: see `Topology.comparison`.
-
-    Returns: whether no difference was found yet; the same answer on all ranks.
-    Raises: CommunicationError if another rank does not come to compare.
-    """
-    known.sum = (known.sum * _FACTOR + number) % _MODULUS
-    known.count += 1
-    if known.count % COMPARED_TOGETHER:
-        return True
-    same, known.begun = known.begun, begin(known.sum)
-    return same is None or same()
-
-
 class SameCall:
     """Within this context a rank reads its arguments; at its end the ranks compare their calls.
 
@@ -214,7 +194,14 @@ class SameCall:
         elif key in known.calls:
             # Not the hash of the settings, which another process has not for words.
             held = repr((known.calls[key], changing, self.lengths))
-            if not _same_so_far(known, crc32(held.encode()), topology.comparison):
+            known.sum = (known.sum * _FACTOR + crc32(held.encode())) % _MODULUS
+            known.count += 1
+            if known.count % COMPARED_TOGETHER:
+                return
+            # Begins to compare the sum, and looks at what the comparison before has found, so that
+            # the host hardly ever waits, and all ranks have one answer.
+            same, known.begun = known.begun, topology.comparison(known.sum)
+            if same is not None and not same():
                 raise ContextParallelError(
                     "all ranks need the same calls of attention, linear_attention and unshard, got "
                     f"others on some rank among the last {2 * COMPARED_TOGETHER}: make the same "

@@ -117,10 +117,6 @@ class Zigzag(Layout):
             Span(*chunk_bounds(chunk, 2 * size, seq_len)) for chunk in (rank, 2 * size - 1 - rank)
         )
 
-    def length(self, rank: int, size: int, seq_len: int) -> int:
-        tokens, rest = divmod(seq_len, 2 * size)
-        return 2 * tokens + (rank < rest) + (2 * size - 1 - rank < rest)
-
     def multiple(self, size: int) -> int:
         return 2 * size
 

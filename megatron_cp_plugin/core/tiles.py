@@ -9,7 +9,7 @@ grow by one a row, so a few rectangles and triangles cover what is between them 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -83,10 +83,14 @@ class Mask:
         """The mask of some slices."""
         return cls(slices.causal, window, slices=slices)
 
-    @property
+    @cached_property
     def bands(self) -> Bands:
         """All pairs of a query and a key that it lets through."""
-        return _bands(self)
+        if self.slices is not None:
+            bands = self.slices.bands
+            return bands if self.window is None else bands.within_window(self.window)
+        low = None if self.window is None else 1 - self.window
+        return Bands.of_documents(self.documents, low, 0 if self.causal else None)
 
     @property
     def followed(self) -> Documents:
@@ -101,15 +105,6 @@ class Mask:
         if self.documents:
             return f"documents, got {len(self.documents) + 1} of them"
         return "" if self.window is None else f"sliding windows, got window {self.window}"
-
-
-@lru_cache(maxsize=64)
-def _bands(mask: Mask) -> Bands:
-    if mask.slices is not None:
-        bands = mask.slices.bands
-        return bands if mask.window is None else bands.within_window(mask.window)
-    low = None if mask.window is None else 1 - mask.window
-    return Bands.of_documents(mask.documents, low, 0 if mask.causal else None)
 
 
 @dataclass(frozen=True)
@@ -156,6 +151,7 @@ def pairs_within(
     return found
 
 
+@dataclass(eq=False)
 class TileTable:
     """Tiles, whose objects are made when they are asked for; equal only to itself.
 
@@ -165,17 +161,12 @@ class TileTable:
         joined: bool [n]: whether it is one tile with the one before, of whole documents.
     """
 
-    def __init__(
-        self,
-        q: Ranges,
-        kv: Ranges,
-        causal: Flags,
-        reverse: Flags,
-        window: Numbers,
-        joined: Flags,
-    ) -> None:
-        self.q, self.kv, self.causal, self.reverse = q, kv, causal, reverse
-        self.window, self.joined = window, joined
+    q: Ranges
+    kv: Ranges
+    causal: Flags
+    reverse: Flags
+    window: Numbers
+    joined: Flags
 
     @classmethod
     def of(cls, tiles: Iterable[Tile]) -> Self:
@@ -238,8 +229,7 @@ class TileTable:
     @property
     def single(self) -> Self:
         """The same tiles, one for each document."""
-        flags = self.causal, self.reverse, self.window, np.zeros_like(self.joined)
-        return type(self)(self.q, self.kv, *flags)
+        return replace(self, joined=np.zeros_like(self.joined))
 
     def some(self, wanted: Flags | Numbers | slice) -> Self:
         """Some of the tiles, as they are or in another order."""
@@ -248,10 +238,7 @@ class TileTable:
 
     def moved(self, rows: int, cols: int) -> Self:
         """The same tiles of blocks that have so many rows and columns more before them."""
-        if not rows and not cols:
-            return self
-        flags = self.causal, self.reverse, self.window, self.joined
-        return type(self)(self.q.moved(rows), self.kv.moved(cols), *flags)
+        return replace(self, q=self.q.moved(rows), kv=self.kv.moved(cols)) if rows or cols else self
 
     def excerpt(self, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Self:
         """The same tiles, of blocks of which some rows and columns alone are left, in their order.
@@ -259,7 +246,7 @@ class TileTable:
         Args: rows, cols: All that a tile has is in one range of them.
         """
         q, kv = (x.moved(_shift(x.start, some)) for x, some in ((self.q, rows), (self.kv, cols)))
-        return type(self)(q, kv, self.causal, self.reverse, self.window, self.joined)
+        return replace(self, q=q, kv=kv)
 
 
 NO_TILES = TileTable.of(())

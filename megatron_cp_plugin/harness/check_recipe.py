@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import textwrap
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
 from megatron_cp_plugin.integration.args import OneLineParser
+from megatron_cp_plugin.integration.auto import (
+    Batches,
+    kinds_of_layers,
+    kinds_of_model,
+    layouts,
+    memory_of,
+    nodes_of,
+    of_several,
+)
+from megatron_cp_plugin.integration.checks import check_algorithms
 from megatron_cp_plugin.integration.comm_type import CommType
+from megatron_cp_plugin.integration.contract import SETTINGS
+from megatron_cp_plugin.integration.rules import Door, refusals, replaced
+from megatron_cp_plugin.integration.settings import SPARSE, Settings
 from megatron_cp_plugin.planner.choose import (
     GIB,
     Choice,
@@ -30,9 +41,6 @@ from megatron_cp_plugin.planner.choose import (
 )
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import described
-
-if TYPE_CHECKING:
-    from megatron_cp_plugin.integration.settings import Settings
 
 SERVED, REFUSED, NOT_UNDERSTOOD = 0, 1, 2
 _WORDS = {SERVED: "served", REFUSED: "refused", NOT_UNDERSTOOD: "not understood"}
@@ -88,27 +96,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", metavar="NAME", help="such as qwen3-8b, if it is not found")
     parser.add_argument("--gpus", type=int, metavar="N", help="on how many it starts")
     arguments = parser.parse_args(argv)
-    need("megatron", "check", "megatron", "yaml")
     words = [word for word in arguments.recipe if word != "--"]
-    with warnings.catch_warnings():
-        # Megatron says at every import what is not installed.
-        warnings.simplefilter("ignore")
-        recipe = read_recipe(words, arguments.model)
-        recipe.gpus = arguments.gpus or recipe.gpus
-        finding = examine(recipe, arguments.machine)
+    recipe = read_recipe(words, arguments.model)
+    recipe.gpus = arguments.gpus or recipe.gpus
+    finding = examine(recipe, arguments.machine)
     print(finding.text(words[0]))
     return finding.code
 
 
 def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
-    """Returns what is to be said of a recipe.
-
-    Args:
-        machine: Name of one, or a file.
-    """
-    from megatron_cp_plugin.integration.rules import Door, replaced
-    from megatron_cp_plugin.integration.settings import Settings
-
+    """Returns what is to be said of a recipe."""
     finding = Finding(unknown=list(recipe.unknown))
     beyond = _beyond(recipe)
     if beyond:
@@ -203,8 +200,6 @@ def _ranks(recipe: Recipe) -> str:
 
 def _is_sparse(recipe: Recipe) -> bool:
     """Whether no layer has attention of ours."""
-    from megatron_cp_plugin.integration.settings import SPARSE
-
     variant = recipe.settings.get("experimental_attention_variant")
     return bool(variant == SPARSE or recipe.settings.get(OWN_SPARSE))
 
@@ -222,9 +217,6 @@ def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
 
 def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
     """Everything that training would refuse, with where it was written."""
-    from megatron_cp_plugin.integration.checks import check_algorithms
-    from megatron_cp_plugin.integration.rules import Door, refusals
-    from megatron_cp_plugin.integration.settings import Settings
 
     def of(source: dict[str, object]) -> Settings:
         return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
@@ -261,8 +253,6 @@ def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
 
 def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
     """What a model that a program builds lets the plugin see."""
-    from megatron_cp_plugin.integration.contract import SETTINGS
-
     places = {"config", "latent config", "nowhere for sure"}
     seen = {setting.name for setting in SETTINGS if places.intersection(setting.places)}
     # Of the model itself, which is looked at once it is built.
@@ -276,17 +266,6 @@ def _choice(
     recipe: Recipe, machine: str, finding: Finding
 ) -> tuple[str | None, Choice | None, Shape | None]:
     """The algorithm that is named, or that the planner takes; with it the shape of attention."""
-    from megatron_cp_plugin.core.layouts.document_layout import NAMED
-    from megatron_cp_plugin.integration.auto import (
-        Batches,
-        kinds_of_layers,
-        kinds_of_model,
-        layouts,
-        nodes_of,
-        of_several,
-    )
-    from megatron_cp_plugin.integration.settings import Settings
-
     settings = Settings(SimpleNamespace(**recipe.settings))
     flags = recipe.flags
     named = flags.algo if flags is not None and not flags.is_auto else None
@@ -356,7 +335,6 @@ def _fit(
     choice: Choice | None,
     finding: Finding,
 ) -> None:
-    from megatron_cp_plugin.integration.auto import memory_of
 
     missing = [
         what

@@ -128,10 +128,6 @@ def main(argv: Sequence[str]) -> int:
 def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     """The flags of both runs, the reference first; writes their run files.
 
-    Args:
-        line: Flags of `megatron-cp train`.
-        known: Those of this command.
-
     Raises:
         ConfigError: The run is recorded already, or the ranks do not fit.
     """

@@ -12,40 +12,20 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.compat import differences, owner_of
-from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, SINCE, Name, Part, Version
-
-
-@dataclass(frozen=True)
-class Used(Name):
-    """What the package uses as it is.
-
-    Attributes:
-        closed: It has no other parameters: a class of the plugin is called in its place.
-        attributes: What methods of the class call, or keep in, `self`.
-        returned: What the returned tuple holds, by the names of the variables; "" is any.
-    """
-
-    closed: bool = False
-    attributes: tuple[str, ...] = ()
-    returned: tuple[str, ...] = ()
+from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, SINCE, Name, Part, Version, row
 
 
 def problems(*parts: Part) -> list[str]:
-    """Returns what of the running Megatron is not as the tables say, one line each.
-
-    Args:
-        parts: What of the plugin to look at.
-    """
+    """Returns what of the running Megatron is not as the tables say, one line each."""
     version, _ = compat.running_version()
     found = compat.problems(*parts)
-    for row in USED:
-        if row.part in ("any", *parts) and row.is_in(version):
-            found += [*differences(row), *_differences_in_source(row)]
+    for used in USED:
+        if used.part in ("any", *parts) and used.is_in(version):
+            found += [*differences(used), *_differences_in_source(used)]
     return list(dict.fromkeys(found))
 
 
@@ -61,29 +41,29 @@ def report() -> tuple[str, list[str]]:
     return text, problems(*had) + compat.missing_settings("args", there)
 
 
-def _differences_in_source(row: Used) -> Iterator[str]:
+def _differences_in_source(used: Name) -> Iterator[str]:
     try:
-        owner, name = owner_of(row)
+        owner, name = owner_of(used)
         found = getattr(owner, name)
     except (ImportError, AttributeError):
         return  # said already
-    if row.closed and isinstance(owner, type):
+    if used.closed and isinstance(owner, type):
         yield from (
-            f"{row.path} has another parameter {parameter}"
+            f"{used.path} has another parameter {parameter}"
             for parameter in inspect.signature(found).parameters
-            if parameter not in row.parameters
+            if parameter not in used.parameters
         )
     kind = owner if isinstance(owner, type) else found
-    if row.attributes and isinstance(kind, type):
+    if used.attributes and isinstance(kind, type):
         names = _names_in_methods(kind)
         yield from (
-            f"{row.module}.{kind.__name__} has no attribute {attribute}"
-            for attribute in row.attributes
+            f"{used.module}.{kind.__name__} has no attribute {attribute}"
+            for attribute in used.attributes
             if attribute not in names
         )
-    if row.returned and not _returns(found, row.returned):
-        want = ", ".join(name or "..." for name in row.returned)
-        yield f"{row.path} does not return ({want}, ...)"
+    if used.returned and not _returns(found, used.returned):
+        want = ", ".join(name or "..." for name in used.returned)
+        yield f"{used.path} does not return ({want}, ...)"
 
 
 def _names_in_methods(kind: type) -> set[str]:
@@ -107,37 +87,9 @@ def _returns(function: Any, names: tuple[str, ...]) -> bool:
     return False
 
 
-def _used(
-    module: str,
-    name: str,
-    *,
-    part: Part = "algorithm",
-    first: str = "",
-    takes: str = "",
-    only: str = "",
-    has: str = "",
-    returns: tuple[str, ...] = (),
-    since: Version | None = None,
-    before: Version | None = None,
-) -> Used:
-    """A row; parameters and attributes are words, `only`: the parameters are no others."""
-    return Used(
-        module,
-        name,
-        part=part,
-        parameters=tuple((only or takes).split()),
-        first=tuple(first.split()),
-        closed=bool(only),
-        since=since,
-        before=before,
-        attributes=tuple(has.split()),
-        returned=returns,
-    )
-
-
-def _names(module: str, names: str, *, part: Part = "algorithm") -> tuple[Used, ...]:
+def _names(module: str, names: str, *, part: Part = "algorithm") -> tuple[Name, ...]:
     """Rows of names that need only be there."""
-    return tuple(Used(module, name, part=part) for name in names.split())
+    return tuple(Name(module, name, part=part) for name in names.split())
 
 
 _CORE = "megatron.core"
@@ -172,175 +124,175 @@ TRAIN_STEP = ("loss_reduced", "skipped_iter", "", "", "", "grad_norm")
 
 # A table is read by rows.
 # fmt: off
-USED: tuple[Used, ...] = (
+USED: tuple[Name, ...] = (
     # Classes in whose place those of the plugin are called: num_splits is for the batch-invariant
     # mode, refused.
-    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
+    row(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
             only=_CORE_ATTENTION),
-    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.forward",
+    row(f"{_LAYERS}.dot_product_attention", "DotProductAttention.forward",
             only=_CORE_ATTENTION_CALL),
-    _used(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.__init__",
+    row(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.__init__",
             only=_CORE_ATTENTION + " k_channels v_channels num_splits"),
-    _used(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.forward",
+    row(f"{_CORE}.extensions.transformer_engine", "TEDotProductAttention.forward",
             only=_CORE_ATTENTION_CALL + " num_splits"),
-    _used(f"{_LAYERS}.attention", "SelfAttention.__init__", only=_SELF_ATTENTION, before=(0, 17)),
-    _used(f"{_LAYERS}.attention", "SelfAttention.__init__",
+    row(f"{_LAYERS}.attention", "SelfAttention.__init__", only=_SELF_ATTENTION, before=(0, 17)),
+    row(f"{_LAYERS}.attention", "SelfAttention.__init__",
             only=_SELF_ATTENTION + " pp_layer_offset", since=(0, 17), before=(0, 18)),
-    _used(f"{_LAYERS}.attention", "SelfAttention.__init__",
+    row(f"{_LAYERS}.attention", "SelfAttention.__init__",
             only=_SELF_ATTENTION + " pp_layer_offset name", since=(0, 18)),
-    _used(f"{_LAYERS}.attention", "SelfAttention.forward", only=_SELF_ATTENTION_CALL),
-    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.forward",
+    row(f"{_LAYERS}.attention", "SelfAttention.forward", only=_SELF_ATTENTION_CALL),
+    row(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.forward",
             only="self max_seq_len offset packed_seq cp_group"),
-    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_emb",
+    row(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_emb",
             only="self max_seq_len offset"),
-    _used(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_rotary_seq_len",
+    row(f"{_EMBEDDINGS}.rotary_pos_embedding", "RotaryEmbedding.get_rotary_seq_len",
             only=_ROTARY_LENGTH),
-    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward",
+    row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward",
             only="self max_seq_len offset packed_seq cp_group"),
-    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_emb",
+    row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_emb",
             only="self max_seq_len offset"),
-    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_rotary_seq_len",
+    row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.get_rotary_seq_len",
             only=_ROTARY_LENGTH),
     # Layer specs.
-    _used(f"{_LAYERS}.spec_utils", "ModuleSpec", takes="module params submodules"),
-    _used(f"{_LAYERS}.transformer_block", "TransformerBlockSubmodules",
+    row(f"{_LAYERS}.spec_utils", "ModuleSpec", takes="module params submodules"),
+    row(f"{_LAYERS}.transformer_block", "TransformerBlockSubmodules",
           takes="layer_specs layer_norm"),
-    _used(f"{_LAYERS}.transformer_layer", "TransformerLayerSubmodules", takes="self_attention"),
-    _used(f"{_LAYERS}.attention", "SelfAttentionSubmodules",
+    row(f"{_LAYERS}.transformer_layer", "TransformerLayerSubmodules", takes="self_attention"),
+    row(f"{_LAYERS}.attention", "SelfAttentionSubmodules",
           takes="linear_qkv core_attention linear_proj"),
-    _used(f"{_LAYERS}.multi_latent_attention", "MLASelfAttentionSubmodules",
+    row(f"{_LAYERS}.multi_latent_attention", "MLASelfAttentionSubmodules",
           takes="core_attention"),
-    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionBlockSubmodules",
+    row(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionBlockSubmodules",
           takes="layer_specs"),
     *_names(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayer"),
-    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
+    row(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
           takes="transformer_layer", before=(0, 17)),
-    _used(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
+    row(f"{_LAYERS}.multi_token_prediction", "MultiTokenPredictionLayerSubmodules",
           takes="mtp_model_layer", since=(0, 17)),
-    _used(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="attention_layer",
+    row(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="attention_layer",
           since=(0, 18)),
-    _used(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="mla_layer",
+    row(f"{_CORE}.models.hybrid.hybrid_block", "HybridStackSubmodules", takes="mla_layer",
           since=(0, 19)),
     # Models and what is in them.
-    _used(f"{_CORE}.models.gpt.gpt_model", "GPTModel.forward", takes=_MODEL_CALL),
-    _used(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.forward", takes=_MODEL_CALL,
+    row(f"{_CORE}.models.gpt.gpt_model", "GPTModel.forward", takes=_MODEL_CALL),
+    row(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.forward", takes=_MODEL_CALL,
           since=(0, 18)),
-    _used(f"{_CORE}.models.common.language_module.language_module",
+    row(f"{_CORE}.models.common.language_module.language_module",
           "LanguageModule.compute_language_model_loss", only="self labels logits",
           has="output_layer"),
-    _used(f"{_CORE}.tensor_parallel", "ColumnParallelLinear.forward",
+    row(f"{_CORE}.tensor_parallel", "ColumnParallelLinear.forward",
           only="self input_ weight runtime_gather_output",
           has="weight bias gather_output sequence_parallel tp_group"),
-    _used(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention",
+    row(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention",
           has="rotary_pos_emb pg_collection"),
-    _used(f"{_LAYERS}.multi_latent_attention", "MLASelfAttention",
+    row(f"{_LAYERS}.multi_latent_attention", "MLASelfAttention",
           has="linear_kv_up_proj tp_group"),
     # With `--cp-send-latents`.
     *_names(f"{_CORE}.extensions.transformer_engine",
             "TEColumnParallelLinear TELayerNormColumnParallelLinear"),
     *_names(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet HAVE_FLA"),
-    _used(f"{_CORE}.ssm.mamba_mixer", "MambaMixer", since=(0, 19),
+    row(f"{_CORE}.ssm.mamba_mixer", "MambaMixer", since=(0, 19),
           has="in_proj conv1d_weight conv1d_bias act dt_bias A_log D D_has_hdim norm rmsnorm "
           "out_proj headdim d_state d_inner_local_tp nheads_local_tp ngroups_local_tp"),
-    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams",
+    row(f"{_CORE}.packed_seq_params", "PackedSeqParams",
           takes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
           "max_seqlen_q cp_group"),
-    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams", takes="tokens_per_sample",
+    row(f"{_CORE}.packed_seq_params", "PackedSeqParams", takes="tokens_per_sample",
           since=(0, 19)),
-    _used(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", first="batch", since=(0, 19)),
-    _used(f"{_CORE}.utils", "unwrap_model", first="model"),
+    row(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", first="batch", since=(0, 19)),
+    row(f"{_CORE}.utils", "unwrap_model", first="model"),
     # It imports MegatronFSDP, if einops is installed; nothing but that wrapper is opened besides.
     *_names(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP"),
     # Helpers of layers.
     *_names(f"{_LAYERS}.identity_op", "IdentityOp"),
     *_names(f"{_LAYERS}.heterogeneous.linear_replacements", "ColumnParallelLinearGathered"),
-    _used(f"{_LAYERS}.module", "MegatronModule", takes="config"),
+    row(f"{_LAYERS}.module", "MegatronModule", takes="config"),
     *_names(f"{_LAYERS}.enums",
             "AttnMaskType.causal AttnMaskType.no_mask AttnMaskType.padding_causal"),
     *_names(f"{_LAYERS}.transformer_config", "TransformerConfig MLATransformerConfig"),
     *_names(f"{_LAYERS}.transformer_block", "LayerNormImpl"),
-    _used(f"{_LAYERS}.transformer_block", "get_num_layers_to_build", first="config vp_stage"),
-    _used(f"{_LAYERS}.transformer_layer", "get_transformer_layer_offset", first="config vp_stage"),
-    _used(f"{_LAYERS}.utils", "is_layer_window_attention",
+    row(f"{_LAYERS}.transformer_block", "get_num_layers_to_build", first="config vp_stage"),
+    row(f"{_LAYERS}.transformer_layer", "get_transformer_layer_offset", first="config vp_stage"),
+    row(f"{_LAYERS}.utils", "is_layer_window_attention",
           first="window_size window_attn_skip_freq layer_number"),
-    _used(f"{_LAYERS}.utils", "ensure_metadata_has_dp_cp_group", first="metadata"),
-    _used(f"{_LAYERS}.utils", "make_sharded_tensors_for_checkpoint",
+    row(f"{_LAYERS}.utils", "ensure_metadata_has_dp_cp_group", first="metadata"),
+    row(f"{_LAYERS}.utils", "make_sharded_tensors_for_checkpoint",
           first="state_dict prefix tensor_parallel_layers_axis_map sharded_offsets",
           takes="tp_group dp_cp_group"),
-    _used(f"{_CORE}.tensor_parallel", "gather_from_sequence_parallel_region",
+    row(f"{_CORE}.tensor_parallel", "gather_from_sequence_parallel_region",
           takes="tensor_parallel_output_grad group", first="input_"),
-    _used(f"{_CORE}.tensor_parallel", "CheckpointWithoutOutput"),
-    _used(f"{_CORE}.tensor_parallel", "CheckpointWithoutOutput.checkpoint",
+    row(f"{_CORE}.tensor_parallel", "CheckpointWithoutOutput"),
+    row(f"{_CORE}.tensor_parallel", "CheckpointWithoutOutput.checkpoint",
           first="self run_function"),
-    _used(f"{_CORE}.tensor_parallel",
+    row(f"{_CORE}.tensor_parallel",
           "CheckpointWithoutOutput.discard_output_and_register_recompute", first="self"),
-    _used(f"{_CORE}.tensor_parallel", "copy_to_tensor_model_parallel_region",
+    row(f"{_CORE}.tensor_parallel", "copy_to_tensor_model_parallel_region",
           takes="group", first="input_"),
-    _used(f"{_CORE}.tensor_parallel", "set_tensor_model_parallel_attributes",
+    row(f"{_CORE}.tensor_parallel", "set_tensor_model_parallel_attributes",
           first="tensor is_parallel dim stride"),
-    _used(f"{_CORE}.tensor_parallel", "checkpoint", first="function distribute_saved_activations"),
-    _used(f"{_CORE}.process_groups_config", "ProcessGroupCollection.use_mpu_process_groups",
+    row(f"{_CORE}.tensor_parallel", "checkpoint", first="function distribute_saved_activations"),
+    row(f"{_CORE}.process_groups_config", "ProcessGroupCollection.use_mpu_process_groups",
           takes="required_pgs"),
     *_names(f"{_CORE}.parallel_state",
             "get_context_parallel_group get_context_parallel_world_size "
             "get_data_parallel_group model_parallel_is_initialized"),
-    _used(f"{_CORE}.parallel_state", "create_group", first="ranks",
+    row(f"{_CORE}.parallel_state", "create_group", first="ranks",
           takes="timeout pg_options group_desc"),
-    _used(f"{_CORE}.parallel_state", "get_nccl_options", first="pg_name nccl_comm_cfgs"),
+    row(f"{_CORE}.parallel_state", "get_nccl_options", first="pg_name nccl_comm_cfgs"),
     # With --cp-record.
     *_names(_TRAINING, "get_args", part="record"),
-    _used(f"{_CORE}.utils", "unwrap_model", part="record", first="model"),
+    row(f"{_CORE}.utils", "unwrap_model", part="record", first="model"),
     *_names(f"{_CORE}.distributed.fsdp.mcore_fsdp_adapter", "HAVE_MEGATRON_FSDP", part="record"),
     *_names(f"{_CORE}.num_microbatches_calculator", "get_num_microbatches", part="record"),
-    _used(f"{_CORE}.parallel_state", "get_data_parallel_rank", part="record",
+    row(f"{_CORE}.parallel_state", "get_data_parallel_rank", part="record",
           takes="with_context_parallel"),
     *_names(f"{_CORE}.parallel_state",
             "get_expert_data_parallel_rank get_expert_model_parallel_rank "
             "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
             "get_tensor_model_parallel_rank", part="record"),
-    _used(f"{_CORE}.distributed", "DistributedDataParallel", part="record",
+    row(f"{_CORE}.distributed", "DistributedDataParallel", part="record",
           has="bucket_groups expert_parallel_bucket_groups"),
-    _used(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync",
+    row(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_grad_sync",
           part="record", takes="force_all_reduce"),
-    _used(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", part="record",
+    row(f"{_CORE}.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", part="record",
           has="ddp_config buckets intra_distributed_optimizer_instance_group "
           "intra_distributed_optimizer_instance_size intra_distributed_optimizer_instance_rank"),
     *_names(f"{_LAYERS}.moe.moe_logging", "get_moe_metrics_tracker", part="record"),
-    _used(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker", part="record", has="_metrics"),
-    _used(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker._sync_metrics", part="record",
+    row(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker", part="record", has="_metrics"),
+    row(f"{_LAYERS}.moe.moe_logging", "MoEMetricsTracker._sync_metrics", part="record",
           first="self metric_names"),
     *_names(f"{_LAYERS}.multi_token_prediction", "MTPLossLoggingHelper.tracker", part="record"),
-    _used(f"{_LAYERS}.attention", "SelfAttention", part="record",
+    row(f"{_LAYERS}.attention", "SelfAttention", part="record",
           has="num_query_groups_per_partition hidden_size_per_attention_head "
           "num_attention_heads_per_partition"),
-    _used(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention", part="record",
+    row(f"{_LAYERS}.multi_latent_attention", "MultiLatentAttention", part="record",
           has="num_attention_heads_per_partition"),
-    _used(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet", part="record",
+    row(f"{_CORE}.ssm.gated_delta_net", "GatedDeltaNet", part="record",
           has="qk_dim_local_tp v_dim_local_tp num_v_heads_local_tp", since=(0, 19)),
     # On the CPU platform.
     *_names(f"{_CORE}.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", part="cpu"),
     # By scripts/pretrain_gpt.py; parts of it are as of 0.19.
-    _used(f"{_CORE}.utils", "get_batch_on_this_tp_rank", part="script", first="batch",
+    row(f"{_CORE}.utils", "get_batch_on_this_tp_rank", part="script", first="batch",
           takes="has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader "
           "broadcast_src_rank broadcast_group cp_size tp_rank micro_batch_size seq_length "
           "mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
           "is_pipeline_last_stage"),
-    _used(f"{_CORE}.utils", "get_batch_on_this_cp_rank", part="script", first="batch",
+    row(f"{_CORE}.utils", "get_batch_on_this_cp_rank", part="script", first="batch",
           takes="is_hybrid_cp cp_group"),
-    _used(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", part="script", first="batch"),
-    _used(f"{_CORE}.utils", "get_attr_wrapped_model", part="script", first="model attr"),
-    _used(_TRAINING, "pretrain", part="script",
+    row(f"{_CORE}.utils", "flatten_batch_for_packed_sequences", part="script", first="batch"),
+    row(f"{_CORE}.utils", "get_attr_wrapped_model", part="script", first="model attr"),
+    row(_TRAINING, "pretrain", part="script",
           first="cfg_container train_valid_test_dataset_provider model_type"),
-    _used(f"{_TRAINING}.argument_utils", "gpt_config_from_args", part="script", first="args"),
-    _used(f"{_TRAINING}.argument_utils", "hybrid_config_from_args", part="script", first="args"),
-    _used(f"{_TRAINING}.argument_utils", "pretrain_cfg_container_from_args", part="script",
+    row(f"{_TRAINING}.argument_utils", "gpt_config_from_args", part="script", first="args"),
+    row(f"{_TRAINING}.argument_utils", "hybrid_config_from_args", part="script", first="args"),
+    row(f"{_TRAINING}.argument_utils", "pretrain_cfg_container_from_args", part="script",
           first="args model_cfg"),
-    _used(f"{_TRAINING}.arguments", "add_megatron_arguments", part="script", first="parser"),
-    _used(f"{_TRAINING}.arguments", "parse_and_validate_args", part="script",
+    row(f"{_TRAINING}.arguments", "add_megatron_arguments", part="script", first="parser"),
+    row(f"{_TRAINING}.arguments", "parse_and_validate_args", part="script",
           takes="args_defaults"),
-    _used(f"{_CORE}.packed_seq_params", "PackedSeqParams", part="script",
+    row(f"{_CORE}.packed_seq_params", "PackedSeqParams", part="script",
           takes="qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv"),
-    _used(f"{_CORE}.datasets.gpt_dataset", "GPTDatasetConfig", part="script",
+    row(f"{_CORE}.datasets.gpt_dataset", "GPTDatasetConfig", part="script",
           takes="random_seed sequence_length blend blend_per_split split "
           "num_dataset_builder_threads path_to_cache mmap_bin_files tokenizer reset_position_ids "
           "reset_attention_mask eod_mask_loss inter_document_masking create_attention_mask "
@@ -362,23 +314,23 @@ USED: tuple[Used, ...] = (
     *_names(f"{_TRAINING}.utils",
             "get_blend_and_blend_per_split is_first_or_last_pipeline_stage", part="script"),
     # What is kept in, or returned by, what the plugin replaces.
-    _used(f"{_CORE}.models.gpt.gpt_model", "GPTModel.__init__",
+    row(f"{_CORE}.models.gpt.gpt_model", "GPTModel.__init__",
           has="rotary_pos_emb pg_collection"),
-    _used(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.__init__",
+    row(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.__init__",
           has="rotary_pos_emb pg_collection hybrid_layer_pattern", since=(0, 18)),
-    _used(f"{_TRAINING}.training", "setup_model_and_optimizer", part="training",
+    row(f"{_TRAINING}.training", "setup_model_and_optimizer", part="training",
           returns=("model",)),
-    _used(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
+    row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
           has="cp_group"),
-    _used(f"{_TRAINING}.training", "train_step", part="record",
+    row(f"{_TRAINING}.training", "train_step", part="record",
           returns=TRAIN_STEP),
-    _used(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__", part="cpu",
+    row(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__", part="cpu",
           has="hidden_size_per_partition num_attention_heads_per_partition"),
-    _used(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict", part="cpu",
+    row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict", part="cpu",
           has="optimizer"),
-    _used(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
+    row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
           part="cpu", has="optimizer"),
-    _used(f"{_CORE}.optimizer.distrib_optimizer",
+    row(f"{_CORE}.optimizer.distrib_optimizer",
           "DistributedOptimizer._set_main_param_and_optimizer_states", part="cpu",
           has="optimizer"),
 )
@@ -398,7 +350,7 @@ def markdown() -> str:
     """The tables, as patches/README.md has them."""
     lines: list[str] = []
     for part, title in _PARTS.items():
-        rows = [row for row in NAMES if row.part == part]
+        rows = [name for name in NAMES if name.part == part]
         if rows:
             lines += [f"{title}:", "", "| name | why | relied on | versions |"]
             lines += ["| --- | --- | --- | --- |"]
@@ -406,7 +358,7 @@ def markdown() -> str:
             lines.append("")
     lines += ["## What is used as it is", ""]
     for part, title in _PARTS.items():
-        rows = [row for row in USED if row.part == part]
+        rows = [name for name in USED if name.part == part]
         if rows:
             lines += [f"{title}:", "", "| name | relied on | versions |", "| --- | --- | --- |"]
             lines += [f"| `{r.path}` | {_shape(r)} | {_range(r)} |" for r in rows]
@@ -420,17 +372,17 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shape(row: Name) -> str:
+def _shape(name: Name) -> str:
     said = []
-    if row.first:
-        said.append(f"first {_words(row.first)}")
-    if row.parameters:
-        takes = "only" if isinstance(row, Used) and row.closed else "takes"
-        said.append(f"{takes} {_words(row.parameters)}")
-    if isinstance(row, Used) and row.attributes:
-        said.append(f"has {_words(row.attributes)}")
-    if isinstance(row, Used) and row.returned:
-        said.append(f"returns {_words(name or '...' for name in row.returned)}")
+    if name.first:
+        said.append(f"first {_words(name.first)}")
+    if name.parameters:
+        takes = "only" if name.closed else "takes"
+        said.append(f"{takes} {_words(name.parameters)}")
+    if name.attributes:
+        said.append(f"has {_words(name.attributes)}")
+    if name.returned:
+        said.append(f"returns {_words(name or '...' for name in name.returned)}")
     return "; ".join(said)
 
 
@@ -438,10 +390,10 @@ def _words(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _range(row: Name) -> str:
-    if row.before:
-        return f"{_text(row.since) + ' to ' if row.since else ''}before {_text(row.before)}"
-    return f"from {_text(row.since)}" if row.since else "all"
+def _range(name: Name) -> str:
+    if name.before:
+        return f"{_text(name.since) + ' to ' if name.since else ''}before {_text(name.before)}"
+    return f"from {_text(name.since)}" if name.since else "all"
 
 
 def _text(version: Version | None) -> str:

@@ -169,10 +169,6 @@ def main(argv: Sequence[str]) -> int:
 def plan_of(line: CommandLine, known: Namespace) -> Plan:
     """The runs that a command line asks for.
 
-    Args:
-        line: Flags of `megatron-cp train`.
-        known: Those of this command.
-
     Raises:
         ConfigError: The sizes do not fit.
     """
@@ -247,11 +243,6 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
 
 def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:
     """Runs all jobs of one dtype.
-
-    Args:
-        dtype: A name of `_DTYPES`.
-        line: Flags of `megatron-cp train`.
-        known: Flags of this command.
 
     Raises:
         ContextParallelError: A job failed, or its weights or samples are not those of the

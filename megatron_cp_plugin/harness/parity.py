@@ -196,13 +196,7 @@ class Comparison:
 
 
 def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Comparison:
-    """Compares a run with a reference that has the same model shards.
-
-    Args:
-        reference: Recording to be equal to.
-        run: Recording of the run in question.
-        tolerances: Largest relative errors allowed.
-    """
+    """Compares a run with a reference that has the same model shards."""
     problems = [*_disagreements(run), *_different_starts(reference, run)]
     loss = Worst()
     expected_losses, losses = reference.losses(), run.losses()

@@ -150,12 +150,7 @@ def sum_of_losses(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Builds the training, validation and test sets.
-
-    Args:
-        num_samples: How many samples each of them needs.
-        vp_stage: Virtual pipeline stage.
-    """
+    """Builds the training, validation and test sets."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(

@@ -16,6 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.models import PublicModel, model_named
 from megatron_cp_plugin.harness.shell import UNKNOWN, Command, Word, commands
@@ -261,8 +265,6 @@ def _of_flags(command: Command) -> Recipe:
 
 def _parser() -> argparse.ArgumentParser:
     """Megatron's."""
-    from megatron.training.arguments import add_megatron_arguments
-
     return speak_in_one_line(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
@@ -332,8 +334,6 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
 
 def _pairs(command: Command) -> Iterator[tuple[str, Any, Word]]:
     """KEY=VALUE as Hydra takes them."""
-    import yaml
-
     for word in command:
         key, equals, text = word.text.lstrip("+").partition("=")
         if not equals or key.startswith("-"):
@@ -344,12 +344,7 @@ def _pairs(command: Command) -> Iterator[tuple[str, Any, Word]]:
             yield key, text, word
 
 
-def _config_fields() -> set[str]:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    return {one.name for one in fields(MLATransformerConfig)}
-
-
+_FIELDS = {one.name for one in fields(MLATransformerConfig)}  # of a model's configuration
 _FIELDS_OF_ARGS = {"num_moe_experts": "num_experts"}
 
 
@@ -363,7 +358,7 @@ def _set(recipe: Recipe, name: str, value: Any, word: Word) -> None:
 
 
 def _of_verl(command: Command) -> Recipe:
-    recipe, known = Recipe("verl"), _config_fields()
+    recipe, known = Recipe("verl"), _FIELDS
     recipe.settings |= {"bf16": True, "sequence_parallel": True, "use_distributed_optimizer": True}
     recipe.settings |= {"micro_batch_size": 1, "sft": True, "mtp_num_layers": 0}
     per_gpu, counts, mtp = None, {}, {}
@@ -406,7 +401,7 @@ def _of_verl(command: Command) -> Recipe:
 
 
 def _of_bridge(command: Command) -> Recipe:
-    recipe, known = Recipe("Megatron-Bridge"), _config_fields()
+    recipe, known = Recipe("Megatron-Bridge"), _FIELDS
     recipe.settings |= {"bf16": True, "micro_batch_size": 1}
     words = [word.text for word in command]
     names = [after for word, after in pairwise(words) if word == "--recipe"]
@@ -441,9 +436,7 @@ def _is_swift(keys: Sequence[str]) -> bool:
 
 
 def _of_swift(command: Command) -> Recipe:
-    import yaml
-
-    recipe, known = Recipe("ms-swift"), _config_fields()
+    recipe, known = Recipe("ms-swift"), _FIELDS
     recipe.settings |= {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 1}
     recipe.settings |= {"mtp_num_layers": 0, "expert_tensor_parallel_size": 1}
     own: dict[str, Any] = {}
@@ -482,8 +475,6 @@ def _of_swift(command: Command) -> Recipe:
 
 def _of_yaml(path: Path) -> Command:
     """A file of settings as KEY=VALUE, and a run file of ours as flags."""
-    import yaml
-
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -32,12 +32,7 @@ class Rows:
     parts: Mapping[str, int]
 
     def split(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """Returns the rows of each part by name, or the whole if the shape is another one.
-
-        Args:
-            name: The parameter's name.
-            weight: [groups * sum of the parts, ...].
-        """
+        """Returns a weight [groups * sum of the parts, ...] by parts; of another shape as it is."""
         sizes = list(self.parts.values())
         if weight.shape[0] != self.groups * sum(sizes):
             return {name: weight}
@@ -53,9 +48,6 @@ def rows_of_weights(model: Any) -> dict[str, Rows]:
 
     Of the weights only: a bias of K moves all scores of a query alike, so its gradient is nothing
     but rounding, and has no relative error.
-
-    Args:
-        model: Megatron's list of model chunks.
     """
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention

@@ -14,8 +14,9 @@ from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
-from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS, ExampleSpans
+from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
 # The value of --context-parallel-algo that means "Megatron's own path, untouched".
@@ -194,31 +195,27 @@ class PluginFlags:
             self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
-        settings = {
-            "--cp-kernel": self.kernel != "auto",
-            "--cp-options": bool(self.options),
-            "--cp-linear-model": self.linear_model is not None,
-            "--cp-recompute-attention": self.recompute_attention,
-            "--cp-chunked-loss": self.chunked_loss is not None,
-            "--cp-send-latents": self.send_latents,
+        any_algorithm, auto = "an algorithm of the plugin", "--context-parallel-algo auto"
+        given = {
+            "--cp-kernel": (self.kernel != "auto", any_algorithm),
+            "--cp-options": (bool(self.options), any_algorithm),
+            "--cp-linear-model": (self.linear_model is not None, any_algorithm),
+            "--cp-recompute-attention": (self.recompute_attention, any_algorithm),
+            "--cp-chunked-loss": (self.chunked_loss is not None, any_algorithm),
+            "--cp-send-latents": (self.send_latents, any_algorithm),
+            "--cp-machine": (self.machine is not None, auto),
+            "--cp-mean-document": (self.mean_document is not None, auto),
+            EXAMPLE_SPANS: (self.example_spans is not None, auto),
+            "--cp-explain": (self.explain, auto),
         }
-        for name, given in settings.items():
-            if self.algo is None and given:
-                raise ConfigError(
-                    f"{name} needs an algorithm of the plugin, got none: "
-                    f"add --context-parallel-algo zigzag, or leave {name} out"
+        for name, (asked, needed) in given.items():
+            if asked and not (self.is_auto or (needed == any_algorithm and self.algo is not None)):
+                example, got = (
+                    ("auto", self.algo or MEGATRON) if needed == auto else ("zigzag", "none")
                 )
-        of_auto = {
-            "--cp-machine": self.machine is not None,
-            "--cp-mean-document": self.mean_document is not None,
-            EXAMPLE_SPANS: self.example_spans is not None,
-            "--cp-explain": self.explain,
-        }
-        for name, given in of_auto.items():
-            if given and not self.is_auto:
                 raise ConfigError(
-                    f"{name} needs --context-parallel-algo auto, got {self.algo or MEGATRON}: "
-                    f"choose auto, or leave {name} out"
+                    f"{name} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
+                    f"leave {name} out"
                 )
         if self.chunked_loss is not None and self.chunked_loss < 1:
             raise ConfigError(
@@ -247,7 +244,7 @@ class PluginFlags:
             )
         document_lengths(self.mean_document, "--cp-mean-document")
         if self.example_spans is not None:
-            ExampleSpans.read(self.example_spans)
+            example_spans.read(self.example_spans)
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""

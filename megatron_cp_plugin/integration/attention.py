@@ -136,13 +136,7 @@ class ContextParallelAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Returns the parameter for a distributed checkpoint, if there is one, split by heads.
-
-        Args:
-            prefix: Of its key.
-            sharded_offsets: What modules around it have split already.
-            metadata: Holds the data- and context-parallel group.
-        """
+        """Returns the parameter for a distributed checkpoint, if there is one, split by heads."""
         return sharded_by_heads(self, prefix, sharded_offsets, self.tp_group, metadata)
 
     def forward(
@@ -238,15 +232,7 @@ def sharded_by_heads(
     tp_group: dist.ProcessGroup,
     metadata: dict[str, Any] | None,
 ) -> Any:
-    """Returns a module's parameters [h, ...] for a distributed checkpoint.
-
-    Args:
-        module: All of its parameters are split by heads.
-        prefix: Of their keys.
-        sharded_offsets: What modules around it have split already.
-        tp_group: The tensor-parallel group.
-        metadata: Holds the data- and context-parallel group.
-    """
+    """Returns a module's parameters [h, ...] for a distributed checkpoint."""
     parameters = module.state_dict(prefix="", keep_vars=True)
     return make_sharded_tensors_for_checkpoint(
         parameters,

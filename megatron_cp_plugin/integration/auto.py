@@ -146,11 +146,6 @@ def fastest(
 ) -> tuple[PluginFlags, str | None]:
     """The contender that is fastest on the GPUs of the job; a collective operation of all ranks.
 
-    Args:
-        resolved: The same on all ranks.
-        group: The context-parallel group.
-        device: Where the run computes.
-
     Returns:
         Its flags, and what to say about it; None if nothing was measured.
     """
@@ -338,9 +333,6 @@ def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> l
 def check_same(flags: PluginFlags) -> None:
     """Compares the choices of all ranks of the job; a collective operation.
 
-    Args:
-        flags: As `resolve` gave them.
-
     Raises:
         ContextParallelError: On all ranks, if some have chosen otherwise.
     """
@@ -385,10 +377,10 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
             )
     softmax = Kind("full attention", settings.shape(seq_length), Mask())
     linear = _linear(flags, settings, seq_length)
-    example = flags.example_spans and example_spans.ExampleSpans.read(flags.example_spans)
+    example = flags.example_spans
     if pattern:
         if example:
-            softmax = replace(softmax, mask=example.mask(seq_length, (), None))
+            softmax = replace(softmax, mask=example_spans.mask_of(example, seq_length, (), None))
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
     window = settings.window
@@ -403,9 +395,10 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
             continue
         own = window if _has_window(settings, number + 1) else None
         name = "full attention" if own is None else f"windows of {own} tokens"
-        mask = Mask(True, own, documents)
         if example:
-            mask = example.mask(seq_length, documents, own)
+            mask = example_spans.mask_of(example, seq_length, documents, own)
+        else:
+            mask = Mask(True, own, documents)
         found.append(replace(softmax, name=name, mask=mask))
     return found
 

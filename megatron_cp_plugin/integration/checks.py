@@ -25,11 +25,6 @@ from megatron_cp_plugin.kernels.selfcheck import check_kernel
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     """Checks Megatron's arguments as parsed, before Megatron validates them.
 
-    Args:
-        args: Megatron's namespace.
-        config: The run's configuration.
-        device: Where the run computes.
-
     Returns:
         The name of the attention kernel; None where the arguments do not say enough.
 
@@ -88,12 +83,7 @@ def _check_kernel(settings: Settings) -> str | None:
 
 
 def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
-    """Returns lines on what a run uses, None for what it does not.
-
-    Args:
-        settings: Megatron's arguments as parsed, with the run's configuration.
-        kernel: What `check_arguments` gave.
-    """
+    """Returns lines on what a run uses, None for what it does not."""
     yield describe(settings.cp, kernel)
     yield describe_heads(settings)
     if settings.window is not None:

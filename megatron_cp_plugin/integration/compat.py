@@ -56,10 +56,6 @@ def check(*parts: Part, allow_untested: bool) -> None:
 def check_args(args: Any, place: Place = "args") -> None:
     """Checks that Megatron's command line has the settings that the plugin reads.
 
-    Args:
-        args: Megatron's namespace.
-        place: Whether it is as parsed or as validated.
-
     Raises:
         ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
     """
@@ -75,11 +71,7 @@ def running_version() -> tuple[Version, str]:
 
 
 def problems(*parts: Part) -> list[str]:
-    """Returns what of the running Megatron is not as `contract` says, one line each.
-
-    Args:
-        parts: What of the plugin to look at.
-    """
+    """Returns what of the running Megatron is not as `contract` says, one line each."""
     version, _ = running_version()
     rows = [row for row in NAMES if row.part in ("any", *parts) and row.is_in(version)]
     found = [line for row in rows for line in differences(row)]

@@ -88,9 +88,6 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
 def install(allow_untested: bool = False) -> None:
     """Activates the CPU platform for the rest of this process; a second call does nothing.
 
-    Args:
-        allow_untested: Whether the version of Megatron may be one that nobody ran.
-
     Raises:
         ContextParallelError: It is such a version, or not as `contract` says.
     """

@@ -171,10 +171,6 @@ def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
 def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | None:
     """Copies the boundaries to the host, which waits for the GPU once a micro-batch.
 
-    Args:
-        packed: What a model was given.
-        size: Context-parallel ranks of the run.
-
     Raises:
         ContextParallelError: Queries and keys differ, documents are padded, or the group is not
             that of the run.
@@ -285,10 +281,6 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
 
 def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
     """Where documents begin in what a layer was given.
-
-    Args:
-        packed: A `DocumentMask`, or None.
-        seq_len: Tokens of the whole sequence.
 
     Raises:
         ContextParallelError: It is something else, or of another number of tokens.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_cp_plugin.core.masks.slices import Slices
@@ -13,54 +12,40 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 EXAMPLE_SPANS = "--cp-example-spans"
 
 
-@dataclass(frozen=True)
-class ExampleSpans:
-    """What queries see in a batch that stands for all.
+def read(path: str) -> list[list[object]]:
+    """Returns what a JSON file has in the place of a batch's attention_spans.
 
-    Attributes:
-        name: Of the file. spans: As `attention_spans`.
+    Raises:
+        ConfigError: There is no such file, or it has no list of slices.
     """
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{EXAMPLE_SPANS} {path} cannot be read, {reason}: name a JSON file with a list of "
+            "slices"
+        ) from None
+    if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
+        raise ConfigError(
+            f"{EXAMPLE_SPANS} {path} must have a list of slices such as [[0, 64, 0, 64, 1]]: "
+            "write what a batch has as attention_spans"
+        )
+    return found
 
-    name: str
-    spans: tuple[tuple[object, ...], ...]
 
-    @classmethod
-    def read(cls, path: str) -> ExampleSpans:
-        """Reads a JSON list of slices.
+def mask_of(path: str, seq_len: int, documents: tuple[int, ...], window: int | None) -> Mask:
+    """The mask of a layer over a sequence of so many tokens.
 
-        Raises:
-            ConfigError: There is no such file, or it is no such list.
-        """
-        try:
-            found = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(
-                f"{EXAMPLE_SPANS} {path} cannot be read, {reason}: name a JSON file with a list "
-                "of slices"
-            ) from None
-        if not isinstance(found, list) or not all(isinstance(one, list) for one in found):
-            raise ConfigError(
-                f"{EXAMPLE_SPANS} {path} must have a list of slices such as [[0, 64, 0, 64, 1]]: "
-                "write what a batch has as attention_spans"
-            )
-        return cls(Path(path).name, tuple(map(tuple, found)))
-
-    def mask(self, seq_len: int, documents: tuple[int, ...], window: int | None) -> Mask:
-        """The mask of a layer.
-
-        Args:
-            seq_len: Tokens of the whole sequence.
-            documents: As of `document_starts`.
-            window: As of `Mask`.
-
-        Raises:
-            ConfigError: The slices do not fit, or name a query and a key twice.
-        """
-        try:
-            return Mask.of(Slices.of(self.spans, seq_len, documents), window)
-        except ContextParallelError as error:
-            raise ConfigError(f"{EXAMPLE_SPANS} {self.name}: {error}") from None
+    Raises:
+        ConfigError: As `read`; or the slices do not fit, or name a query and a key twice.
+    """
+    try:
+        return Mask.of(Slices.of(read(path), seq_len, documents), window)
+    except ContextParallelError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{EXAMPLE_SPANS} {Path(path).name}: {error}") from None
 
 
 def words(path: str, mask: Mask, seq_len: int) -> str:

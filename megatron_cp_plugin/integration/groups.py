@@ -22,13 +22,6 @@ def set_up_groups(
 ) -> None:
     """Makes all process groups that the run's algorithms need, by all ranks of the job.
 
-    Args:
-        runtime: Of the run.
-        args: Megatron's namespace, validated; None where there is none.
-        config: Of the model.
-        groups: The model's ProcessGroupCollection; None: Megatron's own groups.
-        recurrent: Whether the model has recurrent layers beside those of its configuration.
-
     Raises:
         ConfigError: The model is configured for another number of context-parallel ranks.
     """

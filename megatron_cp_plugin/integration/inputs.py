@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 from zlib import crc32
@@ -51,6 +52,53 @@ _REMEDY = (
 )
 
 
+@dataclass
+class _Call:
+    """A forward pass of a model: what it is given by name, for which ranks, and who sees whom."""
+
+    model: Any
+    given: dict[str, Any]
+    group: dist.ProcessGroup
+    mask: DocumentMask | None = None
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks hidden states are scattered within a context-parallel rank."""
+        config = self.model.config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    @property
+    def tokens(self) -> int | None:
+        """How many of each sequence this rank was given; None: another stage knows."""
+        hidden, ids = self.given.get("decoder_input"), self.given.get("input_ids")
+        if isinstance(hidden, Tensor):
+            return hidden.size(0) * self.parts
+        if not getattr(self.model, "pre_process", True) or not isinstance(ids, Tensor):
+            return (
+                None  # some callers hand whole samples to later stages, which do not look at them
+            )
+        return ids.size(-1)
+
+    @property
+    def local_tokens(self) -> int | None:
+        """How many this rank has, whatever else may be whole; None: nothing says it."""
+        given, mask = self.given, self.mask
+        if not getattr(self.model, "pre_process", True):
+            hidden = getattr(self.model.decoder, "input_tensor", None)
+            return None if hidden is None else hidden.size(0) * self.parts
+        for name in ("labels", "loss_mask"):
+            if isinstance(given.get(name), Tensor):
+                tokens: int = given[name].size(-1)
+                return tokens
+        if mask is not None and mask.seq_len:
+            return mask.seq_len // self.group.size()
+        # Some callers embed whole samples, cut their embeddings, and hand on the whole ids.
+        found = [given["input_ids"].size(-1)] if isinstance(given.get("input_ids"), Tensor) else []
+        if isinstance(given.get("decoder_input"), Tensor):
+            found.append(given["decoder_input"].size(0) * self.parts)
+        return min(found, default=None)
+
+
 class Inputs(ABC):
     """Looks at what a model is given, and gives it packed_seq_params as a mask.
 
@@ -81,47 +129,41 @@ class Inputs(ABC):
         forward = getattr(model.forward, "__func__", model.forward)  # refers to no model
         if forward is not self._forward:  # programs may replace it
             self._forward, self._signature = forward, inspect.signature(model.forward)
-        call = self._signature.bind(*args, **kwargs)
-        given, mask, fault = call.arguments, None, None
-        group = self._group
+        bound = self._signature.bind(*args, **kwargs)
+        call, fault = _Call(model, bound.arguments, self._group), None
         try:
-            group = self._group_of(model, given.get("packed_seq_params"))
-            _check_cache(given, group)
-            mask = self._mask_of(model, given, group)
-            _check_spans(model, mask, self._runtime.config, carries=self._recurrent)
-            self._stages.compare(mask)
-            _check_capture(model, mask)
-            self._cut_whole(model, given, mask, group)
-            self._check(model, given, mask, group)
+            call.group = self._group_of(model, call.given.get("packed_seq_params"))
+            _check_cache(call)
+            call.mask = self._mask_of(call)
+            _check_spans(call, self._runtime.config, carries=self._recurrent)
+            self._stages.compare(call.mask)
+            _check_capture(call)
+            self._cut_whole(call)
+            self._check(call)
         except ContextParallelError as error:
             fault = str(error)
-        held = self._held(model, given, mask)
+        held, group = self._held(call), call.group
         compared = self._calls.compare(fault, group, held, lambda *_: _OTHER_DOCUMENTS)
         if held is not None and not compared and group.size() > 1:
             number = torch.full((1,), crc32(repr(held).encode()), device=_device(model))
             if not capturing(number):
                 self._later.compare_later(number, group, _OTHER_DOCUMENTS)
-        self._runtime.mask = mask
-        if mask is not None:
-            given["packed_seq_params"] = mask
-        return call.args, call.kwargs
+        self._runtime.mask = call.mask
+        if call.mask is not None:
+            call.given["packed_seq_params"] = call.mask
+        return bound.args, bound.kwargs
 
     def _group_of(self, model: Any, packed: Any) -> dist.ProcessGroup:
         """The context-parallel ranks of a micro-batch."""
         return self._group
 
-    def _cut_whole(
-        self,
-        model: nn.Module,
-        given: dict[str, Any],
-        mask: DocumentMask | None,
-        group: dist.ProcessGroup,
-    ) -> None:
+    def _cut_whole(self, call: _Call) -> None:
         """Keeps this rank's part of what may be whole beside a rank's tokens.
 
         That is multimodal position ids [3,b,N], which Megatron's embedding of positions would cut,
         and embeddings [N,b,H], into which images were inserted before the split.
         """
+        given, mask, group = call.given, call.mask, call.group
         ids, hidden, size = given.get("position_ids"), given.get("decoder_input"), group.size()
         multimodal = isinstance(ids, Tensor) and is_multimodal(ids)
         if multimodal and mask is not None and mask.positions is not None:
@@ -131,9 +173,9 @@ class Inputs(ABC):
             )
         if size == 1 or not (multimodal or isinstance(hidden, Tensor)):
             return
-        local = _local_tokens(model, given, mask, size)
+        local = call.local_tokens
         whole: dict[str, tuple[Any, int, int]] = {
-            "decoder_input": (hidden, 0, _parts(model)),
+            "decoder_input": (hidden, 0, call.parts),
             "position_ids": (ids if multimodal else None, 2, 1),
         }
         for name, (tensor, dim, parts) in whole.items():
@@ -169,24 +211,14 @@ class Inputs(ABC):
         self._later.finish()
 
     @abstractmethod
-    def _mask_of(
-        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
-    ) -> DocumentMask | None:
+    def _mask_of(self, call: _Call) -> DocumentMask | None:
         """Whom tokens see, by what a model is given."""
 
     @abstractmethod
-    def _check(
-        self,
-        model: nn.Module,
-        given: Mapping[str, Any],
-        mask: DocumentMask | None,
-        group: dist.ProcessGroup,
-    ) -> None:
+    def _check(self, call: _Call) -> None:
         """Raises: ContextParallelError if tokens do not belong to the mask."""
 
-    def _held(
-        self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None
-    ) -> object:
+    def _held(self, call: _Call) -> object:
         """What ranks should have in common, in plain types; None: batches were compared."""
         return None
 
@@ -199,23 +231,16 @@ class SplitInputs(Inputs):
         self._batches = batches
         self._cut: Cut | None = None
 
-    def _mask_of(
-        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
-    ) -> DocumentMask | None:
-        self._cut = _cut(given, self._batches, group) if group.size() > 1 else None
-        mask = document_mask(given.get("packed_seq_params"), group.size())
+    def _mask_of(self, call: _Call) -> DocumentMask | None:
+        given, size = call.given, call.group.size()
+        self._cut = _cut(given, self._batches, call.group) if size > 1 else None
+        mask = document_mask(given.get("packed_seq_params"), size)
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
 
-    def _check(
-        self,
-        model: nn.Module,
-        given: Mapping[str, Any],
-        mask: DocumentMask | None,
-        group: dist.ProcessGroup,
-    ) -> None:
+    def _check(self, call: _Call) -> None:
         if self._cut is not None:
-            _check_documents(self._cut, mask)
+            _check_documents(self._cut, call.mask)
 
 
 class CutInputs(Inputs):
@@ -250,26 +275,19 @@ class CutInputs(Inputs):
             )
         return group
 
-    def _mask_of(
-        self, model: nn.Module, given: Mapping[str, Any], group: dist.ProcessGroup
-    ) -> DocumentMask | None:
+    def _mask_of(self, call: _Call) -> DocumentMask | None:
         self._later.clear()  # of a call that has failed
         if not self._called:
             # Frameworks give a model other position embeddings, or layers, once it is built.
-            use_layout(model, self._runtime)
-            use_attention(model, self._runtime)
+            use_layout(call.model, self._runtime)
+            use_attention(call.model, self._runtime)
             self._called = True
-        packed, layout = given.get("packed_seq_params"), self._runtime.config.layout
-        return mask_of_cut(packed, layout, group)
+        packed, layout = call.given.get("packed_seq_params"), self._runtime.config.layout
+        return mask_of_cut(packed, layout, call.group)
 
-    def _check(
-        self,
-        model: nn.Module,
-        given: Mapping[str, Any],
-        mask: DocumentMask | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        tokens, size = _tokens_of(model, given), group.size()
+    def _check(self, call: _Call) -> None:
+        tokens, mask, group = call.tokens, call.mask, call.group
+        size = group.size()
         if tokens is None:
             return
         total = tokens * size
@@ -283,7 +301,7 @@ class CutInputs(Inputs):
         layout = self._runtime.config.layout.within(mask.starts if mask else ())
         layout.spans(group.rank(), size, total)
         if size > 1 and (mask is None or mask.has_documents):
-            self._check_positions(given, total, group)
+            self._check_positions(call.given, total, group)
 
     def _check_positions(
         self, given: Mapping[str, Any], total: int, group: dist.ProcessGroup
@@ -303,11 +321,9 @@ class CutInputs(Inputs):
             elif fault := check():
                 raise ContextParallelError(fault)
 
-    def _held(
-        self, model: nn.Module, given: Mapping[str, Any], mask: DocumentMask | None
-    ) -> object:
-        held = (mask.seq_len, mask.starts, mask.spans) if mask else None
-        return held, _tokens_of(model, given)
+    def _held(self, call: _Call) -> object:
+        mask = call.mask
+        return (mask.seq_len, mask.starts, mask.spans) if mask else None, call.tokens
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -381,13 +397,12 @@ def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
     return spans.beside(mask)
 
 
-def _check_spans(
-    model: Any, mask: DocumentMask | None, config: ContextParallelConfig, *, carries: bool
-) -> None:
+def _check_spans(call: _Call, config: ContextParallelConfig, *, carries: bool) -> None:
     """Refuses spans where a layer would not see by them."""
+    mask = call.mask
     if mask is None or mask.spans is None:
         return
-    settings = Settings(model.config)
+    settings = Settings(call.model.config)
     reasons = {
         "recurrent layers carry their state on along the sequence": carries,
         "DSA layers choose the keys that a query sees": settings.is_sparse,
@@ -407,63 +422,27 @@ def _check_spans(
         )
 
 
-def _check_cache(given: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def _check_cache(call: _Call) -> None:
     """Refuses generation: Megatron counts the positions of its caches by whole sequences."""
     for name in ("inference_context", "inference_params"):
-        if given.get(name) is not None and group.size() > 1:
+        if call.given.get(name) is not None and call.group.size() > 1:
             raise ContextParallelError(
                 f"context parallelism does not support Megatron's KV cache, got {name} with "
-                f"context_parallel_size {group.size()}: leave it out, generate with a model of "
-                "context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
+                f"context_parallel_size {call.group.size()}: leave it out, generate with a model "
+                "of context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
             )
 
 
-def _check_capture(model: Any, mask: DocumentMask | None) -> None:
-    settings = Settings(model.config)
+def _check_capture(call: _Call) -> None:
+    settings, mask = Settings(call.model.config), call.mask
     if mask and settings.captures_attention:
-        got = "attention_spans" if mask and mask.spans is not None else "packed sequences"
+        got = "attention_spans" if mask.spans is not None else "packed sequences"
         other = got if got == "attention_spans" else "packed_seq_params"
         raise ContextParallelError(
             f"--cuda-graph-impl {settings.graphs} keeps the documents of the batch that was "
             f"captured, got {got}: use --cuda-graph-impl transformer_engine --cuda-graph-modules "
             f"mlp, or leave it or {other} out"
         )
-
-
-def _tokens_of(model: Any, given: Mapping[str, Any]) -> int | None:
-    """How many tokens of each sequence this rank was given; None: another stage knows."""
-    hidden, ids = given.get("decoder_input"), given.get("input_ids")
-    if isinstance(hidden, Tensor):
-        return hidden.size(0) * _parts(model)
-    if not getattr(model, "pre_process", True) or not isinstance(ids, Tensor):
-        return None  # some callers hand whole samples to later stages, which do not look at them
-    return ids.size(-1)
-
-
-def _parts(model: Any) -> int:
-    """Over how many ranks hidden states are scattered within a context-parallel rank."""
-    config = model.config
-    return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-
-def _local_tokens(
-    model: Any, given: Mapping[str, Any], mask: DocumentMask | None, size: int
-) -> int | None:
-    """How many tokens this rank has, whatever else may be whole; None: nothing says it."""
-    if not getattr(model, "pre_process", True):
-        hidden = getattr(model.decoder, "input_tensor", None)
-        return None if hidden is None else hidden.size(0) * _parts(model)
-    for name in ("labels", "loss_mask"):
-        if isinstance(given.get(name), Tensor):
-            tokens: int = given[name].size(-1)
-            return tokens
-    if mask is not None and mask.seq_len:
-        return mask.seq_len // size
-    # Some callers embed whole samples, cut their embeddings, and hand on the whole ids.
-    found = [given["input_ids"].size(-1)] if isinstance(given.get("input_ids"), Tensor) else []
-    if isinstance(given.get("decoder_input"), Tensor):
-        found.append(given["decoder_input"].size(0) * _parts(model))
-    return min(found, default=None)
 
 
 def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:

@@ -58,9 +58,6 @@ class Installer(ABC):
     def install(self, *, allow_untested: bool) -> None:
         """Replaces Megatron's functions; call before others import their names.
 
-        Args:
-            allow_untested: Whether the version of Megatron may be one that nobody ran.
-
         Raises:
             ContextParallelError: It is such a version, or not as `contract` says.
         """

@@ -33,12 +33,7 @@ from megatron_cp_plugin.integration.settings import Settings
 
 
 def shape_of_latents(settings: Settings, tokens: int) -> Shape:
-    """Returns what an algorithm takes a layer of a tensor-parallel rank for.
-
-    Args:
-        settings: Of a model with multi-latent attention.
-        tokens: Of the whole sequence.
-    """
+    """Returns what an algorithm takes a layer of a tensor-parallel rank for."""
     whole = settings.shape(tokens)
     sizes = settings.kv_lora_rank, settings.qk_pos_emb_head_dim, whole.head_dim, whole.value_dim
     wire = Wire(whole.heads, *sizes)

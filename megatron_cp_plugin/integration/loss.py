@@ -27,16 +27,7 @@ def forward_step_calc_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls Megatron's function of this name with a loss that it divides rightly.
-
-    Args:
-        original: Megatron's.
-        model: The model.
-        output: What it computed.
-        loss_func: Of the training script; None inside the pipeline.
-        config: Of the model.
-        args, kwargs: Whatever else it takes.
-    """
+    """Calls Megatron's function of this name with a loss that it divides rightly."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()

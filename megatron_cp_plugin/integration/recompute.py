@@ -15,21 +15,12 @@ from megatron_cp_plugin.integration.settings import Settings
 
 
 def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Calls Megatron's or Transformer Engine's `checkpoint` with a function that keeps attention.
-
-    Args:
-        original: The checkpoint.
-        function: What it runs, and later runs again.
-        args: Whatever else the checkpoint takes.
-    """
+    """Calls Megatron's or Transformer Engine's `checkpoint`; the function keeps attention."""
     return original(Checkpointed(function), *args)
 
 
 def describe(settings: Settings) -> str | None:
     """Returns one line on what is kept and how much memory it takes.
-
-    Args:
-        settings: Megatron's arguments as parsed, with the run's configuration.
 
     Returns:
         None where Megatron recomputes no attention.

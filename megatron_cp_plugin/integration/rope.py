@@ -140,11 +140,6 @@ def set_cos_sin_cache(
     Megatron cuts the table by its own layout, and fails where the original length of the model is
     no multiple of 2P. Only fused kernels of multi-latent attention read it, which are refused where
     there is something to cut.
-
-    Args:
-        original: Megatron's.
-        embedding: Whose table it is.
-        args, kwargs: As Megatron's.
     """
     if embedding.cp_group is None or embedding.cp_group.size() == 1:
         original(embedding, *args, **kwargs)

@@ -95,10 +95,6 @@ def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
 def check(door: Door, settings: Settings) -> None:
     """Refuses what the table does not let through a door.
 
-    Args:
-        door: By which settings come in.
-        settings: With the run's configuration, except at the door "sizes".
-
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """

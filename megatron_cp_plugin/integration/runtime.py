@@ -45,9 +45,7 @@ class Runtime:
         self._callers = callers
         self.mask: DocumentMask | None = None
         self._layout = config.layout
-        self._algorithms: dict[dist.ProcessGroup, Algorithm] = {}
-        self._linear: dict[dist.ProcessGroup, LinearAlgorithm] = {}
-        self._recurrent: dict[dist.ProcessGroup, StatePassing] = {}
+        self._algorithms: dict[tuple[str, dist.ProcessGroup], Any] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {ALONE: VirtualWorld(1).topology(0)}
         self._making: dict[dist.ProcessGroup, CollectiveGroupFactory] = {}
@@ -94,31 +92,34 @@ class Runtime:
 
         Where `set_up` has not made it, making one is a collective operation of the group's ranks.
         """
-        if group not in self._algorithms:
-            config, topology = self.config, self._topology(group)
-            options = dict(config.options)
-            if config.send_latents and "chunks" in registry.option_names(config.algo):
-                options = {"chunks": 1} | options  # latents are of all heads
-            self._algorithms[group] = registry.create(config.algo, topology, options)
-        return self._algorithms[group]
+        options = dict(self.config.options)
+        if self.config.send_latents and "chunks" in registry.option_names(self.config.algo):
+            options = {"chunks": 1} | options  # latents are of all heads
+        return self._made(registry.create, self.config.algo, group, options)
 
     def linear_algorithm(self, group: dist.ProcessGroup) -> LinearAlgorithm:
         """Returns the algorithm of linear attention over a group; otherwise as `algorithm`."""
-        if group not in self._linear:
-            config, topology = self.config, self._topology(group)
-            self._linear[group] = registry.create_linear(
-                config.algo, topology, dict(config.options)
-            )
-        return self._linear[group]
+        options = dict(self.config.options)
+        return self._made(registry.create_linear, self.config.algo, group, options)
 
     def recurrent_algorithm(self, group: dist.ProcessGroup) -> StatePassing:
         """Returns what passes the states of Megatron's own recurrent layers, as `algorithm`."""
-        if group not in self._recurrent:
-            layout = self._layout if group.size() > 1 else Contiguous()
-            made = registry.create_linear("lasp2", self._topology(group), {"layout": layout.name})
-            assert isinstance(made, StatePassing)
-            self._recurrent[group] = made
-        return self._recurrent[group]
+        layout = self._layout if group.size() > 1 else Contiguous()
+        return self._made(registry.create_linear, "lasp2", group, {"layout": layout.name})
+
+    def _made(
+        self,
+        create: Callable[..., Any],
+        algo: str,
+        group: dist.ProcessGroup,
+        options: dict[str, object],
+    ) -> Any:
+        if (algo, group) not in self._algorithms:
+            self._algorithms[algo, group] = create(algo, self._topology(group), options)
+        return self._algorithms[algo, group]
+
+    def _topology(self, group: dist.ProcessGroup) -> Topology:
+        return self._topologies.get(group) or topology_of(group)
 
     def serving(self, algo: str) -> Runtime:
         """Returns the runtime of the layers that have one of the run's algorithms."""
@@ -132,9 +133,6 @@ class Runtime:
             self._by_algo[algo] = Runtime(config)
             self._by_algo[algo]._topologies = self._topologies
         return self._by_algo[algo]
-
-    def _topology(self, group: dist.ProcessGroup) -> Topology:
-        return self._topologies.get(group) or topology_of(group)
 
     @property
     def has_groups(self) -> bool:
@@ -167,14 +165,7 @@ class Runtime:
         device: torch.device,
         documents: Documents = (),
     ) -> Tensor:
-        """Returns the global positions of this rank's tokens, int64 [S], in local order.
-
-        Args:
-            group: The context-parallel group.
-            seq_len: Tokens of the whole sequence.
-            device: Of the result.
-            documents: Where documents begin in this sequence, or who sees whom.
-        """
+        """Returns the global positions of this rank's tokens, int64 [S], in local order."""
         layout = self._layout.within(documents)
         return _positions(layout, group.rank(), group.size(), seq_len, device)
 

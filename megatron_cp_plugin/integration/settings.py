@@ -197,11 +197,7 @@ class Settings:
         return head_dim, head_dim
 
     def shape(self, tokens: int) -> Shape:
-        """What an attention layer of a tensor-parallel rank computes.
-
-        Args:
-            tokens: Of the whole sequence.
-        """
+        """What an attention layer of a tensor-parallel rank computes."""
         (heads, kv_heads), (head_dim, value_dim) = self.split_heads, self.head_dims
         kv_heads = heads if self.is_latent else kv_heads
         itemsizes = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize

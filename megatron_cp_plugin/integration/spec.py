@@ -58,13 +58,6 @@ def build_model(
 ) -> Any:
     """Calls the constructor of GPTModel or HybridModel with the plugin's attention in the spec.
 
-    Args:
-        original: Megatron's constructor.
-        args: Its arguments, the model first.
-        kwargs: The others.
-        runtime: The run's layout and algorithms.
-        settings: Megatron's namespace, validated; None where there is none.
-
     Returns:
         The model, whose position embeddings follow the layout. What it is given is not looked at.
 
@@ -131,12 +124,6 @@ def with_pattern(
 ) -> TransformerBlockSubmodules:
     """Returns the block spec of this pipeline stage, each layer with its own algorithm.
 
-    Args:
-        spec: Of all layers, or the block's.
-        config: Of the model.
-        vp_stage: Virtual pipeline stage.
-        runtime: The run's layout and algorithms.
-
     Raises:
         ContextParallelError: As `with_attention`.
     """
@@ -155,11 +142,6 @@ def with_pattern(
 
 def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> Any:
     """Returns a copy of the spec of multi-token prediction with the last layer's algorithm.
-
-    Args:
-        spec: Megatron's MultiTokenPredictionBlockSubmodules, or a ModuleSpec of them.
-        config: Of the model.
-        runtime: The run's layout and algorithms.
 
     Raises:
         ContextParallelError: As `with_attention`; or a layer is not Megatron's own.

@@ -3,7 +3,7 @@
 The only folder that imports flash_attn, fla and Triton, and only on use.
 """
 
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 
 from megatron_cp_plugin.core.communication.devices import register_fused
@@ -11,4 +11,4 @@ from megatron_cp_plugin.kernels.choice import kernel_names, register_kernel, res
 
 __all__ = ["kernel_names", "register_kernel", "resolve", "resolver"]
 
-register_fused("cuda", partial(import_module, "megatron_cp_plugin.kernels.fused"))
+register_fused("cuda", cache(partial(import_module, "megatron_cp_plugin.kernels.fused")))

@@ -307,10 +307,14 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         if MATRIX:
             through = tl.load(of_run + matrix_at, in_matrix, 0.0)
             # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs.
+            # So do sums in tensor cores: there are two shorter ones.
+            front = row[None, :] < DIM // 2
             high, of_state = _rounded_to_tf32(through), _rounded_to_tf32(state)
             low = tl.dot(through - high, of_state, input_precision="tf32")
             low = tl.dot(high, state - of_state, low, input_precision="tf32")
-            state = tl.dot(high, of_state, low, input_precision="tf32") + added
+            low = tl.dot(tl.where(front, 0.0, high), of_state, low, input_precision="tf32")
+            front_high = tl.where(front, high, 0.0)
+            state = tl.dot(front_high, of_state, input_precision="tf32") + low + added
         else:
             log = tl.load(of_run + row * through_row, row < dim, 0.0)
             state = tl.exp(log)[:, None] * state + added

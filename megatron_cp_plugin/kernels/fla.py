@@ -1,32 +1,31 @@
-"""Linear attention with flash-linear-attention's Triton kernels (package fla-core).
+"""Segments for flash-linear-attention's Triton kernels (package fla-core), and constant rates.
 
-The kernels are called one by one, not through fla's autograd Function: its parts are what lets
-states travel between them, and states stored in bfloat16 give the same bits as fla's float32 ones
-(the kernels that read them round them first) at three quarters of the time.
+The kernels are called one by one, not through fla's autograd Functions: their parts are what lets
+states travel between them.
 
 fla goes through the chunks of a sequence one after another, so a single long one leaves most of a
-GPU idle. Here long documents are cut into segments that are computed side by side, as ranks are.
-
-One launch of a kernel serves all segments of all documents. Segments of equal length are entries of
-a batch; those of unequal length follow each other in one entry, and the kernels are told where each
-begins (fla's cu_seqlens). The host knows these places: they are copied to the device once for all
-layers, and nothing waits for the device. (fla's own functions that call the kernels of states would
-read a count back from it at each call.)
+GPU idle. Here long documents are cut into segments that are computed side by side, as ranks are:
+states pass them by `decayed.passed_along`. Segments of all batch entries follow each other, and one
+launch of a kernel serves them all; it is told where each begins (fla's cu_seqlens). The host knows
+these places: they are copied to the device once for all layers, and nothing waits for the device.
+(fla's own functions that call the kernels of states would read a count back from it at each call.)
 
 fla tries over a hundred combinations of block sizes on first use, which takes minutes, most of them
 for combinations that are thirty times slower. Where one was measured to be the best, that is taken.
 
-B batch, S tokens in n runs, H heads, D, E head dims, m segments of a batch entry. "Folded" are
-segments of C tokens as entries of a batch, [B*m,C,H,...], or all in one, [1,B*S,H,...].
+B batch, S tokens in n runs, H heads, D, E head dims, m sequences: segments of all batch entries. j
+of them are joined, see `Cut`. "Folded" are all batch entries one after another, [1,T,H,...].
 """
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
-from math import ceil, log, prod
+from math import ceil, log
 from threading import Lock
 from typing import Any
 
@@ -35,21 +34,14 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import (
-    BackwardPass,
-    Cache,
-    ForwardPass,
-    LinearKernel,
-    LinearProblem,
-)
 from megatron_cp_plugin.core.linear.runs import Interval, Runs
-from megatron_cp_plugin.core.linear.states import Gates
+from megatron_cp_plugin.core.linear.states import Ways
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens
 _SEQUENCES = 256  # batch entries times heads times segments that fill a GPU
 _SHORTEST_SEGMENT = 1024
-_WHOLE = 2**30  # more tokens than any segment has
+WHOLE = 2**30  # more tokens than any segment has
 
 # Of each kernel: the block sizes, warps and stages that were the fastest on an H200, or within 2%
 # of it, wherever segments at head dims 128 and 256 took longer than 0.05 ms.
@@ -61,123 +53,6 @@ _MEASURED: dict[str, tuple[dict[str, int], int, int]] = {
     "fused_chunk.fused_chunk_fwd_kernel": ({"BV": 64}, 4, 2),
 }
 _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
-
-
-class FlaLinear(LinearKernel):
-    """fla.ops.common's chunk kernels, as in fla.ops.simple_gla, with constant rates.
-
-    Not deterministic: each process measures which block sizes to use, and they decide in which
-    order sums are formed.
-    """
-
-    name = "fla"
-
-    def unsupported(self, problem: LinearProblem) -> str | None:
-        if find_spec("fla") is None:
-            return "needs the package fla-core, which is not installed"
-        if problem.device.type != "cuda":
-            return f"runs on cuda, got tensors on {problem.device.type}"
-        if problem.dtype != torch.bfloat16:
-            # float32 would be multiplied in TF32, and sums over many tokens overflow float16.
-            return f"takes bfloat16, got {problem.dtype}"
-        for dim in (problem.head_dim, problem.value_dim):
-            if dim % 2 or dim > 256:
-                return f"takes even head dims up to 256, got {dim}"
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        assert isinstance(transition, Decay)
-        return _Forward(q, k, v, transition, runs)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        assert isinstance(transition, Decay)
-        return _Backward(dout, q, k, v, transition, runs, *cache)
-
-
-class _Forward(ForwardPass):
-    """The states of the segments first, for which queries are not read; then the outputs.
-
-    Keys and values are read twice, so that states travel while all outputs are computed, and what
-    comes from before the runs is added only as far as it lasts.
-    """
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, runs: Runs) -> None:
-        self._whole_q, self._runs = q, runs
-        self._segments = _Segments(q, decay, runs)
-        self._q, self._k, self._v = (self._segments.fold(x) for x in (q, k, v))
-        self._ends = self._segments.joined(self._segments.states_behind(self._k, self._v))
-        self.states = self._segments.behind_runs(self._ends)
-
-    def intra(self) -> None:
-        self._before = self._segments.before_each(self._ends, None)
-        out = self._segments.outputs(self._q, self._k, self._v, self._before)
-        self._out = self._segments.unfold(out)
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        from megatron_cp_plugin.kernels.decayed import add_decayed_
-
-        if incoming is None:
-            return self._out, (self._before,)
-        firsts = self._runs.firsts
-        add_decayed_(self._out, self._whole_q, incoming, self._segments.log2_rates, firsts)
-        return self._out, (self._segments.before_each(self._ends, incoming),)
-
-
-class _Backward(BackwardPass):
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Decay,
-        runs: Runs,
-        before: Tensor | None,
-    ) -> None:
-        self._segments = _Segments(q, decay, runs)
-        self._dout, self._q, self._k, self._v = (self._segments.fold(x) for x in (dout, q, k, v))
-        self._before = before
-        dstarts = self._segments.gradients_before(self._q, self._dout)
-        self._dstarts = self._segments.joined(dstarts)
-        self.dstates = self._segments.before_runs(self._dstarts)
-
-    def intra(self) -> None:
-        before = self._before
-        self._before_chunks = self._segments.states_before_chunks(self._k, self._v, before)
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
-
-        segments = self._segments
-        dends = segments.behind_each(self._dstarts, doutgoing)
-        settings = {
-            "g_gamma": segments.log2_rates,
-            "do": self._dout,
-            "dh": segments.gradients_behind_chunks(self._q, self._dout, dends),
-            "scale": 1.0,
-            "cu_seqlens": segments.tables.starts,
-            "chunk_size": CHUNK,
-            "chunk_indices": segments.tables.chunks,
-        }
-        with measured_blocks(self._k, self._v):
-            dq, dk, *_ = chunk_bwd_dqkwg(
-                q=self._q, k=self._k, v=self._v, h=self._before_chunks, **settings
-            )
-            del self._before_chunks
-            dv = chunk_bwd_dv(q=self._q, k=self._k, **settings)
-        dq, dk, dv = (segments.unfold(x) for x in (dq, dk, dv))
-        return dq, dk, dv
 
 
 @contextmanager
@@ -225,16 +100,9 @@ def tuners() -> list[tuple[Any, Any]]:
     return found
 
 
-def segments_of(batch: int, tokens: int, heads: int) -> int:
-    """Into how many segments of equal length a document is cut, if there are no others."""
-    count = 1
-    while (
-        batch * heads * count < _SEQUENCES
-        and tokens % (2 * count * CHUNK) == 0
-        and tokens >= 2 * count * _SHORTEST_SEGMENT
-    ):
-        count *= 2
-    return count
+def segments_of(document: int, tokens: int, heads: int) -> int:
+    """Into how many segments a document is cut. Args: tokens: of all batch entries."""
+    return max(1, document // max(_SHORTEST_SEGMENT, ceil(tokens * heads / _SEQUENCES)))
 
 
 @dataclass(frozen=True)
@@ -252,27 +120,16 @@ class Cut:
     heads: int
 
     @cached_property
-    def length(self) -> int | None:
-        """Of each segment, if all are equally long; otherwise None."""
-        if self.runs.length is None:
-            return None
-        return self.runs.length // segments_of(
-            self.batch * len(self.runs), self.runs.length, self.heads
-        )
-
-    @cached_property
     def segments(self) -> list[tuple[Interval, Interval]]:
         """The segments (start, stop) of one batch entry, each with the document that it is of."""
         documents = [document for run in self.runs.documents for document in run]
-        tokens = documents[-1][1]
-        shortest = max(_SHORTEST_SEGMENT, ceil(self.batch * tokens * self.heads / _SEQUENCES))
+        tokens = self.batch * documents[-1][1]
         found = []
         for document in documents:
             start, stop = document
-            length = self.length
-            if length is None:
-                length = ceil((stop - start) / max(1, (stop - start) // shortest) / CHUNK) * CHUNK
-            places = range(start, max(stop, start + 1), max(length, 1))
+            count = segments_of(stop - start, tokens, self.heads)
+            length = max(1, ceil((stop - start) / count / CHUNK) * CHUNK)
+            places = range(start, max(stop, start + 1), length)
             found += [((place, min(place + length, stop)), document) for place in places]
         return found
 
@@ -301,19 +158,9 @@ class Cut:
             if segment != document or document in outer
         ]
 
-    @property
-    def whole(self) -> bool:
-        """Whether each run is one segment."""
-        return self.length is not None and self.length == self.runs.length
-
-    @cached_property
-    def alone(self) -> bool:
-        """Whether no document is cut."""
-        return all(segment == document for segment, document in self.segments)
-
     @cached_property
     def bounds(self) -> Tensor:
-        """Where the segments of all batch entries begin, and where the last one ends: [B*m+1]."""
+        """Where the segments of all batch entries begin, and where the last one ends: [m+1]."""
         tokens = self.segments[-1][0][1]
         starts = torch.tensor([start for (start, _), _ in self.segments], device="cpu")
         entries = torch.arange(self.batch, device="cpu")[:, None]
@@ -328,351 +175,445 @@ def cut_of(runs: Runs, batch: int, heads: int) -> Cut:
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """Where segments of unequal length are: int32 on the device. All None: their lengths are equal.
+class Sequences:
+    """Where fla's sequences are, segments of documents: int32 on the device.
 
-    Attributes: starts: `Cut.bounds`. chunks: of each chunk its segment and its number there
-        [chunks,2]. first_chunks: how many chunks come before each segment [B*m+1]. nowhere: zeros
-        [B*m+1]. joined: `Cut.joined`, int64.
+    Attributes:
+        cut: what they are of. count: of sequences, m. is_cut: a document has several.
+        starts: where they begin, and the last one ends [m+1].
+        chunks: of each chunk its sequence and its number there [chunks,2].
+        offsets: how many chunks come before each sequence [m+1]. nowhere: zeros [m+1].
+        ends: the last token of each chunk [chunks].
+        joined: the joined sequences, those of an entry together [j]. lengths: theirs, in tokens.
+        leaving: ways through the joined ones of each run's last document, from a beginning, those
+            of a run's batch entries together. leaving_of: which way each of their steps is of.
+        arriving: those to each joined one, from the beginning that its run has, if any.
+        leaving_back, arriving_back: the same for gradients.
     """
 
-    starts: Tensor | None = None
-    chunks: Tensor | None = None
-    first_chunks: Tensor | None = None
-    nowhere: Tensor | None = None
-    joined: Tensor | None = None
+    cut: Cut
+    count: int
+    is_cut: bool
+    starts: Tensor
+    chunks: Tensor
+    offsets: Tensor
+    nowhere: Tensor
+    ends: Tensor
+    joined: Tensor
+    lengths: Tensor
+    leaving: Ways
+    leaving_of: Tensor
+    arriving: Ways
+    leaving_back: Ways
+    arriving_back: Ways
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _tables(cut: Cut, device: torch.device) -> _Tables:
-    if cut.length is not None:
-        return _Tables()
-    bounds = cut.bounds
-    counts = (bounds.diff() + CHUNK - 1) // CHUNK
-    first = torch.cat((bounds[:1], counts.cumsum(0)))
-    segment = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-    chunk = torch.arange(len(segment), device="cpu") - first[segment]
-    return _Tables(
+def sequences_of(cut: Cut, chunk: int, device: torch.device) -> Sequences:
+    """Those of a cut. Args: chunk: tokens."""
+    bounds, each, joins = cut.bounds, len(cut.segments), len(cut.joined)
+    counts = (bounds.diff() + chunk - 1) // chunk
+    offsets = torch.cat((bounds[:1], counts.cumsum(0)))
+    sequence = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    number = torch.arange(len(sequence), device="cpu") - offsets[sequence]
+    ends = torch.minimum(bounds[sequence] + (number + 1) * chunk, bounds[sequence + 1]) - 1
+    entries = range(cut.batch)
+    place = {number: at for at, number in enumerate(cut.joined)}
+    joined = [number + entry * each for entry in entries for number in cut.joined]
+
+    steps = torch.tensor([len(run[-1]) for run in cut.parts for _ in entries], device="cpu")
+
+    def leaving(way: Callable[[Sequence[range]], Sequence[int]]) -> Ways:
+        return Ways.of(
+            [
+                ([entry * joins + place[one] for one in way(run)], 0)
+                for run in cut.parts
+                for entry in entries
+            ],
+            device,
+        )
+
+    def arriving(outer: int, step: int) -> Ways:
+        found: dict[int, tuple[range, int | None]] = {}
+        for number, run in enumerate(cut.parts):
+            for part in run:
+                way = part[::step]
+                begin = number * cut.batch if part == run[outer] else None
+                found |= {one: (way[:at], begin) for at, one in enumerate(way)}
+        ways = []
+        for entry in entries:
+            for one in cut.joined:
+                way, begin = found[one]
+                over = [entry * joins + place[other] for other in way]
+                ways.append((over, -1 if begin is None else begin + entry))
+        return Ways.of(ways, device)
+
+    return Sequences(
+        cut,
+        len(counts),
+        each > sum(map(len, cut.parts)),
         starts=uploaded(bounds, device),
-        chunks=uploaded(torch.stack((segment, chunk), 1), device),
-        first_chunks=uploaded(first, device),
-        nowhere=uploaded(torch.zeros_like(first), device),
-        joined=uploaded(torch.tensor(cut.joined, device="cpu"), device).long(),
+        chunks=uploaded(torch.stack((sequence, number), 1), device),
+        offsets=uploaded(offsets, device),
+        nowhere=uploaded(torch.zeros_like(offsets), device),
+        ends=uploaded(ends, device),
+        joined=uploaded(torch.tensor(joined, device="cpu"), device),
+        lengths=uploaded(bounds.diff()[joined], device),
+        leaving=leaving(lambda run: run[-1]),
+        leaving_of=uploaded(torch.repeat_interleave(steps), device),
+        arriving=arriving(0, 1),
+        leaving_back=leaving(lambda run: run[0][::-1]),
+        arriving_back=arriving(-1, -1),
     )
 
 
-class _Segments:
-    """The documents of all runs as segments: the sequences of fla's kernels.
+class Rule:
+    """What a family of kernels computes, of folded tensors.
 
-    Attributes: log2_rates: [H] float32 (float64 for float64). tables: where they are.
+    Attributes:
+        q, k, v: [1,T,H,D or E]. gate: [1,T,H] or [1,T,H,D], beta: [1,T,H], as in `Gates`; or the
+            logarithms of rates to base 2 [H], and none.
+        before, through: of the joined sequences the states before them, None: 0, and their
+            transitions, see `RunStates`; the backward begins with those of the forward.
     """
 
-    def __init__(self, like: Tensor, decay: Decay, runs: Runs) -> None:
-        """Args: like: [B,S,H,D]."""
-        self._batch, self._tokens, heads, _ = like.shape
-        self._cut = cut_of(runs, self._batch, heads)
-        self._runs, self._decay = runs, decay
-        self._count = self._batch * len(self._cut.segments)
-        self._wide = accumulation_dtype(like.dtype)
-        self.tables = _tables(self._cut, like.device)
-        self.log2_rates = _log2_rates(decay, self._wide, like.device)
+    before: Tensor | None
+    through: Tensor | None
 
-    def fold(self, x: Tensor) -> Tensor:
-        """[B,S,...] -> folded, a view."""
-        length = self._cut.length
-        if length is None:
-            return x.flatten(0, 1).unsqueeze(0)
-        return x.view(self._count, length, *x.shape[2:])
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gate: Tensor,
+        beta: Tensor | None,
+        sequences: Sequences,
+    ) -> None:
+        self.q, self.k, self.v, self.gate, self.beta = q, k, v, gate, beta
+        self.sequences = sequences
+        self.where: dict[str, Any] = {
+            "cu_seqlens": sequences.starts,
+            "chunk_size": CHUNK,
+            "chunk_indices": sequences.chunks,
+        }
 
-    def unfold(self, x: Tensor) -> Tensor:
-        """Folded -> [B,S,...], a view."""
-        return x.view(self._batch, self._tokens, *x.shape[2:])
+    def cumsum(self, x: Tensor, **settings: Any) -> Tensor:
+        """Sums within chunks."""
+        from fla.ops.utils import chunk_local_cumsum
 
-    def states_behind(self, k: Tensor, v: Tensor) -> Tensor:
-        """Behind each segment, if nothing comes before it: folded k, v -> [B*m,H,D,E]."""
-        states = self._states(k, v, self._count, self._wide)
-        self._launch_states(k, v, None, self._unread(k, v), states, self._whole)
-        return states
+        found: Tensor = chunk_local_cumsum(x, **settings, **self.where)
+        return found
 
-    def states_before_chunks(self, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
-        """Before each chunk [chunks,H,D,E], in k's dtype. Args: before: the joined segments."""
-        states = self._states(k, v, self._chunks, k.dtype)
-        self._launch_states(k, v, self._each(before), states, None, CHUNK)
-        return states
+    @abstractmethod
+    def prepare(self) -> tuple[Tensor, ...]:
+        """Begins the forward. Returns: what the backward keeps, as `restore` takes it."""
 
-    def gradients_before(self, q: Tensor, dout: Tensor) -> Tensor:
-        """Of the state before each segment, if those behind have none: -> [B*m,H,D,E]."""
-        states = self._states(q, dout, self._count, self._wide)
-        self._launch_gradients(q, dout, None, self._unread(q, dout), states, self._whole)
-        return states
+    @abstractmethod
+    def run_states(self) -> tuple[Tensor, Tensor]:
+        """What joined sequences do to the state: [j,H,D,E], and transitions, see `RunStates`."""
 
-    def gradients_behind_chunks(self, q: Tensor, dout: Tensor, behind: Tensor | None) -> Tensor:
-        """Of the state behind each chunk, as `states_before_chunks`. Args: behind: the joined."""
-        states = self._states(q, dout, self._chunks, q.dtype)
-        self._launch_gradients(q, dout, self._each(behind), states, None, CHUNK)
-        return states
+    @abstractmethod
+    def transitions(self) -> Tensor:
+        """Those of the runs [n*B,...]; of constant rates they are not read."""
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor, before: Tensor | None) -> Tensor:
-        """Linear attention of folded q, k, v, one pass over each. Args: before: the joined.
+    @abstractmethod
+    def outputs(self) -> Tensor:
+        """out [1,T,H,E]."""
 
-        fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each: its
-        kernel is called with one block.
+    @abstractmethod
+    def restore(self, kept: tuple[Tensor, ...], dout: Tensor) -> Tensor:
+        """Begins the backward. Returns: gradients of the states before the runs [n*B,H,D,E]."""
+
+    @abstractmethod
+    def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        """dq, dk, dv, dgate and dbeta, if there are such; given those behind the runs."""
+
+    def within(self) -> None:
+        """What needs no other run's states, while they travel."""
+
+    def within_back(self) -> None:
+        """The same in the backward."""
+
+    def summaries(self) -> tuple[Tensor, Tensor]:
+        """What runs do to the state: [n*B,H,D,E], and transitions."""
+        self._added, self.through = self.run_states()
+        return self.leaving(self._added, self.through, self.sequences.leaving), self.transitions()
+
+    def entering(self, incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Takes the states before the runs [n*B,H,D,E]. Returns: before and through."""
+        assert self.through is not None
+        ways = self.sequences.arriving
+        self.before = self.reaching(self._added, incoming, self.through, ways)
+        return self.before, self.through
+
+    def leaving_back(self, added: Tensor, through: Tensor) -> Tensor:
+        """Gradients of the states before the runs, if those behind have none."""
+        self._added, self._through_back = added, through
+        return self.leaving(added, through, self.sequences.leaving_back)
+
+    def entering_back(self, behind: Tensor | None) -> Tensor | None:
+        """Gradients of the states behind all sequences, given those behind the runs."""
+        ways = self.sequences.arriving_back
+        return self.of_all(self.reaching(self._added, behind, self._through_back, ways))
+
+    def leaving(self, added: Tensor, through: Tensor, ways: Ways) -> Tensor:
+        """States behind the runs, of what joined sequences add."""
+        if not self.sequences.is_cut:
+            return added.index_select(0, ways.order)
+        return self.along(added, through, None, ways)
+
+    def reaching(
+        self, added: Tensor, outer: Tensor | None, through: Tensor, ways: Ways
+    ) -> Tensor | None:
+        """States that come to the joined sequences [j,H,D,E]; None: all are 0."""
+        if not self.sequences.is_cut:
+            if outer is None:
+                return None
+            return torch.cat((outer, torch.zeros_like(outer[:1]))).index_select(
+                0, ways.begins.remainder(len(outer) + 1)
+            )
+        return self.along(added, through, outer, ways)
+
+    def along(self, added: Tensor, through: Tensor, first: Tensor | None, ways: Ways) -> Tensor:
+        """States at the end of ways."""
+        from megatron_cp_plugin.kernels.decayed import passed_along
+
+        begin = None if first is None else first.unsqueeze(1)
+        found = passed_along(added.unsqueeze(1), through.unsqueeze(1), begin, *ways)
+        assert found is not None
+        return found.squeeze(1)
+
+    def of_all(self, states: Tensor | None) -> Tensor | None:
+        """Of the joined sequences -> of all, 0 where they are not joined: [m,H,D,E]."""
+        joined = self.sequences.joined
+        if states is None or len(joined) == self.sequences.count:
+            return states
+        found = states.new_zeros((self.sequences.count, *states.shape[1:]))
+        return found.index_copy_(0, joined.long(), states)
+
+
+class Gated(Rule):
+    """Without the delta rule: gates or rates.
+
+    Attributes:
+        gated: rates, or sums of the gates in chunks, by the name of fla's argument.
+        kept_dtype: of the states before chunks in the backward; None: k's.
+    """
+
+    name: str
+    gated: dict[str, Tensor]
+    kept_dtype: torch.dtype | None = torch.float32
+
+    def prepare(self) -> tuple[Tensor, ...]:
+        self.gated = {self.name: self.cumsum(self.gate.contiguous(), scale=1 / log(2))}
+        return (self.gated[self.name],)
+
+    def run_states(self) -> tuple[Tensor, Tensor]:
+        behind = self._behind()
+        self._launch_states(None, self._unread(), behind, WHOLE)
+        return self._joined(behind), self._logs()
+
+    def _logs(self) -> Tensor:
+        """Of the joined sequences' transitions, from those of their chunks; fla's are to base 2."""
+        (sums,), sequences = self.gated.values(), self.sequences
+        logs = sums.new_zeros((sequences.count, *sums.shape[2:]))
+        logs.index_add_(0, sequences.chunks[:, 0], sums[0].index_select(0, sequences.ends))
+        logs = self._joined(logs) * log(2)
+        return logs if logs.dim() == 3 else logs.unsqueeze(2)
+
+    def transitions(self) -> Tensor:
+        assert self.through is not None
+        (_, order, begins), of_ways = self.sequences.leaving, self.sequences.leaving_of
+        sums = self.through.new_zeros((len(begins), *self.through.shape[1:]))
+        return sums.index_add_(0, of_ways, self.through.index_select(0, order))
+
+    def states(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Before all chunks [1,chunks,H,D,E]; None: in k's dtype."""
+        found = self._of_chunks(dtype)
+        self._launch_states(self.of_all(self.before), found, None, CHUNK)
+        return found
+
+    def restore(self, kept: tuple[Tensor, ...], dout: Tensor) -> Tensor:
+        self.gated = {self.name: kept[0]}
+        self._kept, self._dout = kept, dout
+        found = self._behind()
+        self._launch_gradients(None, self._unread(), found, WHOLE)
+        assert self.through is not None
+        return self.leaving_back(self._joined(found), self.through)
+
+    def within_back(self) -> None:
+        self._before_chunks = self.states(self.kept_dtype)
+
+    def gradients_of_states(self, behind: Tensor | None) -> Tensor:
+        """Of the states behind all chunks."""
+        found = self._of_chunks(self.kept_dtype)
+        self._launch_gradients(self.entering_back(behind), found, None, CHUNK)
+        return found
+
+    def _joined(self, x: Tensor) -> Tensor:
+        joined = self.sequences.joined
+        return x if len(joined) == self.sequences.count else x.index_select(0, joined)
+
+    def _behind_shape(self) -> tuple[int, ...]:
+        return self.k.shape[2], self.k.shape[3], self.v.shape[3]
+
+    def _behind(self) -> Tensor:
+        shape = self.sequences.count, *self._behind_shape()
+        return self.k.new_empty(shape, dtype=accumulation_dtype(self.k.dtype))
+
+    def _of_chunks(self, dtype: torch.dtype | None) -> Tensor:
+        shape = 1, len(self.sequences.chunks), *self._behind_shape()
+        return self.k.new_empty(shape, dtype=dtype or self.k.dtype)
+
+    def _unread(self) -> Tensor:
+        """Where a kernel may write states that nobody reads: all into one."""
+        return self.k.new_empty((1, 1, *self._behind_shape()))
+
+    def _launch_states(
+        self, before: Tensor | None, found: Tensor, behind: Tensor | None, every: int
+    ) -> None:
+        """Writes the states before sequences' first tokens, and then every so many tokens, to
+        `found`, and those behind sequences to `behind`.
+        """
+        from fla.ops.common.chunk_h import chunk_fwd_kernel_h
+
+        with measured_blocks(self.k, self.v):
+            chunk_fwd_kernel_h[self._grid](
+                k=self.k, v=self.v, h=found, h0=before, ht=behind, **self._settings(every)
+            )
+
+    def _launch_gradients(
+        self, behind: Tensor | None, found: Tensor, before: Tensor | None, every: int
+    ) -> None:
+        """The same for gradients, from the last token to the first."""
+        from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
+
+        with measured_blocks(self.k, self.v):
+            chunk_bwd_kernel_dh[self._grid](
+                q=self.q,
+                do=self._dout,
+                dh=found,
+                dht=behind,
+                dh0=before,
+                scale=1.0,
+                HQ=self.q.shape[2],
+                NG=1,
+                **self._settings(every),
+            )
+
+    def _grid(self, meta: dict[str, int]) -> tuple[int]:
+        heads, head_dim, value_dim = self._behind_shape()
+        blocks = -(-head_dim // meta["BK"]) * -(-value_dim // meta["BV"])
+        return (blocks * self.sequences.count * heads,)
+
+    def _settings(self, every: int) -> dict[str, Any]:
+        """What both kernels of states take."""
+        heads, head_dim, value_dim = self._behind_shape()
+        given = {"g": None, "g_gamma": None, "gk": None, **self.gated}
+        return {
+            **given,
+            "gv": None,
+            "cu_seqlens": self.sequences.starts,
+            "split_offsets": self.sequences.offsets if every == CHUNK else self.sequences.nowhere,
+            "T": self.k.shape[1],
+            "H": heads,
+            "K": head_dim,
+            "V": value_dim,
+            "BT": CHUNK,
+            "BS": every,
+            "USE_G": given["g"] is not None,
+            "USE_G_GAMMA": given["g_gamma"] is not None,
+            "USE_GK": given["gk"] is not None,
+            "USE_GV": False,
+            "STATE_V_FIRST": False,
+        }
+
+
+class Rates(Gated):
+    """fla.ops.simple_gla with constant rates.
+
+    States stored in k's dtype give the same bits as fla's float32 ones (the kernels that read them
+    round them first) at three quarters of the time. Outputs are computed while states travel, and
+    what comes from before the runs is added only as far as it lasts.
+    """
+
+    name = "g_gamma"
+    kept_dtype = None
+
+    def prepare(self) -> tuple[Tensor, ...]:
+        self.gated = {self.name: self.gate}
+        return (self.gate,)
+
+    def _logs(self) -> Tensor:
+        return (self.sequences.lengths[:, None] * (self.gate * log(2))).unsqueeze(2)
+
+    def transitions(self) -> Tensor:
+        return self.gate
+
+    def within(self) -> None:
+        """fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each:
+        its kernel is called with one block.
         """
         from fla.ops.common.fused_chunk import fused_chunk_fwd_kernel
 
-        entries, tokens, heads, head_dim = q.shape
-        value_dim = v.shape[3]
-        out = torch.empty_like(v)
-        count = self._count
+        assert self.through is not None
+        before = self.reaching(self._added, None, self.through, self.sequences.arriving)
+        heads, head_dim, value_dim = self._behind_shape()
+        self._out = torch.empty_like(self.v)
 
         def grid(meta: dict[str, int]) -> tuple[int]:
-            return (-(-value_dim // meta["BV"]) * count * heads,)
+            return (-(-value_dim // meta["BV"]) * self.sequences.count * heads,)
 
-        with measured_blocks(k, v):
+        with measured_blocks(self.k, self.v):
             fused_chunk_fwd_kernel[grid](
-                q=q,
-                k=k,
-                v=v,
+                q=self.q,
+                k=self.k,
+                v=self.v,
                 g=None,
-                g_gamma=self.log2_rates,
-                o=out,
-                h0=self._each(before),
+                g_gamma=self.gate,
+                o=self._out,
+                h0=self.of_all(before),
                 ht=None,
-                cu_seqlens=self.tables.starts,
+                cu_seqlens=self.sequences.starts,
                 scale=1.0,
-                T=tokens,
-                B=entries,
+                T=self.k.shape[1],
+                B=1,
                 H=heads,
                 K=head_dim,
                 V=value_dim,
                 BT=CHUNK,
                 BK=1 << max(4, (head_dim - 1).bit_length()),
             )
-        return out
 
-    def joined(self, states: Tensor) -> Tensor:
-        """Those of the joined segments: [B*m,H,D,E] -> [j,B,H,D,E]."""
-        states = states.view(self._batch, len(self._cut.segments), *states.shape[1:])
-        if self.tables.joined is not None:
-            states = states.index_select(1, self.tables.joined)
-        return states.transpose(0, 1)
+    def entering(self, incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        self._incoming = incoming
+        return super().entering(incoming)
 
-    def behind_runs(self, ends: Tensor) -> Tensor:
-        """The states behind the runs [n,B,H,D,E]. Args: ends: of the joined segments."""
-        return self._leaving_runs(ends, forwards=True)
+    def outputs(self) -> Tensor:
+        from megatron_cp_plugin.kernels.decayed import add_decayed_
 
-    def before_runs(self, dstarts: Tensor) -> Tensor:
-        """The gradients of the states before the runs. Args: dstarts: of the joined segments."""
-        return self._leaving_runs(dstarts, forwards=False)
+        if self._incoming is not None:
+            cut = self.sequences.cut
+            out, q = (x.unflatten(1, (cut.batch, -1))[0] for x in (self._out, self.q))
+            incoming = self._incoming.unflatten(0, (-1, cut.batch))
+            add_decayed_(out, q, incoming, self.gate, cut.runs.firsts)
+        return self._out
 
-    def _leaving_runs(self, states: Tensor, *, forwards: bool) -> Tensor:
-        if self._cut.whole:
-            return states.contiguous()
-        return self._carried(states, None, forwards=forwards, to_runs=True)
+    def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
 
-    def before_each(self, ends: Tensor, incoming: Tensor | None) -> Tensor | None:
-        """States before the joined segments, given those before the runs; None: all are 0."""
-        return self._reaching_each(ends, incoming, forwards=True)
-
-    def behind_each(self, dstarts: Tensor, doutgoing: Tensor | None) -> Tensor | None:
-        """Gradients of the states behind the joined segments, given those behind the runs."""
-        return self._reaching_each(dstarts, doutgoing, forwards=False)
-
-    def _reaching_each(
-        self, states: Tensor, outer: Tensor | None, *, forwards: bool
-    ) -> Tensor | None:
-        if self._cut.whole or (self._cut.alone and outer is None):
-            return outer
-        return self._carried(states, outer, forwards=forwards, to_runs=False)
-
-    def _carried(
-        self, states: Tensor, outer: Tensor | None, *, forwards: bool, to_runs: bool
-    ) -> Tensor:
-        if outer is not None:
-            states = torch.cat((states, outer))
-        kind = forwards, to_runs, outer is not None
-        return _combined(
-            states, _weights(self._decay, self._cut, *kind, states.dtype, states.device)
-        )
-
-    def _each(self, joined: Tensor | None) -> Tensor | None:
-        """Of all segments, 0 where they are not joined: [j,B,H,D,E] -> [B*m,H,D,E]."""
-        if joined is None:
-            return None
-        of_entries = joined.transpose(0, 1)
-        if self.tables.joined is not None:
-            shape = self._batch, len(self._cut.segments), *joined.shape[2:]
-            of_entries = joined.new_zeros(shape).index_copy_(1, self.tables.joined, of_entries)
-        return of_entries.flatten(0, 1).contiguous()
-
-    @property
-    def _chunks(self) -> int:
-        """How many chunks all segments have."""
-        if self.tables.chunks is not None:
-            return len(self.tables.chunks)
-        return self._count * -(-(self._cut.length or 0) // CHUNK)
-
-    @property
-    def _whole(self) -> int:
-        """As many tokens as a segment has, or more: at so many no states are written but the first.
-
-        Where lengths are those of documents, always the same number: kernels are compiled for it.
-        """
-        length = self._cut.length
-        return _WHOLE if length is None else max(1, -(-length // CHUNK)) * CHUNK
-
-    def _unread(self, x: Tensor, y: Tensor) -> Tensor:
-        """Where a kernel may write states that nobody reads: all into one, if it has tables."""
-        count = self._count if self.tables.nowhere is None else 1
-        return self._states(x, y, count, x.dtype)
-
-    @staticmethod
-    def _states(x: Tensor, y: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return x.new_empty((count, x.shape[2], x.shape[3], y.shape[3]), dtype=dtype)
-
-    def _launch_states(
-        self,
-        k: Tensor,
-        v: Tensor,
-        before: Tensor | None,
-        found: Tensor,
-        behind: Tensor | None,
-        every: int,
-    ) -> None:
-        """Writes the states before segments' first tokens, and then every so many tokens, to
-        `found`, and those behind segments to `behind`.
-        """
-        from fla.ops.common.chunk_h import chunk_fwd_kernel_h
-
-        with measured_blocks(k, v):
-            chunk_fwd_kernel_h[self._grid(k, v)](
-                k=k,
-                v=v,
-                h=found,
-                h0=before,
-                ht=behind,
-                **self._settings(k, v, every),
+        given = {**self.gated, "do": self._dout, "scale": 1.0, **self.where}
+        given["dh"] = self.gradients_of_states(behind)
+        with measured_blocks(self.k, self.v):
+            dq, dk, *_ = chunk_bwd_dqkwg(
+                q=self.q, k=self.k, v=self.v, h=self._before_chunks, **given
             )
-
-    def _launch_gradients(
-        self,
-        q: Tensor,
-        dout: Tensor,
-        behind: Tensor | None,
-        found: Tensor,
-        before: Tensor | None,
-        every: int,
-    ) -> None:
-        """The same for gradients, from the last token to the first."""
-        from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
-
-        with measured_blocks(q, dout):
-            chunk_bwd_kernel_dh[self._grid(q, dout)](
-                q=q,
-                do=dout,
-                dh=found,
-                dht=behind,
-                dh0=before,
-                scale=1.0,
-                HQ=q.shape[2],
-                NG=1,
-                **self._settings(q, dout, every),
-            )
-
-    def _grid(self, x: Tensor, y: Tensor) -> Callable[[dict[str, int]], tuple[int]]:
-        head_dim, value_dim, sequences = x.shape[3], y.shape[3], self._count * x.shape[2]
-        return lambda meta: (-(-head_dim // meta["BK"]) * -(-value_dim // meta["BV"]) * sequences,)
-
-    def _settings(self, x: Tensor, y: Tensor, every: int) -> dict[str, Any]:
-        """What both kernels of states take."""
-        tables = self.tables
-        return {
-            "g": None,
-            "g_gamma": self.log2_rates,
-            "gk": None,
-            "gv": None,
-            "cu_seqlens": tables.starts,
-            "split_offsets": tables.first_chunks if every == CHUNK else tables.nowhere,
-            "T": x.shape[1],
-            "H": x.shape[2],
-            "K": x.shape[3],
-            "V": y.shape[3],
-            "BT": CHUNK,
-            "BS": every,
-            "USE_G": False,
-            "USE_G_GAMMA": True,
-            "USE_GK": False,
-            "USE_GV": False,
-            "STATE_V_FIRST": False,
-        }
-
-
-def _combined(states: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of states: [M,B,H,D,E] with weights [H,N,M] -> [N,B,H,D,E], contiguous."""
-    count, batch, heads, *dims = states.shape
-    rows = weights.shape[1]
-    sums = states.new_empty((rows, batch, heads, *dims))
-    # One call, and nothing put in order for it: there are many of these, and all are short.
-    size = prod(dims)
-    torch.bmm(
-        weights.expand(batch, -1, -1, -1).flatten(0, 1),
-        states.reshape(count, batch * heads, size).transpose(0, 1),
-        out=sums.view(rows, batch * heads, size).transpose(0, 1),
-    )
-    return sums
-
-
-# Kept: at short lengths a step is bound by the host.
-@kept_on_device(maxsize=512)
-def _weights(
-    decay: Decay,
-    cut: Cut,
-    forwards: bool,
-    to_runs: bool,
-    outer: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """What is left of states after `_distances`: [H,places,states]."""
-    distances = _distances(cut, forwards, to_runs, outer, device)
-    powers = decay.powers(distances.clamp_min(0)) * (distances >= 0).unsqueeze(-1)
-    return powers.permute(2, 0, 1).to(dtype).contiguous()
-
-
-@kept_on_device(maxsize=128)  # of all layers
-def _distances(
-    cut: Cut, forwards: bool, to_runs: bool, outer: bool, device: torch.device
-) -> Tensor:
-    """How many tokens are between where states come from, the joined segments and, if wanted, from
-    outside the runs, and where they go to, each joined segment or out of the runs: [places,states]
-    int32, -1 where none comes.
-    """
-
-    def on_the_way(interval: Interval) -> Interval:
-        """Counted in the direction in which states go."""
-        return interval if forwards else (-interval[1], -interval[0])
-
-    joined = [cut.segments[number] for number in cut.joined]
-    entries, exits = cut.runs.firsts, cut.runs.lasts
-    if not forwards:
-        entries, exits = exits, entries
-    sources = [(document, on_the_way(segment)[1]) for segment, document in joined]
-    if outer:
-        sources += [(document, on_the_way(document)[0]) for document in entries]
-    if to_runs:
-        places = [(document, on_the_way(document)[1]) for document in exits]
-    else:
-        places = [(document, on_the_way(segment)[0]) for segment, document in joined]
-    distances = [
-        [
-            place - source if document == other and source <= place else -1
-            for other, source in sources
-        ]
-        for document, place in places
-    ]
-    return uploaded(torch.tensor(distances, device="cpu"), device)
+            del self._before_chunks
+            dv = chunk_bwd_dv(q=self.q, k=self.k, **given)
+        return dq, dk, dv
 
 
 @kept_on_device(maxsize=1024)
-def _log2_rates(decay: Decay, dtype: torch.dtype, device: torch.device) -> Tensor:
+def log2_rates_of(decay: Decay, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Logarithms to base 2 [H]."""
     return (decay.logarithms(device) / log(2)).to(dtype)

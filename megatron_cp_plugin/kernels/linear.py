@@ -8,7 +8,7 @@ from megatron_cp_plugin.kernels.choice import choose, loader
 
 # In the order of preference of "auto", fastest first.
 _KERNELS: dict[str, Callable[[], LinearKernel]] = {
-    "fla": loader("fla_gated", "FlaRecurrent"),
+    "fla": loader("fla_gated", "FlaLinear"),
     "chunked": loader("chunked", "Chunked"),
 }
 

@@ -25,7 +25,7 @@ def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) 
 def _segments(q: Tensor, runs: Runs) -> int:
     """Of a batch entry, whose runs are one document each."""
     batch, tokens, heads, _ = q.shape
-    return len(runs) * segments_of(batch * len(runs), tokens // len(runs), heads)
+    return len(runs) * segments_of(tokens // len(runs), batch * tokens, heads)
 
 
 class ForwardSizes(ForwardPass):

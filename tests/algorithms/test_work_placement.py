@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash
 from megatron_cp_plugin.algorithms.work_placement import (
+    Assignment,
     Part,
     WorkPlacement,
     _counted,
     _Queries,
-    assigned,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -85,7 +85,9 @@ def test_no_rank_has_a_twentieth_more_than_the_mean(words: str, size: int) -> No
     edges = tuple(range(0, seq_len + 1, 2**14))
     for seed in range(5):
         mask = pack(words, seq_len, seed)
-        of_ranks = loads(assigned(edges, mask, [rank // 8 for rank in range(size)], COSTS), size)
+        of_ranks = loads(
+            Assignment(edges, mask, [rank // 8 for rank in range(size)], COSTS).parts(), size
+        )
         assert sum(of_ranks) == mask.bands.area(seq_len)
         assert max(of_ranks) <= 1.05 * sum(of_ranks) / size
 
@@ -107,7 +109,7 @@ def test_no_rank_has_a_twentieth_more_than_the_mean(words: str, size: int) -> No
 def test_blocks_that_many_others_meet(make: Callable[[int], Mask], size: int) -> None:
     seq_len = size * 4096
     mask = make(seq_len)
-    of_ranks = loads(assigned(edges_of(size, seq_len), mask, [0] * size, COSTS), size)
+    of_ranks = loads(Assignment(edges_of(size, seq_len), mask, [0] * size, COSTS).parts(), size)
     assert sum(of_ranks) == mask.bands.area(seq_len)
     assert max(of_ranks) <= 1.05 * sum(of_ranks) / size
 
@@ -116,16 +118,16 @@ def test_whoever_has_the_keys_helps_first_and_then_the_node() -> None:
     """Of ranks with equally much room."""
     # Rank 1 has all the work. Queries see keys of rank 0, which has nothing else to do.
     mask = Mask.of(Slices.of([(1024, 2048, 0, 1024, "full")], 2048))
-    parts = assigned((0, 1024, 2048), mask, [0, 0], COSTS)
+    parts = Assignment((0, 1024, 2048), mask, [0, 0], COSTS).parts()
     assert {(part.key, part.rank) for part in parts} == {(0, 0), (0, 1)}
     assert [part.stop - part.start for part in parts if part.rank == 0] == [
         pytest.approx(512, abs=32)
     ]
     # Work of one block for two ranks of four: the other one is on the same node.
     mask = Mask.of(Slices.of([(0, 1024, 0, 1024, "full"), (3072, 4096, 3072, 4096, "full")], 4096))
-    parts = assigned(edges_of(4, 4096), mask, [0, 0, 1, 1], COSTS)
+    parts = Assignment(edges_of(4, 4096), mask, [0, 0, 1, 1], COSTS).parts()
     assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 1), (3, 2), (3, 3)}
-    parts = assigned(edges_of(4, 4096), mask, [0, 1, 0, 1], COSTS)
+    parts = Assignment(edges_of(4, 4096), mask, [0, 1, 0, 1], COSTS).parts()
     assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 2), (3, 1), (3, 3)}
 
 

@@ -660,32 +660,55 @@ RECURRENT = {
     "linear_num_value_heads": 6,
     "activation_func": functional.silu,
 }
+MAMBA = {
+    "num_layers": 4,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 3,
+    "normalization": "RMSNorm",
+}
 
 
 def of_recurrent_models(size: int) -> dict[str, Any]:
-    """Megatron's gated delta nets beside softmax attention, also with multi-token prediction."""
+    """Megatron's gated delta nets beside softmax attention, also with multi-token prediction; and
+    a HybridModel with Mamba.
+    """
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
     from megatron_cp_plugin import megatron as cp_megatron
     from megatron_cp_plugin.integration import cpu
     from tests.integration.gated_delta_net_job import block, use_stand_in
+    from tests.integration.mamba_job import stack
 
     cpu.install()  # Megatron makes their weights on GPUs
     use_stand_in()
+    hybrid_block.TENorm = WrappedTorchNorm  # type: ignore[misc]
     groups = set_up(size)
     rank, found = groups.cp.rank(), {}
 
     def make(size: int, groups: Any, **settings: Any) -> Any:
-        config = make_config(size, **RECURRENT, **settings)
-        return make_model(config, groups, block(Namespace(transformer=config)))
+        config = make_config(size, **settings)
+        if config.experimental_attention_variant:
+            return make_model(config, groups, block(Namespace(transformer=config)))
+        of_model = {"hybrid_layer_pattern": "M*-M", "position_embedding_type": "rope"}
+        return HybridModel(config, stack, VOCABULARY, 256, pg_collection=groups, **of_model)
 
-    ahead = {"": {}, ", one more token": {"mtp_num_layers": 1}}
+    models = {
+        "gated delta nets": RECURRENT,
+        "gated delta nets, one more token": RECURRENT | {"mtp_num_layers": 1},
+        "Mamba": MAMBA,
+    }
     references = {
-        name: Reference(make(1, alone(groups), **settings)) for name, settings in ahead.items()
+        name: Reference(make(1, alone(groups), **settings)) for name, settings in models.items()
     }
     for algo in ("zigzag", "distflash"):
         cp_megatron.install(algo, layout="thd")
-        for name, settings in ahead.items():
+        for name, settings in models.items():
             model = make(size, groups, **settings)
-            found[f"{algo}{name}"] = compare_all(references[name], model, rank, size)
+            found[f"{name}, {algo}"] = compare_all(references[name], model, rank, size)
         cp_megatron.uninstall()
     return found
 

@@ -143,7 +143,7 @@ def test_a_parameter_that_the_plugin_does_not_take_is_named(
 @pytest.mark.parametrize(
     "row", [r for r in USED if r.attributes and r.is_in(VERSION)], ids=lambda row: row.name
 )
-def test_an_attribute_that_is_gone_is_named(row: compatibility.Used) -> None:
+def test_an_attribute_that_is_gone_is_named(row: Name) -> None:
     renamed = dataclasses.replace(row, attributes=("renamed_since",))
     (line,) = compatibility._differences_in_source(renamed)
     assert line.endswith(f"{row.name.partition('.')[0]} has no attribute renamed_since")

@@ -69,11 +69,11 @@ def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
 
 
 def test_recurrent_models(tmp_path: Path) -> None:
-    """Gated delta nets, whose states pass through the chunks of each document."""
+    """Gated delta nets and Mamba, whose states pass through the chunks of each document."""
     for rank, results in enumerate(run(tmp_path, "recurrent", "3", ranks=3)):
-        assert len(results) == 4
+        assert len(results) == 6
         for case, errors in results.items():
-            check(errors, f"gated delta nets beside {case} on rank {rank}")
+            check(errors, f"{case} on rank {rank}")
 
 
 @pytest.mark.slow

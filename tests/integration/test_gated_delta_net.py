@@ -30,6 +30,7 @@ from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Comparison, Recording, Tolerances, compare
+from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.gated_delta_net import served
@@ -95,7 +96,8 @@ def assert_equal(comparison: Comparison) -> None:
     ("model", "split"),
     [
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
             f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}",
         ),
         pytest.param(
@@ -202,8 +204,7 @@ def test_what_is_not_installed_is_refused(
 ) -> None:
     monkeypatch.setattr(megatron, "HAVE_FLA", False)
     assert refusal(args).endswith("got none: pip install flash-linear-attention")
-    # As before Megatron 0.19.
-    monkeypatch.setattr(megatron.GatedDeltaNet, "__init__", lambda self, config: None)
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.2"))
     assert "got context_parallel_size 4: use Megatron 0.19 or later" in refusal(args)
 
 

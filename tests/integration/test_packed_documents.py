@@ -33,6 +33,14 @@ HYBRID = Path(__file__).with_name("hybrid_job.py")
 DOCUMENTS = "--dataloader-inter-document-masking"
 END = 126  # of a document: the last id of --vocab-size 127
 LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
+# Megatron's recurrent layers: a script of this folder and its model.
+RECURRENT = {
+    "gated_delta_net_job": "block --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --disable-bias-linear",
+    "mamba_job": "stack --mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 8 "
+    "--mamba-num-groups 4 --hybrid-layer-pattern M*-M",
+}
 # A layout that follows the documents.
 FOLLOWS = "--context-parallel-algo zigzag --cp-options layout=documents"
 
@@ -224,6 +232,33 @@ def test_layers_of_linear_attention(model: list[str], tmp_path: Path) -> None:
     comparison = compare(alone, run, Tolerances())
     assert comparison.passed, comparison.problems
     assert compare(whole, run, Tolerances()).loss.error > 1e-4
+
+
+@pytest.mark.parametrize("job", RECURRENT)
+def test_recurrent_layers(model: list[str], tmp_path: Path, job: str) -> None:
+    """As layers of linear attention; Megatron's own let states pass documents of a mask."""
+    flags = f"{REFERENCES['rotary']} --normalization RMSNorm --spec {job} {RECURRENT[job]}"
+    words = [*model, *flags.split()]
+    script = HYBRID.with_name(f"{job}.py")
+    if job == "mamba_job":
+        words, script = [str(script), *words], LAUNCH
+    zigzag = "--context-parallel-algo zigzag"
+    runs = {
+        "whole": (zigzag, 1),
+        "alone": (f"{DOCUMENTS} {zigzag}", 1),
+        "split": (f"{DOCUMENTS} {zigzag} --context-parallel-size 2", 2),
+        "follows": (f"{DOCUMENTS} {FOLLOWS} --context-parallel-size 4", 4),
+    }
+    found = {}
+    for name, (more, ranks) in runs.items():
+        record = "--cp-record", str(tmp_path / name)
+        asked = *words, *more.split(), *record
+        run_warm(tmp_path / name, *asked, ranks=ranks, script=script).succeeded()
+        found[name] = Recording.load(tmp_path / name)
+    for name in ("split", "follows"):
+        comparison = compare(found["alone"], found[name], Tolerances())
+        assert comparison.passed, comparison.problems
+    assert compare(found["whole"], found["alone"], Tolerances()).loss.error > 1e-4
 
 
 def test_documents_change_the_losses(

@@ -116,31 +116,13 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
     assert operations(70, 140) == operations(70, *range(73, 178, 2))
 
 
-def test_where_flas_kernels_find_documents():
-    """Made on the host, wherever tensors are made by default."""
-    runs = Runs((((0, 70), (70, 71)), ((71, 71 + 5000),)))
-    cut = fla.cut_of(runs, 2, 3)
-    with torch.device("meta"):
-        tables = fla._tables(cut, CPU)
-        distances = fla._distances(cut, True, False, True, CPU)
-    lengths = [70, 1, 1280, 1280, 1280, 1160] * 2  # the long one is cut at whole chunks
-    assert tables.starts.tolist() == [0, *np.cumsum(lengths)]
-    chunks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 64))]
-    assert tables.chunks.tolist() == [list(chunk) for chunk in chunks]
-    counts = [-(-length // 64) for length in lengths]
-    assert tables.first_chunks.tolist() == [0, *np.cumsum(counts)]
-    assert tables.nowhere.tolist() == [0] * 13
-    assert tables.joined.tolist() == [0, 1, 2, 3, 4, 5]
-    # To each segment from the ends of all, and from before both runs.
-    none = -1
-    assert distances.tolist() == [
-        [none, none, none, none, none, none, 0, none],
-        [none] * 8,
-        [none, none, none, none, none, none, none, 0],
-        [none, none, 0, none, none, none, none, 1280],
-        [none, none, 1280, 0, none, none, none, 2560],
-        [none, none, 2560, 1280, 0, none, none, 3840],
-    ]
+def test_long_documents_are_cut_at_whole_chunks():
+    cut = fla.cut_of(Runs((((0, 70), (70, 71)), ((71, 71 + 5000),))), 2, 3)
+    with torch.device("meta"):  # made on the host, wherever tensors are made by default
+        found = fla.sequences_of(cut, 64, CPU)
+    lengths = [70, 1, 1280, 1280, 1280, 1160] * 2
+    assert found.starts.tolist() == [0, *np.cumsum(lengths)]
+    assert found.lengths.tolist() == lengths
 
 
 def long_recurrence(q, k, v, dout, rates, initial, dfinal):

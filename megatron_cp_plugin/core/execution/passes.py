@@ -7,6 +7,7 @@ heads, G KV heads, D head dim, E that of values.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -203,9 +204,9 @@ def expected(
 ) -> tuple[tuple[Described, ...], ...]:
     """Shapes and dtypes of the tensors of each message that a rank receives."""
     accumulated, found = accumulation_dtype(dtype), []
-    for move in (one.move for one in exchange.receives):
+    for move, *_ in exchange.receives:
         tensors, tokens = list[Described](), move.tokens
-        for name in (name for message in move.messages for name in message):
+        for name in chain(*move.messages):
             count = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
             own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
             wide = name in PER_HEAD or (move.wide and name in RESULTS)

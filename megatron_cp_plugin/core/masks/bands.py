@@ -5,6 +5,7 @@ A causal mask, a window, a packed document and a slice of a span mask are one th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -21,6 +22,7 @@ _APART = 1 << 41
 QUERIES, KEYS = 0, 2
 
 
+@dataclass(eq=False)
 class Bands:
     """Bands that have no pair in common.
 
@@ -29,8 +31,7 @@ class Bands:
             [q_start, q_stop) see those keys j of [k_start, k_stop) with low <= j - i <= high.
     """
 
-    def __init__(self, table: Numbers) -> None:
-        self.table = table
+    table: Numbers
 
     @classmethod
     def of_documents(cls, starts: Sequence[int], low: int | None, high: int | None) -> Self:

@@ -45,7 +45,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     Time,
 )
-from megatron_cp_plugin.core.plans.team_heads import with_teams
+from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.tiles import Mask
 
 # In place of the number of a stop:
@@ -76,7 +76,7 @@ def plan_of(
         return _Writer(routes, phase).plan(rectangular)
     team = None if rank is None else rank // placement.members
     of_teams = plan_of(placement.of_teams, seq_len, mask, phase, rectangular, team)
-    return with_teams(placement, of_teams, rank)
+    return TeamHeads(placement, of_teams, rank).plan()
 
 
 # A block of queries and a block of keys, by their owners, and the place where they meet.

@@ -21,46 +21,43 @@ from megatron_cp_plugin.core.plans.plan import (
 )
 
 
-def with_teams(placement: HeadPlacement, of_teams: Plan, rank: int | None) -> Plan:
-    """The plan of ranks. Args: of_teams: the teams', each as if it were one rank; of that of the
-    rank alone if the plan is of one rank. rank: as of `plan_of`.
-    """
-    seq_len = sum(of_teams.spans.lengths)
-    size = len(of_teams.spans) * placement.members
-    spans = TokenMap.of(placement.layout.within(of_teams.mask.followed), size, seq_len)
-    making = _Teams(placement, of_teams, spans.lengths, rank)
-    exchanged = tuple(making.exchanged())
-    times = {Time(move.result, move.side, move.posted, move.needed) for move in exchanged}
-    return replace(
-        of_teams,
-        spans=spans,
-        computes=tuple(making.computes()),
-        moves=(*exchanged, *making.moved()),
-        kept=tuple(making.kept()),
-        shares=placement.members,
-        # All teams exchange at the same times.
-        times=frozenset(
-            time
-            for time in (() if rank is None else (*times, *of_teams.times))
-            if time.needed >= 0 and time.posted < of_teams.steps
-        ),
-    )
+class TeamHeads:
+    """Makes the plan of ranks from that of teams.
 
-
-class _Teams:
-    """A plan in the making.
-
-    Attributes: lengths: tokens of each rank. ranks: of which the plan is. shares: of the heads,
+    Attributes: spans: positions of each rank. ranks: of which the plan is. shares: of the heads,
         theirs.
     """
 
-    def __init__(
-        self, placement: HeadPlacement, of_teams: Plan, lengths: tuple[int, ...], rank: int | None
-    ) -> None:
-        self.placement, self.of_teams, self.lengths = placement, of_teams, lengths
+    def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None) -> None:
+        """Args: of_teams: the teams' plan, each as if it were one rank; of that of the rank alone
+        if the plan is of one rank. rank: as of `plan_of`.
+        """
+        self.placement, self.of_teams = placement, of_teams
         self.members, self.rank = placement.members, rank
-        self.ranks = range(len(lengths)) if rank is None else (rank,)
+        size, seq_len = len(of_teams.spans) * self.members, sum(of_teams.spans.lengths)
+        layout = placement.layout.within(of_teams.mask.followed)
+        self.spans = TokenMap.of(layout, size, seq_len)
+        self.ranks = range(size) if rank is None else (rank,)
         self.shares = range(self.members) if rank is None else (rank % self.members,)
+
+    def plan(self) -> Plan:
+        """The plan of the ranks."""
+        exchanged = tuple(self.exchanged())
+        times = {Time(move.result, move.side, move.posted, move.needed) for move in exchanged}
+        return replace(
+            self.of_teams,
+            spans=self.spans,
+            computes=tuple(self.computes()),
+            moves=(*exchanged, *self.moved()),
+            kept=tuple(self.kept()),
+            shares=self.members,
+            # All teams exchange at the same times.
+            times=frozenset(
+                time
+                for time in (() if self.rank is None else (*times, *self.of_teams.times))
+                if time.needed >= 0 and time.posted < self.of_teams.steps
+            ),
+        )
 
     def computes(self) -> Iterator[Compute]:
         for compute in self.of_teams.computes:
@@ -137,11 +134,11 @@ class _Teams:
         self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
     ) -> Iterator[Move]:
         back = messages[0][0] in RESULTS
-        width = max(self.lengths)
+        lengths, width = self.spans.lengths, max(self.spans.lengths)
         for source, target in self._mates():
             share = (source if back else target) % self.members
             owner = target if back else source
-            block = Block((owner,), between(0, self.lengths[owner]))
+            block = Block((owner,), between(0, lengths[owner]))
             yield Move(posted, needed, source, target, messages, block, width, heads, share)
 
     def _mates(self) -> Iterator[tuple[int, int]]:
