@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
+from megatron_cp_plugin.algorithms.attention2d import GatheredPlacement, GridAlgorithm
 from megatron_cp_plugin.core.algorithm import number
 from megatron_cp_plugin.core.call import HeadGroup, head_groups
 from megatron_cp_plugin.core.shape import Shape
@@ -37,7 +37,8 @@ class KvAllGather(GridAlgorithm):
                 or 4 for fewer KV heads than query heads where there is much work.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
-                group), or "auto", peer where that is possible.
+                group), or "auto": peer where that is possible, else group, but by messages from
+                rank to rank under windows, documents and spans.
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 
@@ -54,7 +55,7 @@ class KvAllGather(GridAlgorithm):
         """
         groups, size = super().head_groups(shape, mask), self.topology.size
         # One group is computed with while the next one arrives, or is put in order.
-        blocks = self.slots(shape, size) if self.transport.pushes else 2 * size
+        blocks = 2 * size if self.kind(mask) is GatheredPlacement else self.slots(shape, size)
         tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
         row = (shape.head_dim + shape.value_dim) * shape.element_bytes
         head, count = blocks * shape.batch * tokens * row / 2**20, len(groups)

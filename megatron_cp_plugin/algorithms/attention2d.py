@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.call import HeadGroup, flop_of_rank, group_count, h
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -219,10 +220,14 @@ class GridAlgorithm(PointToPoint):
 
     options: Options
 
-    @cached_property
-    def kind(self) -> type[GridPlacement]:
-        """How blocks come together: pushed by copy engines where these serve, else gathered."""
-        return GridBlocksPlacement if self.transport.pushes else GatheredPlacement
+    def kind(self, mask: Mask) -> type[GridPlacement]:
+        """How blocks come together: gathered, or block by block where copy engines push them.
+
+        Block by block also under masks that hide most rows: messages leave these out, and a
+        collective operation sends every rank what any rank sees.
+        """
+        sparse = mask.special and self.options.transport == "auto"
+        return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C of a shape: as set, or what moves the fewest bytes in both passes together."""
@@ -231,7 +236,18 @@ class GridAlgorithm(PointToPoint):
         of_grid = self.topology.size, self.rows, self.cols
         return cheapest(*of_grid, shape.travel_bytes(*wide), transposes)
 
+    def make_channels(self, shape: Shape) -> None:
+        super().make_channels(shape)
+        blocks = self._placed(GridBlocksPlacement, shape, Mask(), "backward")
+        if self.options.transport == "auto" and self.kind(Mask()) is GatheredPlacement:
+            self.transport.make(plan_of(blocks, shape.seq_len, Mask(), "backward"), gathers=False)
+
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
+        return self._placed(self.kind(mask), shape, mask, phase)
+
+    def _placed(
+        self, kind: type[GridPlacement], shape: Shape, mask: Mask, phase: Phase
+    ) -> GridPlacement:
         rows, cols = self.grid_shape(shape)
         if self.transposed:
             grid = column_major(rows, cols)
@@ -241,14 +257,15 @@ class GridAlgorithm(PointToPoint):
         of_all = self.layout, self.topology.size, self.head_groups(shape, mask)
         wide = self.partials == "float32", self.options.gradients == "float32"
         # What is gathered is so in both passes, of which one plan is derived then.
-        backward = phase == "backward" and self.kind is not GatheredPlacement
-        return self.kind(*of_all, *wide, grid=grid, backward=backward)
+        backward = phase == "backward" and kind is not GatheredPlacement
+        return kind(*of_all, *wide, grid=grid, backward=backward)
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         size, chunks = self.topology.size, self.options.chunks
         count = group_count(chunks, flop_of_rank(shape, mask, size))
-        gathered = self.kind is GatheredPlacement
-        if size == 1 or self.kind is GridRingPlacement:
+        kind = self.kind(mask)
+        gathered = kind is GatheredPlacement
+        if size == 1 or kind is GridRingPlacement:
             count = 1
         elif not (gathered or chunks) and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and two are all that is held at a time. With fewer
@@ -306,8 +323,9 @@ class Attention2D(GridAlgorithm):
                 too little work for each; over peer memory with one row or column half of that, or 4
                 for fewer KV heads than query heads where there is much work.
                 "overlap" has none.
-            transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (over the
-                process group), or "auto", peer where that is possible.
+            transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (gathered
+                over the process group), or "auto": peer where that is possible, else group, but by
+                messages from rank to rank under windows, documents and spans.
             layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 
@@ -325,11 +343,10 @@ class Attention2D(GridAlgorithm):
         self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
         self.transposed = options.variant != "zigzag"
 
-    @cached_property
-    def kind(self) -> type[GridPlacement]:
+    def kind(self, mask: Mask) -> type[GridPlacement]:
         """See GridAlgorithm.kind; the paper's variants say it themselves."""
         paper = {"no": GatheredPlacement, "overlap": GridRingPlacement}
-        return paper.get(self.options.variant) or super().kind
+        return paper.get(self.options.variant) or super().kind(mask)
 
     @classmethod
     def layout_for(cls, options: Algorithm.Options) -> Layout:

@@ -36,19 +36,8 @@ def served(kind: type) -> type:
             inference_params: Any = None,
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            """As Megatron's.
-
-            Args:
-                hidden_states: [s,b,hidden] (s / TP with sequence parallelism).
-                attention_mask: Ignored: tokens see earlier ones of their document.
-                inference_context: Must be None.
-                packed_seq_params: A `DocumentMask`, or None.
-                sequence_len_offset: Must be None.
-                inference_params: Must be None.
-                kwargs: Ignored, as by Megatron: for layers of softmax attention.
-
-            Returns:
-                [s,b,hidden] and the bias to add, if any.
+            """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
+            `DocumentMask`, or None; what is for layers of softmax attention is ignored.
 
             Raises:
                 ContextParallelError: Something is asked for that is not served.

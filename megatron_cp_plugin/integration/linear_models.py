@@ -36,6 +36,13 @@ from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.linear import resolve_linear
 
+_REFUSED = {
+    "key_value_states": "cross attention",
+    "inference_context": "inference",
+    "attention_bias": "attention bias",
+    "sequence_len_offset": "a sequence offset",
+}
+
 
 @dataclass
 class LinearAttentionSubmodules:
@@ -136,15 +143,8 @@ class LinearSelfAttention(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None,
+        *,
         packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the layer's attention.
@@ -152,17 +152,9 @@ class LinearSelfAttention(MegatronModule):
         Args:
             hidden_states: [s,b,hidden] (s / TP with sequence parallelism).
             attention_mask: Ignored: the mask follows from the mask type and the layout.
-            key_value_states: Must be None.
-            inference_context: Must be None.
-            rotary_pos_emb: Ignored, as the three after it: they are for a hybrid model's layers
-                of softmax attention.
-            rotary_pos_cos: See rotary_pos_emb.
-            rotary_pos_sin: See rotary_pos_emb.
-            rotary_pos_cos_sin: See rotary_pos_emb.
-            attention_bias: Must be None.
             packed_seq_params: A `DocumentMask`, or None: a state begins anew at each document.
-            sequence_len_offset: Must be None.
-            others: Must be None or False.
+            others: Must be None or False, but for rotary embeddings, which are for a hybrid model's
+                layers of softmax attention.
 
         Returns:
             [s,b,hidden] and the bias to add, if any.
@@ -171,17 +163,10 @@ class LinearSelfAttention(MegatronModule):
             ContextParallelError: Something is asked for that these layers do not compute, or
                 documents of another number of tokens.
         """
-        refused = {
-            "cross attention": key_value_states,
-            "inference": inference_context,
-            "attention bias": attention_bias,
-            "a sequence offset": sequence_len_offset,
-            **others,
-        }
-        for what, value in refused.items():
-            if value is not None and value is not False:
+        for name, value in others.items():
+            if value is not None and value is not False and not name.startswith("rotary_pos_"):
                 raise ContextParallelError(
-                    f"linear attention does not support {what}: leave it out"
+                    f"linear attention does not support {_REFUSED.get(name, name)}: leave it out"
                 )
         mixed, _ = self.linear_qkv(hidden_states)
         seq_len = len(mixed) * self._cp_size

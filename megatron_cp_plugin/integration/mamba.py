@@ -44,16 +44,8 @@ def served(kind: type) -> type:
             inference_params: Any = None,
             packed_seq_params: Any = None,
         ) -> tuple[Tensor, Tensor | None]:
-            """As Megatron's.
-
-            Args:
-                hidden_states: [s,b,hidden] (s / TP with sequence parallelism).
-                inference_context: Must be None.
-                inference_params: Must be None.
-                packed_seq_params: A `DocumentMask`, or None.
-
-            Returns:
-                [s,b,hidden] and the bias to add, if any.
+            """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
+            `DocumentMask`, or None.
 
             Raises:
                 ContextParallelError: Something is asked for that is not served.

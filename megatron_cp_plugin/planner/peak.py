@@ -55,7 +55,7 @@ def peak_bytes(
         rows = int(str(options.get("rows", 1)))
         step = lcm(nodes.count(nodes[0]), int(str(options.get("ulysses", 1))) * rows)
         few = step * max(_FEW_TEAMS, _ALL // 2 // step)
-        meet_at_once = by_collectives(algo, options, shape, nodes, peer_access=peer_access)
+        meet_at_once = by_collectives(algo, options, shape, mask, nodes, peer_access=peer_access)
         if not meet_at_once and 2 * few < size:
             mask = mask if mask.slices is None else Mask(mask.causal)
             made = registry.create(algo, alone(0, nodes, peer_access=peer_access), dict(options))

@@ -85,7 +85,7 @@ def simulate(
     ranks: tuple[int, ...] = tuple(range(size))
     if size > _ALL:
         options = pinned(algo, options, shape, mask, nodes, peer_access=peer_access)
-        if by_collectives(algo, options, shape, nodes, peer_access=peer_access):
+        if by_collectives(algo, options, shape, mask, nodes, peer_access=peer_access):
             ranks = (0, size // 2, size - 1)
         elif counts := _smaller(algo, options, nodes):
             tokens = shape.seq_len // size
@@ -225,7 +225,7 @@ def pinned(
         pinned["chunks"] = len(algorithm.head_groups(shape, mask or Mask()))
         if isinstance(algorithm, GridAlgorithm) and "rows" in registry.option_names(algo):
             pinned["rows"], pinned["cols"] = algorithm.grid_shape(shape)
-            if algorithm.kind is GridRingPlacement:
+            if algorithm.kind(mask or Mask()) is GridRingPlacement:
                 pinned["chunks"] = 0
     return pinned
 
@@ -234,6 +234,7 @@ def by_collectives(
     algo: str,
     options: Mapping[str, object],
     shape: Shape | LinearShape,
+    mask: Mask,
     nodes: tuple[int, ...],
     *,
     peer_access: bool,
@@ -246,7 +247,7 @@ def by_collectives(
     algorithm = _made(algo, options, shape, nodes, peer_access=peer_access)
     if isinstance(algorithm, Ulysses):
         return algorithm.degree(shape.kv_heads) == len(nodes)
-    return isinstance(algorithm, GridAlgorithm) and algorithm.kind is GatheredPlacement
+    return isinstance(algorithm, GridAlgorithm) and algorithm.kind(mask) is GatheredPlacement
 
 
 def _made(

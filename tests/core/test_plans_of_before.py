@@ -46,9 +46,12 @@ def variants(size: int) -> Iterator[tuple[str, Options]]:
     What chooses by itself today is named as it was then.
     """
     for name, options in _variants(size):
-        yield name, DEFAULTS.get(name, {}) | options
+        gathered = name in GRIDS and options.get("world") != "peer"
+        before = {"transport": "group"} if gathered else DEFAULTS.get(name, {})
+        yield name, before | options
 
 
+GRIDS = ("allgather", "attention2d")
 DEFAULTS: dict[str, Options] = {
     **{name: {"route": "ring"} for name in ("ring", "zigzag", "usp")},
     "distflash": {"helpers": "distance"},

@@ -34,9 +34,11 @@ def test_a_window_leaves_less_to_compute_and_to_send() -> None:
     whole, windowed = (cost("distflash", 8, SHAPE, mask) for mask in (None, Mask(window=64)))
     assert windowed.forward_flop < whole.forward_flop / 10
     assert windowed.forward_bytes < whole.forward_bytes
-    gathered = cost("allgather", 8, SHAPE, Mask(window=64))
-    # Of each of a rank's two chunks of 256 tokens the last 63.
+    # Of each of a rank's two chunks of 256 tokens the last 63: to all ranks, or to one that sees
+    # them.
+    gathered = cost("allgather", 8, SHAPE, Mask(window=64), {"transport": "group"})
     assert 512 * gathered.forward_bytes == 126 * cost("allgather", 8, SHAPE).forward_bytes
+    assert 7 * cost("allgather", 8, SHAPE, Mask(window=64)).forward_bytes == gathered.forward_bytes
 
 
 def test_what_cannot_be_served_is_refused() -> None:

@@ -5,7 +5,7 @@ its document. Those of a run's first outputs may be on other ranks: they are sen
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -174,7 +174,6 @@ def short_convolution(
     route: Route,
     rank: int,
     channel: Communicator,
-    local: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
 ) -> Tensor:
     """A convolution of each channel with the W - 1 tokens before; differentiable.
 
@@ -188,14 +187,13 @@ def short_convolution(
         route: the runs of all ranks.
         rank: this one.
         channel: its messages.
-        local: the same of tokens that follow each other, without others before them; None: torch's.
 
     Returns: [B,S,C] in x's dtype.
     """
     width = weight.shape[1]
     halo = _Halo.of(route, rank, width)
     came = _Fetch.apply(x, halo, channel)
-    out = (local or _convolution)(x, weight, bias)
+    out = _convolution(x, weight, bias)
     if not halo.rows:
         return out
     rows, taps, _ = _indices(halo, x.device)

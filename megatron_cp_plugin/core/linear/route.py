@@ -10,60 +10,6 @@ from megatron_cp_plugin.core.linear.runs import Interval, Runs
 
 
 @dataclass(frozen=True, eq=False)
-class Chains:
-    """The runs of a route, by rank, as chains along each of which one state passes.
-
-    The longest chains come first, so that those with a k-th run are the first ones. A run in which
-    a document begins ends a chain, and begins the next one.
-
-    Attributes:
-        rounds: numbers of the first runs of all chains, of the second ones, and so on.
-        arriving: of each run in which round a state arrives at it, and its place there; None: none.
-        first: the chain in which the route begins.
-        last, last_round: the chain in which it ends, and in which round.
-        lengths: of all runs, in tokens.
-    """
-
-    rounds: tuple[tuple[int, ...], ...]
-    arriving: tuple[tuple[int, int] | None, ...]
-    first: int
-    last: int
-    last_round: int
-    lengths: tuple[int, ...]
-
-    @staticmethod
-    def of(route: "Route") -> "Chains":
-        """The chains of a route."""
-        runs = [run for of_rank in route.runs for run in of_rank]
-        chains: list[list[int]] = [[]]
-        arriving: dict[int, tuple[int, int]] = {}  # of a run its chain, and its number there
-        for number in sorted(range(len(runs)), key=lambda number: runs[number]):
-            start, stop = runs[number]
-            if not route.lasts(start, start) and chains[-1]:
-                chains.append([])
-            elif route.lasts(start, start):
-                arriving[number] = len(chains) - 1, len(chains[-1])
-            chains[-1].append(number)
-            if not route.lasts(start + 1, stop - 1):
-                chains.append([number])
-        order = sorted(range(len(chains)), key=lambda chain: -len(chains[chain]))
-        where = {chain: place for place, chain in enumerate(order)}
-        rounds = tuple(
-            tuple(chains[chain][number] for chain in order if len(chains[chain]) > number)
-            for number in range(len(chains[order[0]]))
-        )
-        found = (arriving.get(run) for run in range(len(runs)))
-        return Chains(
-            rounds,
-            tuple(None if one is None else (one[1], where[one[0]]) for one in found),
-            where[0],
-            where[len(chains) - 1],
-            len(chains[-1]) - 1,
-            tuple(stop - start for start, stop in runs),
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class Route:
     """Which part of the way each run covers, for states that travel over the whole sequence.
 
@@ -131,9 +77,27 @@ class Route:
         return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
 
     @cached_property
-    def chains(self) -> Chains:
-        """The runs as chains."""
-        return Chains.of(self)
+    def ways(self) -> tuple[tuple[tuple[int, ...], bool] | None, ...]:
+        """Of each run, by rank, and of the end: the runs that a state passes one after another to
+        get there, and whether it comes from where the route begins; None: a document begins there.
+        """
+        runs = [run for of_rank in self.runs for run in of_rank]
+        found: list[tuple[tuple[int, ...], bool] | None] = [None] * len(runs)
+        passed: tuple[int, ...] = ()
+        from_begin = True
+        for number in sorted(range(len(runs)), key=lambda number: runs[number]):
+            start, stop = runs[number]
+            if self.lasts(start, start):
+                found[number] = passed, from_begin
+            if not self.lasts(start, stop - 1):
+                passed, from_begin = (), False
+            passed += (number,)
+        return *found, (passed, from_begin)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Of all runs, by rank, in tokens."""
+        return tuple(stop - start for runs in self.runs for start, stop in runs)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.route import Chains, Route
+from megatron_cp_plugin.core.linear.route import Route
 
 
 class Gates(NamedTuple):
@@ -115,7 +115,7 @@ class RunStates:
         """
         through = self.through
         if isinstance(through, Decay):
-            given = route.chains.lengths, self.added.shape[1], self.added.dtype
+            given = route.lengths, self.added.shape[1], self.added.dtype
             through = _logs(through, *given, self.added.device)
         if self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
             ways = _ways(route, tuple(places), to_the_end, self.added.device)
@@ -123,52 +123,13 @@ class RunStates:
             found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
                 return found
-        seen, end = self._followed(route.chains, through, first, places, to_the_end=to_the_end)
-        before, count = [], 0
-        for round_ in seen:
-            before.append(count)
-            count += len(round_)
-        arriving = [route.chains.arriving[number] for number in places]
-        index = tuple(count if one is None else before[one[0]] + one[1] for one in arriving)
-        seen.append(torch.zeros_like(self.added[:1]))
-        if end is not None:
-            seen.append(end.unsqueeze(0))
-            index += (count + 1,)
-        return torch.cat(seen).index_select(0, _numbers(index, self.added.device))
-
-    def _followed(
-        self,
-        chains: Chains,
-        through: Tensor,
-        first: Tensor | None,
-        places: Sequence[int],
-        *,
-        to_the_end: bool,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """See `reaching`: run after run, in all chains at once, as far as it is asked for.
-
-        Returns: the states before the runs of each round; and the one at the end of the route.
-        """
-        state = self.added.new_zeros(len(chains.rounds[0]), *self.added.shape[1:])
-        if first is not None:
-            state[chains.first] = first
-        arriving = [chains.arriving[number] for number in places]
-        last = max((one[0] for one in arriving if one is not None), default=0)
-        seen: list[Tensor] = []
-        for number, round_ in enumerate(chains.rounds):
-            state = state[: len(round_)]
-            seen.append(state)
-            if number == last and not to_the_end:
-                break
-            if len(round_) == 1:
-                added, of_runs = (x.narrow(0, round_[0], 1) for x in (self.added, through))
-            else:
-                index = _numbers(round_, state.device)
-                added, of_runs = (x.index_select(0, index) for x in (self.added, through))
-            state = _passed(state, added, of_runs)
-            if number == chains.last_round:
-                end = state[chains.last]
-        return seen, end if to_the_end else None
+        states = []
+        for runs, which in _asked(route, places, to_the_end):
+            state = torch.zeros_like(self.added[0]) if first is None or which < 0 else first
+            for run in runs:
+                state = _passed(state, self.added[run], through[run])
+            states.append(state)
+        return torch.stack(states)
 
 
 def _passed(before: Tensor, added: Tensor, through: Tensor) -> Tensor:
@@ -196,25 +157,17 @@ class Ways(NamedTuple):
         )
 
 
+def _asked(
+    route: Route, places: Sequence[int], to_the_end: bool
+) -> list[tuple[tuple[int, ...], int]]:
+    """Ways to runs, and to the end if wanted: the runs, and 0, or -1 where the beginning is 0."""
+    ways = [route.ways[number] for number in (*places, *[-1] * to_the_end)]
+    return [((), -1) if way is None else (way[0], 0 if way[1] else -1) for way in ways]
+
+
 @kept_on_device(maxsize=128)
 def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch.device) -> Ways:
-    chains = route.chains
-    ends = [chains.arriving[number] for number in places]
-    ends += [(chains.last_round + 1, chains.last)] * to_the_end
-    ways: list[tuple[list[int], int]] = []
-    for end in ends:
-        if end is None:
-            ways.append(([], -1))
-        else:
-            runs = [chains.rounds[at][end[1]] for at in range(end[0])]
-            ways.append((runs, 0 if end[1] == chains.first else -1))
-    return Ways.of(ways, device)
-
-
-@kept_on_device(maxsize=256)
-def _numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """An index."""
-    return uploaded(torch.tensor(numbers, dtype=torch.long, device="cpu"), device)
+    return Ways.of(_asked(route, places, to_the_end), device)
 
 
 @kept_on_device(maxsize=64)
