@@ -42,7 +42,7 @@ _APART = Packing.of(
     (slice(0, 50), slice(51, 120), slice(130, _TOKENS)),
 )
 # Of linear attention: a chunk and a part of one, and a run long enough to be cut into segments.
-_RUNS = (Runs.equal(100), Runs.equal(2048))
+_RUNS = (Runs.single(100), Runs.single(2048))
 # Where documents are packed: in the middle those that meet no other, one of them in segments.
 _DOCUMENTS = Runs((((0, 70), (70, 71), (71, 2200), (2200, 2300)),))
 _RATES = (1.0, 1 - 1 / 256, 1 - 1 / 16, 0.5)
@@ -215,7 +215,7 @@ def _runs(kernel: LinearKernel, problem: LinearProblem) -> Iterator[tuple[str, R
         want = _run(Chunked(), [x.double() for x in (*inputs, *states)], decay, runs)
         with _as_in_the_run(problem):
             got = _run(kernel, [*inputs, *states], decay, runs)
-        where = f"{tokens} tokens" if runs.length else f"{tokens} tokens of documents"
+        where = f"{tokens} tokens{' of documents' * (len(runs.documents[0]) > 1)}"
         yield where, list(zip(names, got, want, strict=True))
 
 
@@ -226,7 +226,7 @@ def _run(
     q, k, v, dout, before, dafter = inputs
     tokens = torch.tensor([q.shape[1]], device=q.device)
     # What is left of a state behind the run: of one in another document nothing.
-    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype) * bool(runs.length)
+    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype) * (len(runs.documents[0]) == 1)
     forward = kernel.forward(q, k, v, decay, runs)
     last = forward.states[0] + kept * before
     forward.intra()

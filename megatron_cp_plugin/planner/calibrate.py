@@ -248,7 +248,7 @@ class _Calibration:
         heads, dim, tokens = 16, 128 if self.cuda else 16, self.sizes.linear
         problem = LinearProblem(self.device, self.dtype, heads, dim, dim)
         kernel, decay = resolve_linear("auto", problem), Decay((1.0,) * heads)
-        runs = Runs.equal(tokens)
+        runs = Runs.single(tokens)
         q, k, v, dout = (
             torch.randn((1, tokens, heads, dim), device=self.device, dtype=self.dtype)
             for _ in range(4)

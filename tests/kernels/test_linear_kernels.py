@@ -31,7 +31,7 @@ def problem_of(q, v):
 
 def run(name, q, k, v, dout, decay, initial, dfinal):
     """out, final state, dq, dk, dv, dinitial of one run."""
-    kernel, runs = resolve_linear(name, problem_of(q, v)), Runs.equal(q.shape[1])
+    kernel, runs = resolve_linear(name, problem_of(q, v)), Runs.single(q.shape[1])
     forward = kernel.forward(q, k, v, decay, runs)
     whole = decay.powers(torch.tensor([q.shape[1]], device=q.device))[0]
     lost = whole[None, :, None, None].to(initial.dtype)
@@ -65,7 +65,7 @@ def test_chunked_kernel(rates, tokens):
 
 def test_chunked_kernel_without_states():
     expected = linear_expected((0.9, 1.0), 100)
-    kernel, runs = resolve_linear("chunked", problem_of(expected.q, expected.v)), Runs.equal(100)
+    kernel, runs = resolve_linear("chunked", problem_of(expected.q, expected.v)), Runs.single(100)
     decay = Decay(expected.rates)
     zero = torch.zeros_like(expected.initial)
     qkv = expected.q, expected.k, expected.v

@@ -263,7 +263,7 @@ class PlantedLinear(LinearKernel):
         if self.fault == "segments" and q.shape[1] == 2048:
             k = torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1)
         if self.fault == "documents":
-            runs = Runs.equal(q.shape[1])
+            runs = Runs.single(q.shape[1])
         made = Chunked().forward(q, k, v, decay, runs)
         if self.fault == "state":
             made.states = made.states * 1.02

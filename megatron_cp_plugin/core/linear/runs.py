@@ -17,12 +17,9 @@ class Runs:
     documents: tuple[tuple[Interval, ...], ...]
 
     @staticmethod
-    def equal(tokens: int, count: int = 1) -> "Runs":
-        """Runs of equal length, one document each. Args: tokens: of all runs."""
-        length = tokens // count
-        return Runs(
-            tuple(((start, start + length),) for start in range(0, tokens or 1, length or 1))
-        )
+    def single(tokens: int) -> "Runs":
+        """One run of one document."""
+        return Runs((((0, tokens),),))
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -34,15 +31,6 @@ class Runs:
     def __hash__(self) -> int:
         # What is made of runs is looked up by them several times in a call.
         return self._hash
-
-    @cached_property
-    def length(self) -> int | None:
-        """Of each run, where all are equally long and have one document; otherwise None."""
-        lengths = {
-            documents[0][1] - documents[0][0] if len(documents) == 1 else None
-            for documents in self.documents
-        }
-        return lengths.pop() if len(lengths) == 1 else None
 
     @cached_property
     def firsts(self) -> tuple[Interval, ...]:
