@@ -15,6 +15,7 @@ from megatron_cp_plugin.core.linear.runs import Interval
 _TOKENS = 64
 _TILES = 16
 _WIDTH = 64  # columns of a state that one program of `run_states` has
+_FEW_RUNS = 64  # products of so many transitions are right to 1e-5 with a sum in tensor cores
 _WIDEST = 128  # a transition of this head dim fits in shared memory
 
 
@@ -283,6 +284,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     through_column,
     FIRST: tl.constexpr,
     MATRIX: tl.constexpr,
+    LONG: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -307,14 +309,16 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         if MATRIX:
             through = tl.load(of_run + matrix_at, in_matrix, 0.0)
             # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs.
-            # So do sums in tensor cores: there are two shorter ones.
-            front = row[None, :] < DIM // 2
             high, of_state = _rounded_to_tf32(through), _rounded_to_tf32(state)
             low = tl.dot(through - high, of_state, input_precision="tf32")
             low = tl.dot(high, state - of_state, low, input_precision="tf32")
-            low = tl.dot(tl.where(front, 0.0, high), of_state, low, input_precision="tf32")
-            front_high = tl.where(front, high, 0.0)
-            state = tl.dot(front_high, of_state, input_precision="tf32") + low + added
+            if LONG:  # Sums in tensor cores are cut off too: there are two shorter ones.
+                front = row[None, :] < DIM // 2
+                low = tl.dot(tl.where(front, 0.0, high), of_state, low, input_precision="tf32")
+                front_high = tl.where(front, high, 0.0)
+                state = tl.dot(front_high, of_state, input_precision="tf32") + low + added
+            else:
+                state = tl.dot(high, of_state, low, input_precision="tf32") + added
         else:
             log = tl.load(of_run + row * through_row, row < dim, 0.0)
             state = tl.exp(log)[:, None] * state + added
@@ -369,6 +373,7 @@ def passed_along(
         through.stride(4) if is_matrix else 0,
         FIRST=first is not None,
         MATRIX=is_matrix,
+        LONG=len(added) > _FEW_RUNS,
         DIM=_power_of_two(dim),
         WIDTH=columns,
         num_warps=8,

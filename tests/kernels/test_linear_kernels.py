@@ -305,7 +305,10 @@ RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
     ("name", "constants"),
     [
         ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
-        ("pass", {"FIRST": True, "MATRIX": True, "DIM": 128, "WIDTH": 32}),
+        *(
+            ("pass", {"FIRST": True, "MATRIX": True, "LONG": long, "DIM": 128, "WIDTH": 32})
+            for long in (False, True)
+        ),
         ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": True, "BACK": False} | RUN),
         ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": False, "BACK": True} | RUN),
     ],

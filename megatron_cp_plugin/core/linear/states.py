@@ -125,7 +125,8 @@ class RunStates:
                 return found
         states = []
         for runs, which in _asked(route, places, to_the_end):
-            state = torch.zeros_like(self.added[0]) if first is None or which < 0 else first
+            begin = None if which < 0 else first
+            state = torch.zeros_like(self.added[0]) if begin is None else begin.to(self.added)
             for run in runs:
                 state = _passed(state, self.added[run], through[run])
             states.append(state)
