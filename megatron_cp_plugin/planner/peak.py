@@ -120,7 +120,9 @@ def _linear_peak(
     algorithm.check(algorithm.options, size=size, heads=shape.heads)
     q, k, v, dout = on_meta(shape, algorithm.layout.length(rank, size, shape.seq_len))
     # Any rate below 1: so states are weighted, as most models have them.
-    call = LinearCall(shape.seq_len, mask.causal, Decay((0.5,) * shape.heads), LinearSizes())
+    decay = Decay((0.5,) * shape.heads)
+    decay.logarithms(q.device)  # kept for all calls
+    call = LinearCall(shape.seq_len, mask.causal, decay, LinearSizes())
     with AllocationTracker([q, k, v, dout]) as living:
         out, _, saved = algorithm.forward(q, k, v, None, call)
         gradients = algorithm.backward(dout, None, saved, call)
