@@ -52,6 +52,7 @@ def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None
     print(sentence(choice))
     if path is not None:
         megatron = {"context_parallel_size": size, "seq_length": shape.seq_len}
+        megatron |= _of_documents(mask)
         write_run_file(path, megatron, choice.best.algo, choice.best.options)
 
 
@@ -155,6 +156,11 @@ def _experts(job: Job, split: Split) -> str:
     )
 
 
+def _of_documents(mask: Mask) -> dict[str, bool]:
+    """The flag without which Megatron trains packed documents as one."""
+    return {"dataloader_inter_document_masking": True} if mask.documents else {}
+
+
 def megatron_settings(job: Job, split: Split) -> dict[str, object]:
     """Flags of Megatron for a model and its split, but for those of data and tokenizer."""
     model = job.model
@@ -178,6 +184,7 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
         "global_batch_size": job.sequences,
         "tensor_model_parallel_size": split.tensor,
         "context_parallel_size": split.context,
+        **_of_documents(job.mask),
         "pipeline_model_parallel_size": split.pipeline,
         "use_distributed_optimizer": True,
     }

@@ -20,14 +20,18 @@ from megatron_cp_plugin.planner.step import only, step
 LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
 
 
-def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("documents", ["", "--documents 4096"])
+def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: str) -> None:
     path = tmp_path / "run.yaml"
-    assert cli.main([*LAYER.split(), "--yaml", str(path)]) == 0
+    assert cli.main([*LAYER.split(), *documents.split(), "--yaml", str(path)]) == 0
     *_, said, wrote = capsys.readouterr().out.splitlines()
     assert said.startswith("auto chose ")
     assert wrote == f"wrote {path}"
     written = yaml.safe_load(path.read_text())
-    assert written["megatron"] == {"context_parallel_size": 4, "seq_length": 32768}
+    megatron = {"context_parallel_size": 4, "seq_length": 32768}
+    assert written["megatron"] == megatron | (
+        {"dataloader_inter_document_masking": True} if documents else {}
+    )
     algo = written["context_parallel"].pop("algo")
     registry.read_options(algo, written["context_parallel"])
     assert said.removeprefix("auto chose ").startswith(algo)
