@@ -37,8 +37,7 @@ class KvAllGather(GridAlgorithm):
                 or 4 for fewer KV heads than query heads where there is much work.
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
-                group), or "auto": peer where that is possible, else group, but by messages from
-                rank to rank under windows, documents and spans.
+                group), or "auto", see attention2d.
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
         """
 

@@ -224,9 +224,11 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together: gathered, or block by block where copy engines push them.
 
         Block by block also under masks that hide most rows: messages leave these out, and a
-        collective operation sends every rank what any rank sees.
+        collective operation sends every rank what any rank sees. Of layout thd every rank sees
+        rows of all.
         """
-        sparse = mask.special and self.options.transport == "auto"
+        rows_of_all = not mask.special or self.layout.follows_documents
+        sparse = not rows_of_all and self.options.transport == "auto"
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
@@ -325,7 +327,8 @@ class Attention2D(GridAlgorithm):
                 "overlap" has none.
             transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (gathered
                 over the process group), or "auto": peer where that is possible, else group, but by
-                messages from rank to rank under windows, documents and spans.
+                messages from rank to rank under windows, documents and spans, unless layout is
+                thd.
             layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 

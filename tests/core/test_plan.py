@@ -105,7 +105,8 @@ def test_a_rank_that_gathers_looks_at_few_pairs(
     monkeypatch: pytest.MonkeyPatch, name: str, rows: int | None
 ) -> None:
     """Of 16 ranks, in both passes: at the blocks of some ranks, not at all 256 pairs."""
-    made = algorithm(name, 16, **({} if rows is None else {"rows": rows}))
+    options = {} if rows is None else {"rows": rows}
+    made = algorithm(name, 16, transport="group", **options)
     shape, mask = Shape(1, 1600, 4, 4, 8), Mask(documents=tuple(range(10, 1600, 10)))
     kind = type(made.placement(shape, mask, "forward"))
     asked: list[str] = []
