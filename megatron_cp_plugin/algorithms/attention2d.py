@@ -240,8 +240,9 @@ class GridAlgorithm(PointToPoint):
 
     def make_channels(self, shape: Shape) -> None:
         super().make_channels(shape)
-        blocks = self._placed(GridBlocksPlacement, shape, Mask(), "backward")
-        if self.options.transport == "auto" and self.kind(Mask()) is GatheredPlacement:
+        kind = self.kind(Mask(window=1))  # masks that hide rows may need other channels
+        if kind is not self.kind(Mask()):
+            blocks = self._placed(kind, shape, Mask(), "backward")
             self.transport.make(plan_of(blocks, shape.seq_len, Mask(), "backward"), gathers=False)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
