@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.linear.runs import Interval
 from megatron_cp_plugin.kernels import fla, fla_gated
 from megatron_cp_plugin.kernels.linear import resolve_linear
+from tests.linear_oracle import passed_along
 from tests.stand_ins.fla.ops.common import chunk_h, chunk_o, fused_chunk, sequences
 
 CHUNK, SHORTEST_SEGMENT, SEQUENCES = 4, 8, 64
@@ -24,7 +25,7 @@ def fla_on_cpu() -> Iterator[None]:
         "fla.ops.common.chunk_o": chunk_o,
         "fla.ops.common.fused_chunk": fused_chunk,
         "megatron_cp_plugin.kernels.decayed": SimpleNamespace(
-            add_decayed_=_add_decayed, passed_along=_passed_along
+            add_decayed_=_add_decayed, passed_along=passed_along
         ),
     }
     with (
@@ -68,21 +69,3 @@ def _add_decayed(
         powers = sequences.powers(log2_rates, torch.arange(1, stop - start + 1))
         added = torch.einsum("bthd,bhde->bthe", x[:, start:stop], state)
         out[:, start:stop] += powers * added
-
-
-def _passed_along(
-    added: Tensor,
-    through: Tensor,
-    first: Tensor | None,
-    bounds: Tensor,
-    order: Tensor,
-    begins: Tensor,
-) -> Tensor:
-    """As kernels/decayed.py, of logarithms."""
-    found = []
-    for way, begin in enumerate(begins.tolist()):
-        state = torch.zeros_like(added[0]) if first is None or begin < 0 else first[begin]
-        for run in order[bounds[way] : bounds[way + 1]].tolist():
-            state = through[run].exp().unsqueeze(-1) * state + added[run]
-        found.append(state)
-    return torch.stack(found)

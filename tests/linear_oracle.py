@@ -172,3 +172,24 @@ def gated_recurrence(
         shared = state.repeat_interleave(heads // states, 1)
         out.append(torch.einsum("bhd,bhde->bhe", q[:, s], shared))
     return torch.stack(out, 1), state
+
+
+def passed_along(
+    added: Tensor,
+    through: Tensor,
+    first: Tensor | None,
+    bounds: Tensor,
+    order: Tensor,
+    begins: Tensor,
+) -> Tensor:
+    """See `kernels.decayed.passed_along`, run after run."""
+    found = []
+    for way, begin in enumerate(begins.tolist()):
+        state = torch.zeros_like(added[0]) if first is None or begin < 0 else first[begin]
+        for run in order[bounds[way] : bounds[way + 1]].tolist():
+            of_run = through[run]
+            is_matrix = of_run.dim() == state.dim()
+            kept = of_run @ state if is_matrix else of_run.exp().unsqueeze(-1) * state
+            state = kept + added[run]
+        found.append(state)
+    return torch.stack(found)

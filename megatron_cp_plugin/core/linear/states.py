@@ -123,12 +123,14 @@ class RunStates:
             found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
                 return found
-        states = []
+        states, behind = [], dict[int, Tensor]()  # each run is on one way, or on none
         for runs, which in _asked(route, places, to_the_end):
             begin = None if which < 0 else first
             state = torch.zeros_like(self.added[0]) if begin is None else begin.to(self.added)
             for run in runs:
-                state = _passed(state, self.added[run], through[run])
+                if run not in behind:
+                    behind[run] = _passed(state, self.added[run], through[run])
+                state = behind[run]
             states.append(state)
         return torch.stack(states)
 

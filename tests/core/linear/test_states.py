@@ -1,6 +1,5 @@
 """Gates and the delta rule: states of all ranks' runs against the recurrence in float64."""
 
-import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
-from tests.linear_oracle import gated_recurrence
+from tests.linear_oracle import gated_recurrence, passed_along
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
 
@@ -340,33 +339,13 @@ def test_wrong_gates_are_refused() -> None:
     assert cp.linear_attention(x, x[:, :, :2], x).shape == x.shape
 
 
-def passed_along(
-    added: Tensor,
-    through: Tensor,
-    first: Tensor | None,
-    bounds: Tensor,
-    order: Tensor,
-    begins: Tensor,
-) -> Tensor:
-    """See `kernels.decayed.passed_along`."""
-    found = []
-    for way, (start, stop) in enumerate(itertools.pairwise(bounds.tolist())):
-        state = (
-            torch.zeros_like(added[0]) if first is None or begins[way] < 0 else first[begins[way]]
-        )
-        for run in order[start:stop].tolist():
-            state = through[run] @ state + added[run]
-        found.append(state)
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("documents", list(DOCUMENTS))
 @pytest.mark.parametrize(("size", "layout"), [(1, "contiguous"), (3, "zigzag"), (4, "thd")])
 def test_ways_of_a_kernel_that_passes_runs_by_itself(
     monkeypatch: pytest.MonkeyPatch, size: int, layout: str, documents: str, begun: bool
 ) -> None:
-    """States before all runs and behind the last one are those of the rounds without it."""
+    """States before all runs and behind the last one are those without it."""
     seq_len = 16 * size
     starts = DOCUMENTS["multiples" if layout == "thd" else documents](size, seq_len)
     made = create_linear("lasp2", VirtualWorld(size).topology(0), {"layout": layout})
