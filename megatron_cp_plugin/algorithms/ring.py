@@ -32,6 +32,7 @@ Rule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
+_NODE = 8  # ranks of a node, as most have; in larger ones what crosses nodes counts for less
 
 
 @dataclass(frozen=True)
@@ -119,29 +120,31 @@ class DoubleRingPlacement(RingPlacement):
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
-    """Whether blocks take at most half of the steps, and no more bytes, if they go straight.
+    """Whether a rank has at most half of the exchanges, and no more bytes, if blocks go straight.
 
-    Rows of keys are counted, of the rank that sends most and of all ranks. In all, rows that go
-    straight count once for each rank that they pass, as if they went round the ring the shorter
-    way: so no more rows than before cross nodes, whatever their size.
+    Rows of keys are counted, of the rank that sends most and of those that cross nodes of any size
+    up to `_NODE` consecutive ranks, in the mean over where the first node begins.
     """
     if not mask.special:
         return False
     met = rows_met(layout.within(mask.followed), size, seq_len, mask, 1)
-    pairs = [(owner, other) for owner, others in enumerate(met) for other in others]
-    distances = {(other - owner) % size for owner, other in pairs} - {0}
-    if not distances or 2 * len(distances) > max(distances):
-        return False
     rows, distance = np.zeros((size, size), np.int64), np.arange(size)  # [owner, distance]
-    for owner, other in pairs:
-        rows[owner, (other - owner) % size] = row_count(met[owner][other])
+    for owner, others in enumerate(met):
+        for other in others:
+            rows[owner, (other - owner) % size] = row_count(met[owner][other])
     rows[:, 0] = 0
+    if not rows.any():
+        return False
+    sources = (distance[:, None] - distance) % size  # of each rank's blocks, by distance
+    exchanges = ((rows > 0) | (rows[sources, distance] > 0)).sum(1).max()
+    if 2 * exchanges > rows.any(0).nonzero()[0].max():
+        return False
     # A ring passes on at least what any of the ranks behind needs.
     passed = np.maximum.accumulate(rows[:, :0:-1], 1)[:, ::-1]
-    sources = (distance[:, None] + distance[:-1]) % size
-    most = np.bincount(sources.ravel(), passed.ravel()).max()
-    apart = np.minimum(distance, size - distance)
-    return bool(rows.sum(1).max() <= most and (rows * apart).sum() <= passed.sum())
+    passing = (distance[:, None] + distance[:-1]) % size
+    most = np.bincount(passing.ravel(), passed.ravel()).max()
+    crossing = rows * np.minimum(np.minimum(distance, size - distance), min(_NODE, size))
+    return bool(rows.sum(1).max() <= most and crossing.sum() <= passed.sum())
 
 
 def ring_placement(
@@ -231,8 +234,8 @@ class Ring(PointToPoint):
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
                 needs the block, and its gradients straight back; "double", once to each other node
                 and from rank to rank inside nodes; "auto", straight where a mask leaves so few
-                pairs of blocks that this takes at most half of the ring's steps and no more bytes
-                (`goes_straight`), else ring.
+                pairs of blocks that a rank then has at most half of the ring's exchanges and no
+                more bytes (`goes_straight`), else ring.
         """
 
         backward: Rule = "auto"

@@ -174,10 +174,18 @@ def test_few_pairs_go_straight(size: int, algo: str, mask: Mask) -> None:
         ("zigzag", 8, Mask(window=300), False),
         ("ring", 8, Mask(window=9), False),  # one step either way
         ("zigzag", 1, Mask(window=9), False),
+        # Few exchanges of each rank, though at many distances.
+        ("zigzag:layout=documents", 16, Mask(documents=tuple(range(17, 640, 17))), True),
+        ("zigzag:layout=documents", 24, Mask(documents=tuple(range(37, 960, 37))), True),
+        ("zigzag:layout=documents", 16, Mask(documents=(300, 317)), False),
+        # Few that a rank sends, but others that it receives.
+        ("zigzag", 16, Mask(documents=tuple(range(130, 640, 130))), False),
     ],
 )
 def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) -> None:
-    made = create(algo, VirtualWorld(size).topology(0), {})
+    name, *words = algo.split(":")
+    options = dict(word.split("=") for word in words)
+    made = create(name, VirtualWorld(size).topology(0), options).within(mask.followed)
     for phase in PHASES:
         assert made.plan(Shape(1, 40 * size, 4, 2, 8), mask, phase).relay is not straight
 
