@@ -20,15 +20,12 @@ def matrix() -> ModuleType:
         return importlib.import_module("parity_matrix")
 
 
-# Ranks and samples without a token that counts; the same by tokens, also of further tokens; padded
-# documents, cut apart; sharded parameters; experts over the ranks, with auxiliary losses and
-# padding; and one refused.
+# Ranks and samples without a token that counts; the same by tokens, of further tokens; padded
+# documents, cut apart; experts over the ranks, with auxiliary losses and padding; and one refused.
 CELLS = {
     "padded/zigzag": "equal",
-    "padded-per-token/ring": "equal",
     "mtp-per-token/zigzag": "equal",
     "thd-mla/distflash:layout=thd": "equal",
-    "fsdp/attention2d": "equal",
     "moe-ep-cp/distflash": "equal",
     "moe-drop/zigzag": "refused: --context-parallel-algo zigzag does not support dropping tokens",
 }

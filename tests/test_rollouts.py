@@ -386,14 +386,6 @@ def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
     compare(Random(seed), size, layout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equal_rollouts_one_by_one_of_500_sets(size: int, layout: str) -> None:
-    for seed in range(63):
-        compare(Random(f"{size} {layout} {seed}"), size, layout)
-
-
 def test_halves_of_a_pack_have_about_equal_work() -> None:
     """Three short rollouts on one side, a long one on the other."""
     tree = _Tree(np.array([2, 2, 2, 10]), np.zeros(4, np.int64), token_work=0)

@@ -34,8 +34,9 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "short": (1, 2, 1, 3),
     "one": (21,),
 }
-# Of a batch, whether lengths without padding are given too.
+# Of a batch, whether lengths without padding are given too; FEW of all but one algorithm.
 CASES = (("odd", False), ("odd", True), ("short", True), ("one", False))
+FEW = CASES[1:3]
 SERVED = {"distflash": "thd", "zigzag": "thd", "ulysses": "contiguous", "attention2d": "contiguous"}
 CHOICE: dict[str, Any] = {"tokens": 64, "mean_document": 8}  # what auto has to know
 SOFTMAX: dict[str, dict[str, object]] = {
@@ -353,14 +354,15 @@ def compare_all(
     layout: str = "thd",
     *,
     spanned: bool = False,
+    cases: Sequence[tuple[str, bool]] = FEW,
 ) -> dict[str, dict[str, float]]:
-    """All `CASES`."""
+    """Of `CASES`."""
     model.load_state_dict(reference.model.state_dict(), strict=False)
     return {
         f"{name}{' and padding' if real else ''}": compare(
             reference, model, Batch(BATCHES[name], rank, size, layout), real=real, spanned=spanned
         )
-        for name, real in CASES
+        for name, real in cases
     }
 
 
@@ -568,7 +570,9 @@ def by_install(size: int) -> dict[str, Any]:
     for algo, options in SOFTMAX.items():
         cp_megatron.install(algo, layout="thd", **options)
         cp_megatron.install(algo, layout="thd", **options)
-        found[algo] = compare_all(reference, make_model(make_config(size), groups), rank, size)
+        model = make_model(make_config(size), groups)
+        cases = CASES if algo == "zigzag" else FEW
+        found[algo] = compare_all(reference, model, rank, size, cases=cases)
         if algo in ("zigzag", "distflash"):
             recomputed = make_config(
                 size,
@@ -847,25 +851,26 @@ def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
         "recomputed": whole_layers,
         "gated delta nets": RECURRENT | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     }
-    if tensor > 1:  # the CPU has local layers, which lose gradients of latents
-        kinds = {name: kinds[name] for name in ("", "one more token", "recomputed")}
-    references = {name: Reference(make(1, single, **kinds[name])) for name in kinds}
-    cases: dict[str, list[str]] = {"zigzag": list(kinds), "distflash": list(kinds)}
-    cases |= {"ring": [""], "allgather": [""], "attention2d": [""], "ulysses": [""], "usp": [""]}
+    # The CPU has local layers, which lose gradients of latents beside tensor parallelism.
+    both = list(kinds) if tensor == 1 else ["", "one more token", "recomputed"]
+    cases = [("zigzag", "contiguous", "")]
+    cases += [(algo, "thd", kind) for kind in both for algo in ("zigzag", "distflash")]
+    others = "ring", "allgather", "attention2d", "ulysses", "usp"
+    cases += [(algo, "thd", "") for algo in others]
     if tensor == 1:
-        cases["latents sent by zigzag"] = ["latent"]
+        cases += [("latents sent by zigzag", "thd", "latent")]
+    # A third of them with each number of ranks.
+    cases = [("zigzag", "thd", ""), *cases[size // 2 :: 3]]
+    used = dict.fromkeys(kind for _, _, kind in cases)
+    references = {kind: Reference(make(1, single, **kinds[kind])) for kind in used}
     found: dict[str, Any] = {}
-    for algo, served in cases.items():
-        for layout in ("thd", "contiguous") if algo == "zigzag" else ("thd",):
-            sends = {"send_latents": True} if "latents" in algo else {}
-            cp_megatron.install(algo.split()[-1], layout=layout, **sends)
-            for name in served if layout == "thd" else [""]:
-                asked = kinds[name] | DYNAMIC | {"sequence_parallel": tensor > 1}
-                model = make(size, groups, **asked)
-                found[f"{algo}, {layout}, {name}"] = compare_steps(
-                    references[name], model, ranks, layout
-                )
-            cp_megatron.uninstall()
+    for algo, layout, kind in cases:
+        sends = {"send_latents": True} if "latents" in algo else {}
+        cp_megatron.install(algo.split()[-1], layout=layout, **sends)
+        asked = kinds[kind] | DYNAMIC | {"sequence_parallel": tensor > 1}
+        model = make(size, groups, **asked)
+        found[f"{algo}, {layout}, {kind}"] = compare_steps(references[kind], model, ranks, layout)
+        cp_megatron.uninstall()
     cp_megatron.install("zigzag")
     model = make(size, groups, **DYNAMIC)
     batch = Batch((13, 5), ranks.rank(), ranks.size())
@@ -1076,7 +1081,7 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
         dist.broadcast_object_list(weights := [whole.state_dict()])
         whole.load_state_dict(weights[0])
         reference = Reference(whole)
-        for algo, layout in SERVED.items():
+        for algo, layout in list(SERVED.items())[::chunks]:
             cp_megatron.install(algo, layout=layout)
             more = again | {"recompute_num_layers": 1} if algo == "zigzag" else {}
             model = Pipeline(size, groups, chunks=chunks, **more)
@@ -1111,7 +1116,8 @@ def by_serve(size: int) -> dict[str, Any]:
         if algo == "zigzag":
             with_embedding_of_its_own(model)
         rank = groups.cp.rank()
-        found[algo] = compare_all(reference, model, rank, size, layout)
+        cases = CASES if algo in ("zigzag", "ulysses") else FEW
+        found[algo] = compare_all(reference, model, rank, size, layout, cases=cases)
         if algo != "auto":
             found[f"{algo}, spans"] = compare_all(
                 reference, model, rank, size, layout, spanned=True
@@ -1200,36 +1206,6 @@ def by_launcher() -> dict[str, Any]:
     GPTModel.__init__ = served  # type: ignore[method-assign]
     model = make_model(make_config(size), groups)
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
-
-
-def in_a_worker(place: dict[str, str], said: Any) -> None:
-    """What a spawned process does, as a Ray worker: nothing of its parent is in force in it.
-
-    It says what a model without the plugin ends with, and then the class that has its attention.
-    """
-    import os
-
-    from megatron_cp_plugin.integration import cpu
-
-    os.environ.update(place)
-    rank, size = int(place["RANK"]), int(place["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    cpu.install()
-    groups = set_up(size)
-    config = make_config(size, cp_comm_type="megatron_cp_plugin.zigzag")
-    try:
-        make_model(config, groups)
-        without = ""
-    except AssertionError as error:
-        without = str(error)
-    from megatron_cp_plugin import megatron as cp_megatron
-
-    cp_megatron.install("zigzag", layout="thd")
-    model = make_model(config, groups)
-    batch = Batch((13, 5), rank, size)
-    ids = batch.cut(batch.ids)
-    model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
-    said.put((without, type(model.decoder.layers[0].self_attention.core_attention).__name__))
 
 
 def main() -> None:

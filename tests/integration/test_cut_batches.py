@@ -1,16 +1,14 @@
 """Packed batches as verl, slime, ms-swift and Megatron-Bridge cut them, each document by itself."""
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import places_of
 
 from megatron_cp_plugin import megatron as cp_megatron
 from megatron_cp_plugin.errors import ContextParallelError
-from tests.integration.cut_batches_job import BATCHES, CASES, SERVED, SOFTMAX, in_a_worker
+from tests.integration.cut_batches_job import BATCHES, CASES, FEW, SERVED, SOFTMAX
 from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).with_name("cut_batches_job.py")
@@ -25,7 +23,7 @@ def run(folder: Path, *words: str, ranks: int) -> list[dict[str, Any]]:
 
 def check(errors: dict[str, dict[str, float]], case: str) -> None:
     """Every batch gave what each of its documents gives alone."""
-    assert len(errors) == len(CASES)
+    assert len(errors) in (len(CASES), len(FEW))
     for batch, off in errors.items():
         for name, bound in BOUNDS.items():
             assert off[name] <= bound, f"{case}, {batch}: {name} is off by {off[name]:.1e}"
@@ -77,14 +75,16 @@ def test_recurrent_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "tensor", "ranks"), [(1, 1, 2), (4, 1, 4), (2, 1, 4), (2, 2, 4)])
+@pytest.mark.parametrize(
+    ("size", "tensor", "ranks", "cases"), [(1, 1, 2, 7), (4, 1, 4, 6), (2, 1, 4, 6), (2, 2, 4, 4)]
+)
 def test_micro_batches_choose_their_ranks(
-    tmp_path: Path, size: int, tensor: int, ranks: int
+    tmp_path: Path, size: int, tensor: int, ranks: int, cases: int
 ) -> None:
     """Dynamic context-parallel sizes: groups of data- and context-parallel ranks."""
     words = "dynamic", str(size), str(tensor)
     for rank, results in enumerate(run(tmp_path, *words, ranks=ranks)):
-        assert len(results["compared"]) == (17 if tensor == 1 else 12)
+        assert len(results["compared"]) == cases
         for case, off in results["compared"].items():
             for name, bound in BOUNDS.items():
                 assert off[name] <= bound, f"{case} on rank {rank}: {name} by {off[name]:.1e}"
@@ -99,7 +99,7 @@ def test_micro_batches_of_a_pipeline_choose_their_ranks(tmp_path: Path) -> None:
         assert off["gradients"] <= BOUNDS["gradients"]
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_model_only(tmp_path: Path, size: int) -> None:
     for results in run(tmp_path, "serve", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
@@ -128,10 +128,9 @@ def test_beside_tensor_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_beside_pipeline_parallelism(tmp_path: Path, size: int) -> None:
+def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
     """Micro-batches of other documents follow one another; zigzag computes attention again."""
-    for results in run(tmp_path, "pipeline", str(size), ranks=2 * size):
+    for results in run(tmp_path, "pipeline", "2", ranks=4):
         is_last, refused = results.pop("is last"), results.pop("refused")
         assert all(bool(line) == (is_last and name != "the same") for name, line in refused.items())
         assert all("\n" not in line for line in refused.values())
@@ -141,7 +140,7 @@ def test_beside_pipeline_parallelism(tmp_path: Path, size: int) -> None:
             assert f"{needed} this stage and none on the first stage, which" in refused["some"]
             assert "on this stage that are not those of the first: give" in refused["others"]
         seen = 2 * len(BATCHES) if is_last else 0
-        assert results.keys() == {f"{algo}, {chunks}" for algo in SERVED for chunks in (1, 2)}
+        assert results.keys() == {f"{algo}, 1" for algo in SERVED} | {"distflash, 2", "ulysses, 2"}
         for case, off in results.items():
             assert off.pop("seen") == seen
             for name, error in off.items():
@@ -149,29 +148,11 @@ def test_beside_pipeline_parallelism(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2), ("attention2d", 4)])
+@pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2)])
 def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
     flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"
     for results in run(tmp_path, "launcher", *TINY, *flags.split(), ranks=size):
         check(results[algo], f"{algo} by the launcher")
-
-
-@pytest.mark.slow
-def test_spawned_workers() -> None:
-    """Without the plugin in force a worker ends before its first step."""
-    context, size = multiprocessing.get_context("spawn"), 2
-    said = context.Queue()
-    _store, places = places_of(size)  # which is there while it is held
-    workers = [context.Process(target=in_a_worker, args=(place, said)) for place in places]
-    for worker in workers:
-        worker.start()
-    found = [said.get(timeout=200) for _ in workers]
-    for worker in workers:
-        worker.join(30)
-        worker.kill()
-    for without, core in found:
-        assert "Context parallelism is only supported by TEDotProductAttention" in without
-        assert core == "ContextParallelAttention"
 
 
 def test_a_process_that_builds_no_models_is_told_so() -> None:

@@ -291,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-@examples(200)
+@examples(80)
 @given(run=runs(16))
 def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, run: Run) -> None:
     """The checks alone, which need no processes: on anything they return, or raise one line."""
@@ -313,7 +313,7 @@ def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, ru
 @pytest.mark.slow
 def test_random_runs(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     asked = request.config.getoption("--random-runs")
-    wanted = asked or 6
+    wanted = asked or 4
     tried: set[Run] = set()
     problems: list[str] = []
 

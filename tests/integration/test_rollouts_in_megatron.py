@@ -19,7 +19,7 @@ from tests.integration.test_framework_batches import is_installed
 from tests.integration.test_inputs import Model
 
 JOB, FIT = (Path(__file__).with_name(f"{name}_job.py") for name in ("grpo", "verl_fit"))
-UPDATES, FEW = 50, 12
+UPDATES, FEW = 50, 4
 BOUND = 1e-9
 
 
