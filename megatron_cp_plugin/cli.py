@@ -114,7 +114,7 @@ def _add_hooks(commands: Any) -> None:
     parser = commands.add_parser(
         "hooks",
         help="what the plugin replaces and relies on in Megatron, and whether yours has it",
-        description="Prints the tables of patches/README.md.",
+        description="Prints the tables of patches/README.md, and harness/used.md.",
     )
     parser.add_argument(
         "--check",

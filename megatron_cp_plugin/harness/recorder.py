@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.compatibility import TRAIN_STEP
 from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.settings import Settings
@@ -91,9 +90,7 @@ class Recorder:
                 call.arguments["forward_backward_func"], call.arguments["model"]
             )
         result = original(*call.args, **call.kwargs)
-        losses, skipped, grad_norm = (
-            result[TRAIN_STEP.index(name)] for name in ("loss_reduced", "skipped_iter", "grad_norm")
-        )
+        losses, skipped, _, _, _, grad_norm, *_ = result  # see harness/used.md
         auxiliary = _auxiliary_losses()
         line = {
             "iteration": self._iteration,

@@ -2,7 +2,7 @@
 
 `compat` compares them with the running Megatron at start-up, installs the replacements from them,
 and `Settings` reads nothing else. What the plugin uses as it is, and what only Megatron's source
-tells, is in `harness.compatibility`, for `megatron-cp hooks` and the tests.
+tells, is in `harness/used.md`, for `megatron-cp hooks` and the tests.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _TRAINING = "megatron.training"
 
 
-def row(
+def _row(
     module: str,
     name: str,
     why: str = "",
@@ -114,110 +114,102 @@ def row(
     part: Part = "algorithm",
     first: str = "",
     takes: str = "",
-    only: str = "",
-    has: str = "",
-    returns: tuple[str, ...] = (),
     since: Version | None = None,
-    before: Version | None = None,
 ) -> Name:
-    """A row; parameters and attributes are words, `only`: the parameters are no others."""
-    parameters, attributes = tuple((only or takes).split()), tuple(has.split())
-    of_source = bool(only), attributes, returns
-    return Name(
-        module, name, why, part, parameters, tuple(first.split()), since, before, *of_source
-    )
+    """A row; parameters are words."""
+    return Name(module, name, why, part, tuple(takes.split()), tuple(first.split()), since)
 
 
 # A table is read by rows.
 # fmt: off
 NAMES: tuple[Name, ...] = (
     # Where an algorithm of the plugin is chosen.
-    row(f"{_TRAINING}.arguments", "add_megatron_arguments",
+    _row(f"{_TRAINING}.arguments", "add_megatron_arguments",
               "accepts `--context-parallel-algo`, which stays on the command line: Megatron's "
               "parser refuses it in a process without the plugin, such as a worker started by a "
               "script", part="training", first="parser"),
-    row(f"{_TRAINING}.arguments", "validate_args",
+    _row(f"{_TRAINING}.arguments", "validate_args",
               "checks the arguments first, and refuses in one line what the algorithm does not "
               "support", part="training", first="args defaults"),
-    row(f"{_LAYERS}.transformer_config", "TransformerConfig.__post_init__",
+    _row(f"{_LAYERS}.transformer_config", "TransformerConfig.__post_init__",
               "reports in one line what Megatron refuses when it creates a model's configuration",
               part="training"),
-    row(f"{_LAYERS}.transformer_config", "MLATransformerConfig.__post_init__",
+    _row(f"{_LAYERS}.transformer_config", "MLATransformerConfig.__post_init__",
               "the same for multi-latent attention", part="training"),
-    row(f"{_CORE}.models.gpt.gpt_model", "GPTModel.__init__",
+    _row(f"{_CORE}.models.gpt.gpt_model", "GPTModel.__init__",
               "replaces `core_attention` in the given layer spec, local or Transformer Engine's, "
               "and wraps the `rotary_pos_emb` that it creates; then refuses tokens that the "
               "plugin has not split, and uses `packed_seq_params` as a mask",
               takes="config transformer_layer_spec mtp_block_spec vp_stage"),
-    row(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.__init__",
+    _row(f"{_CORE}.models.hybrid.hybrid_model", "HybridModel.__init__",
               "the same for hybrid models", takes="config hybrid_stack_spec vp_stage",
               since=(0, 18)),
-    row(f"{_TRAINING}.training", "setup_model_and_optimizer",
+    _row(f"{_TRAINING}.training", "setup_model_and_optimizer",
               "refuses any other model, which would train without the algorithm, and runs of no "
               "steps", part="training"),
-    row(f"{_CORE}.utils", "get_batch_on_this_cp_rank",
+    _row(f"{_CORE}.utils", "get_batch_on_this_cp_rank",
               "splits batches, including position ids, by the algorithm's layout, and marks them",
               first="batch", takes="cp_group"),
-    row(f"{_LAYERS}.multi_token_prediction", "roll_tensor",
+    _row(f"{_LAYERS}.multi_token_prediction", "roll_tensor",
               "shifts the targets of multi-token prediction by the algorithm's layout, where "
               "Megatron assumes zigzag, and counts the tokens of all ranks, for the reason given "
               "for the mean loss below", takes="tensor shifts dims cp_group packed_seq_params"),
-    row(f"{_LAYERS}.multi_token_prediction", "process_mtp_loss",
+    _row(f"{_LAYERS}.multi_token_prediction", "process_mtp_loss",
               "weights the loss of further tokens by the tokens of all ranks with "
               "`--calculate-per-token-loss`, where Megatron takes those of one rank",
               takes="labels loss_mask config cp_group packed_seq_params", since=(0, 17)),
-    row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
+    _row(f"{_EMBEDDINGS}.yarn_rotary_pos_embedding", "YarnRotaryEmbedding._set_cos_sin_cache",
               "skips the table of fused kernels, which are refused: Megatron splits it by its own "
               "layout, and fails if the model's original length is no multiple of 2P"),
-    row(f"{_CORE}.pipeline_parallel.schedules", "forward_step_calc_loss",
+    _row(f"{_CORE}.pipeline_parallel.schedules", "forward_step_calc_loss",
               "averages the loss over the whole sequence, where Megatron averages the means of "
               "the ranks: with padding or another loss mask its gradients, and with `--sft` the "
               "evaluation losses, would differ from those of the unsplit sequence",
               first="model output_tensor loss_func config"),
-    row(f"{_CORE}.tensor_parallel.random", "checkpoint",
+    _row(f"{_CORE}.tensor_parallel.random", "checkpoint",
               "activation recomputation keeps the output of attention instead of running it "
               "again; not with `--cp-recompute-attention`",
               first="function distribute_saved_activations"),
-    row(f"{_CORE}.extensions.transformer_engine", "te_checkpoint",
+    _row(f"{_CORE}.extensions.transformer_engine", "te_checkpoint",
               "the same for Megatron's recomputation in FP8 or FP4", first="forward_func"),
-    row(f"{_LAYERS}.multi_token_prediction", "_compute_mtp_acceptance_counts",
+    _row(f"{_LAYERS}.multi_token_prediction", "_compute_mtp_acceptance_counts",
               "counts correct predictions without storing all logits; only with "
               "`--cp-chunked-loss`", first="mtp_logits mtp_labels loss_mask", since=(0, 19)),
     # In every run that uses the plugin, and by --cp-record.
-    row(f"{_CORE}.datasets.utils", "compile_helpers",
+    _row(f"{_CORE}.datasets.utils", "compile_helpers",
               "skips the compilation of dataset helpers if they are compiled already: the wheel "
               "has no Makefile", part="any"),
-    row(f"{_TRAINING}.training", "train_step", "records losses, gradient norm and gradients",
+    _row(f"{_TRAINING}.training", "train_step", "records losses, gradient norm and gradients",
               part="record", takes="model forward_backward_func"),
     # On the CPU platform.
-    row(f"{_CORE}.tensor_parallel.random", "_get_cuda_rng_state", "reads the CPU generator",
+    _row(f"{_CORE}.tensor_parallel.random", "_get_cuda_rng_state", "reads the CPU generator",
               part="cpu", takes="device clone graph_safe"),
-    row(f"{_CORE}.tensor_parallel.random", "_set_cuda_rng_state", "sets the CPU generator",
+    _row(f"{_CORE}.tensor_parallel.random", "_set_cuda_rng_state", "sets the CPU generator",
               part="cpu", first="new_state", takes="device graph_safe"),
-    row(f"{_TRAINING}.initialize", "_warmup_jit_function",
+    _row(f"{_TRAINING}.initialize", "_warmup_jit_function",
               "draws no random numbers, whose count would depend on the tokens of a rank",
               part="cpu"),
-    row(f"{_LAYERS}.torch_norm", "WrappedTorchNorm.__new__",
+    _row(f"{_LAYERS}.torch_norm", "WrappedTorchNorm.__new__",
               "supports `--sequence-parallel`, for which Megatron needs the norms of Apex or "
               "Transformer Engine", part="cpu", first="cls config"),
-    row(f"{_LAYERS}.moe.moe_utils", "maybe_move_tensor_to_cpu",
+    _row(f"{_LAYERS}.moe.moe_utils", "maybe_move_tensor_to_cpu",
               "turns the sizes of experts that are distributed over ranks into numbers",
               part="cpu", first="tensor", takes="as_numpy record_stream"),
-    row(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
+    _row(f"{_LAYERS}.dot_product_attention", "DotProductAttention.__init__",
               "lets multi-latent attention build it, for which Megatron needs Transformer Engine's",
               part="cpu"),
-    row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict",
+    _row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.state_dict",
               "loads a checkpoint into torch's own Adam", part="cpu", first="self"),
-    row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
+    _row(f"{_CORE}.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict",
               "loads a checkpoint into torch's own Adam", part="cpu", first="self state_dict"),
-    row(f"{_CORE}.optimizer.distrib_optimizer",
+    _row(f"{_CORE}.optimizer.distrib_optimizer",
               "DistributedOptimizer._set_main_param_and_optimizer_states",
               "loads a checkpoint into torch's own Adam", part="cpu",
               first="self model_param tensors"),
-    row(f"{_LAYERS}.multi_latent_attention", "TELinear",
+    _row(f"{_LAYERS}.multi_latent_attention", "TELinear",
               "is a class without Transformer Engine too: Megatron asks whether something is one",
               part="cpu"),
-    row(f"{_CORE}.tensor_parallel.inference_layers", "is_inference_column_parallel_linear",
+    _row(f"{_CORE}.tensor_parallel.inference_layers", "is_inference_column_parallel_linear",
               "says no: Megatron asks it for multi-token prediction, and compares with classes of "
               "Transformer Engine", part="cpu", first="module", since=(0, 20)),
 )

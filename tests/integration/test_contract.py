@@ -23,7 +23,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import compatibility
-from megatron_cp_plugin.harness.compatibility import USED, markdown
+from megatron_cp_plugin.harness.compatibility import USED, markdown, replaced, settings
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
@@ -66,7 +66,10 @@ def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
 
 def test_the_page_is_what_the_table_says() -> None:
     page = (ROOT / "patches" / "README.md").read_text()
-    assert markdown() in page, "put what megatron-cp hooks prints into patches/README.md"
+    for table in (replaced(), settings()):
+        assert table in page, "put what megatron-cp hooks prints into patches/README.md"
+    used = (ROOT / "megatron_cp_plugin" / "harness" / "used.md").read_text()
+    assert markdown() == f"{replaced()}\n{used}{settings()}"
     assert f"{', '.join(VERSIONS[:-1])} and {VERSIONS[-1]} were tested" in page
 
 
