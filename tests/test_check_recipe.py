@@ -104,6 +104,21 @@ def test_a_command_line_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("flags", "lacking"),
+    [
+        ("--vocab-size 32000", "vocab_size"),
+        ("--hidden-size 1024", "hidden_size"),
+        ("--seq-length $((16 * 1024))", "the tokens of a micro-batch"),
+    ],
+)
+def test_what_the_memory_needs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, lacking: str
+) -> None:
+    _, said = check(capsys, tmp_path, "run.sh", megatron().replace(flags, ""))
+    assert f"memory not known: the planner lacks {lacking}" in said
+
+
+@pytest.mark.parametrize(
     ("extra", "code", "words"),
     [
         ("--context-parallel-algo ring", 0, "algorithm ring, as named"),

@@ -46,6 +46,7 @@ SERVED, REFUSED, NOT_UNDERSTOOD = 0, 1, 2
 _WORDS = {SERVED: "served", REFUSED: "refused", NOT_UNDERSTOOD: "not understood"}
 _WIDTH, _INDENT = 100, 14
 _GPU = "h100_400g"
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # of a model's attention
 
 
 @dataclass
@@ -269,8 +270,7 @@ def _choice(
     settings = Settings(SimpleNamespace(**recipe.settings))
     flags = recipe.flags
     named = flags.algo if flags is not None and not flags.is_auto else None
-    sized = all((settings.num_layers, settings.num_attention_heads, settings.hidden_size))
-    if not sized or not recipe.tokens:
+    if not all(map(recipe.settings.get, _SIZES)) or not recipe.tokens:
         return named, None, None
     source = SimpleNamespace(**recipe.settings)
     shape = settings.shape(recipe.tokens // settings.samples)
@@ -335,20 +335,13 @@ def _fit(
     choice: Choice | None,
     finding: Finding,
 ) -> None:
-
-    missing = [
-        what
-        for what, lacks in {
-            "the sizes of the model": shape is None or not settings.vocab_size,
-            "the tokens of a micro-batch": not recipe.tokens,
-            "a count of gated delta net, Mamba or DSA layers": settings.is_recurrent
-            or _is_sparse(recipe)
-            or settings.hybrid_layer_pattern,
-        }.items()
-        if lacks
-    ]
-    if missing or shape is None:
-        finding.lines.append(("memory", f"not known: the planner lacks {' and '.join(missing)}"))
+    lacks = [name for name in (*_SIZES, "vocab_size") if not recipe.settings.get(name)]
+    if not recipe.tokens:
+        lacks.append("the tokens of a micro-batch")
+    if settings.is_recurrent or _is_sparse(recipe) or settings.hybrid_layer_pattern:
+        lacks.append("a count of gated delta net, Mamba or DSA layers")
+    if lacks or shape is None:
+        finding.lines.append(("memory", f"not known: the planner lacks {' and '.join(lacks)}"))
         return
     parts = memory_of(settings, shape)
     if choice is not None:

@@ -44,15 +44,15 @@ def _models(content: Mapping[str, Any]) -> Iterator[PublicModel]:
     kinds = content["kinds"]
     for name, row in content["models"].items():
         known_as, beyond = row.pop("known_as"), row.pop("beyond", "")
-        settings = {} if beyond else dict(kinds["common"])
+        found = {} if beyond else dict(kinds["common"])
         for kind in row.pop("of", ()):
-            settings |= kinds[kind]
+            found |= kinds[kind]
         for each in row.keys() & _LISTS:
-            found = zip(_LISTS[each].split(), row.pop(each), strict=False)
-            settings |= {setting: value for setting, value in found if value != 0}
-        settings |= row
-        lists = {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
-        yield PublicModel(name, tuple(known_as), settings | lists, beyond)
+            pairs = zip(_LISTS[each].split(), row.pop(each), strict=False)
+            found |= {setting: value for setting, value in pairs if value != 0}
+        found |= row
+        lists = {key: tuple(value) for key, value in found.items() if isinstance(value, list)}
+        yield PublicModel(name, tuple(known_as), found | lists, beyond)
 
 
 MODELS = tuple(_models(yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())))

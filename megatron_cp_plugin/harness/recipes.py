@@ -38,21 +38,20 @@ _READ = {setting.name for setting in SETTINGS}
 # The plugin reads them for the planner's memory alone.
 _OF_MEMORY = {"moe_layer_freq", "vocab_size", "ffn_hidden_size", "rampup_batch_size"}
 
-# Flags of slime beside Megatron's that say nothing about how a model is split or built: these, and
-# what begins so.
-_SLIME = re.compile(
-    r"--(sglang|rollout|wandb|eval|custom|update-weight|use-wandb|tb|router|ci|debug|opd|opsm|tis"
-    r"|use-tis|kl|eps-clip|advantage|prompt|apply-chat|hf-checkpoint|ref|rm|label|input|metadata"
-    r"|tool|multimodal|n-samples|num-rollout|num-epoch|num-steps|save-debug|load-debug|balance"
-    r"|dynamic-sampling|over-sampling|partial|mask-offpolicy|entropy|use-kl|use-unbiased|loss-type"
-    r"|normalize-advantages|disable-(grpo|rewards|compute|rollout|wandb)|reward|group-rm|gamma"
-    r"|lambd|value-clip|reset-optimizer|colocate|offload|num-gpus|prefill|use-fault|memory-"
-    r"|train-env|save-hf|keep-old|num-critic|get-mismatch|use-rollout|use-routing-replay|use-opd"
-    r"|use-tensorboard|log-(probs|multi|passrate|reward|correct)|http|use-distributed-post"
-    r"|dump-details|check-weight|start-rollout|skip-eval|data-(source|pad)|critic|buffer"
-    r"|use-dynamic-batch-size|enable-mtp-training|only-train|freeze|megatron-to-hf-mode"
-    r"|recompute-loss-function|loss-mask-type)\b"
-)
+# What may follow the words of `ignored.yaml`; for the other programs nothing.
+_AFTER = {"slime": r"\b.*", "ms-swift": ".*"}
+
+
+def _ignored() -> dict[str, re.Pattern[str]]:
+    """By program: settings that say nothing about how a model is split or built."""
+    found = yaml.safe_load(Path(__file__).with_name("ignored.yaml").read_text())
+    return {
+        program: re.compile(f"({'|'.join(words.split())}){_AFTER.get(program, '')}")
+        for program, words in found.items()
+    }
+
+
+_IGNORED = _ignored()
 # All layers are sparse attention of the program's own.
 OWN_SPARSE = "own_sparse_layers"
 # Layers that slime builds of its own code, as Megatron's settings.
@@ -65,39 +64,8 @@ _SLIME_SPECS: Mapping[str, dict[str, object]] = {
     "qwen3_next": {},
 }
 _GATHERED = {"qwen3_5", "qwen3_next"}
-# Of verl's settings of Megatron, those without a meaning for the model.
-_VERL = re.compile(
-    r"(param|grad|optimizer)_offload|use_mbridge|vanilla_mbridge|(use_)?dist_checkpointing.*|seed"
-    r"|use_remove_padding|dtype|forward_only|dist_ckpt.*|distrib_optim.*|entropy_from.*|pad_.*|qat.*"
-    r"|override_(ddp_config|mcore_model_config).*|router_replay.*|use_distributed_optimizer|extra.*"
-    r"|load_weight"
-)
 # Flags of MindSpeed, which trains on Ascend NPUs.
 _NPU = {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_naive_l2norm"}
-# Settings of ms-swift beside Megatron's that say nothing about how a model is split or built: these
-# are what they begin with.
-_SWIFT = re.compile(
-    r"(model|dataset|save|load|no_save|no_load|max|output_dir|num_train_epochs|tuner_type|merge_lora"
-    r"|lora|target|modules_to_save|rlhf|beta|loss|vllm|use_vllm|sglang|temperature|sleep|steps|eval"
-    r"|logging|train|report_to|wandb|swanlab|num_gen|num_iterations|num_labels|log_|epsilon|delta"
-    r"|dynamic_sample|overlong|importance|offload_(model|bridge|teacher|optimizer)|adapters|reward"
-    r"|to_hf|to_mcore|test_convert|teacher|lmbda|infer_backend|stream|system|split_dataset|dataloader"
-    r"|finetune|lr|min_lr|freeze|vit_|aligner|external_plugins|agent_template|enable_thinking|packing"
-    r"|padding_free|torch_dtype|use_hf|hub_|gkd|sft_alpha|rpo|desirable|undesirable|center|task_type"
-    r"|mcore_model|mcore_adapter|add_non_thinking|new_special|gym_env|use_gym|multi_turn|top_|seq_kd"
-    r"|shuffle|optimizer_offload|use_ray|experts_impl|port|remove_unused|group_by_length|lazy|cached"
-    r"|truncation|kl_in|advantage|scale_rewards|rollout|exp_avg|completion|label_smoothing|stop)"
-)
-# Fields of Bridge's model providers beside those of Megatron's configuration.
-_BRIDGE = re.compile(
-    r"fp16_lm_cross_entropy|logit_dtype|parallel_output|rotary_.*|rope_.*|make_vocab.*|yarn_.*|seq_len.*"
-    r"|scatter_embedding.*|tp_comm_.*|use_transformer_engine_.*|dense_grouped_gemm|hf_model_.*"
-    r"|should_pad_vocab|vocab_size|position_embedding_type|attention_softmax_in_fp32|freeze_.*"
-    r"|share_embeddings.*|init_model.*|account_for.*|masked_softmax.*|moe_router_force.*|mtp_enabled"
-    r"|cross_entropy_fusion_impl|cuda_graph_scope|perform_initialization|generation_config|use_te_rng.*"
-    r"|temporal_patch_dim|has_sound"  # of vision and sound, before the model that is split
-    r"|pipeline_model_parallel_layout|keep_mtp_spec.*|hybrid_layer_pattern|bf16|fp16|params_dtype|apply_rope_fusion"
-)
 _PACKED = re.compile(
     r"packed_sequence_size|enable_(offline|in_batch)_packing|packed_sequence_specs"
 )
@@ -249,7 +217,7 @@ def _of_flags(command: Command) -> Recipe:
     own = vars(args) | _number_of_processes(before)
     for flag, values in _flags([Word(text, places.get(text, "")) for text in others]):
         value = values[0].text if values else None
-        if is_slime and (flag.text in _SLIME_OWN or _SLIME.match(flag.text)):
+        if is_slime and _IGNORED["slime"].fullmatch(flag.text.lstrip("-")):
             own[flag.text] = value or True
         else:
             recipe.unknown.append(
@@ -266,19 +234,6 @@ def _of_flags(command: Command) -> Recipe:
 def _parser() -> argparse.ArgumentParser:
     """Megatron's."""
     return speak_in_one_line(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-
-
-_SLIME_OWN = (
-    # Of its own patch of Megatron: norms and gates, which work token by token.
-    "--post-self-attn-layernorm",
-    "--post-mlp-layernorm",
-    "--use-gated-attention",
-    "--allgather-cp",
-    "--actor-num-nodes",
-    "--actor-num-gpus-per-node",
-    "--max-tokens-per-gpu",
-    "--qkv-format",
-)
 
 
 def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
@@ -376,7 +331,7 @@ def _of_verl(command: Command) -> Recipe:
                 )
             elif name in known or name == "use_megatron_fsdp":
                 _set(recipe, name, value, word)
-            elif inner or not _VERL.fullmatch(name):
+            elif inner or not _IGNORED["verl"].fullmatch(name):
                 recipe.unknown.append(f"{word.text} ({word.place})")
         elif key.endswith("model.path") and "ref" in key.split(".")[0] + "ref":
             recipe.model = recipe.model or model_named(str(word.text.partition("=")[2]))
@@ -412,7 +367,7 @@ def _of_bridge(command: Command) -> Recipe:
         elif section == "model":
             if name in known or name in _READ:
                 _set(recipe, name, value, word)
-            elif not _BRIDGE.fullmatch(name):
+            elif not _IGNORED["Megatron-Bridge"].fullmatch(name):
                 recipe.unknown.append(f"{word.text} ({word.place})")
         elif section in ("train", "ddp", "comm_overlap") and name in _READ:
             _set(recipe, name, value, word)
@@ -450,7 +405,7 @@ def _of_swift(command: Command) -> Recipe:
         if name in known or name in _READ:
             written = Word(f"{flag.text} {text}", flag.place, all(each.known for each in values))
             _set(recipe, name, value, written)
-        elif _SWIFT.match(name):
+        elif _IGNORED["ms-swift"].fullmatch(name):
             own[name] = value
         else:
             recipe.unknown.append(f"{flag.text} {text} ({flag.place})")
