@@ -114,7 +114,7 @@ def _add_hooks(commands: Any) -> None:
     parser = commands.add_parser(
         "hooks",
         help="what the plugin replaces and relies on in Megatron, and whether yours has it",
-        description="Prints the tables of patches/README.md, and harness/used.md.",
+        description="Prints the tables of megatron_cp_plugin/integration/contract.md.",
     )
     parser.add_argument(
         "--check",
@@ -137,9 +137,9 @@ def _hooks(arguments: argparse.Namespace) -> int:
             print(line)
         print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")
         return 2 if problems else 0
-    from megatron_cp_plugin.harness.compatibility import markdown
+    from megatron_cp_plugin.integration.contract import PAGE
 
-    print(markdown(), end="")
+    print(PAGE, end="")
     return 0
 
 

@@ -1,8 +1,7 @@
 """Compares all that the package relies on in Megatron with the running one.
 
-For `megatron-cp hooks` and the tests: a run looks at what it replaces only, see
-`integration.contract`. What the package uses as it is, is in `used.md`; so is what only Megatron's
-source tells: attributes that methods use, and what a function returns.
+For `megatron-cp hooks --check` and the tests: a run looks at what it replaces only. Here is also
+what only Megatron's source tells: attributes that methods use, and what a function returns.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import re
 import textwrap
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.compat import differences, owner_of
-from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, SINCE, Name, Part, Version
+from megatron_cp_plugin.integration.contract import SINCE, USED, Name, Part
 
 
 def problems(*parts: Part) -> list[str]:
@@ -87,99 +84,3 @@ def _returns(function: Any, names: tuple[str, ...]) -> bool:
             ):
                 return True
     return False
-
-
-_PARTS: dict[Part, str] = {
-    "algorithm": "With an algorithm of the plugin",
-    "training": "With an algorithm of the plugin in Megatron's training loop, by the launcher",
-    "any": "In every run that uses the plugin",
-    "record": "With `--cp-record`, since Megatron 0.18",
-    "cpu": "On the CPU platform",
-    "script": "By `scripts/pretrain_gpt.py`, since Megatron 0.19",
-}
-_PAGE = Path(__file__).with_name("used.md")
-
-
-def _rows(page: str) -> Iterator[Name]:
-    """Reads the tables of `used.md`."""
-    parts: dict[str, Part] = {f"{title}:": part for part, title in _PARTS.items()}
-    part: Part = "any"
-    for line in page.splitlines():
-        part = parts.get(line, part)
-        if not line.startswith("| `"):
-            continue
-        path, relied, versions = line.strip("| ").split(" | ")
-        (module, name), *_ = re.findall(r"`(.+?)\.(_?[A-Z].*|\w+)`", path)
-        words = {said.split()[0]: said for said in relied.split("; ") if said}
-        named = {how: tuple(re.findall(r"`(.+?)`", said)) for how, said in words.items()}
-        since = re.search(r"^(?:from )?(\d+)\.(\d+)", versions)
-        before = re.search(r"before (\d+)\.(\d+)", versions)
-        yield Name(
-            module,
-            name,
-            part=part,
-            parameters=named.get("only", named.get("takes", ())),
-            first=named.get("first", ()),
-            since=_version(since),
-            before=_version(before),
-            closed="only" in named,
-            attributes=named.get("has", ()),
-            returned=tuple("" if name == "..." else name for name in named.get("returns", ())),
-        )
-
-
-def _version(found: re.Match[str] | None) -> Version | None:
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-USED = tuple(_rows(_PAGE.read_text()))
-
-
-def replaced() -> str:
-    """The tables of what the plugin replaces, as patches/README.md has them."""
-    lines: list[str] = []
-    for part, title in _PARTS.items():
-        rows = [name for name in NAMES if name.part == part]
-        if rows:
-            lines += [f"{title}:", "", "| name | why | relied on | versions |"]
-            lines += ["| --- | --- | --- | --- |"]
-            lines += [f"| `{r.path}` | {r.why} | {_shape(r)} | {_range(r)} |" for r in rows]
-            lines.append("")
-    return "\n".join(lines)
-
-
-def settings() -> str:
-    """The table of settings, likewise."""
-    lines = ["## Settings that are read", "", "| where | settings |", "| --- | --- |"]
-    groups: dict[str, list[str]] = {}
-    for setting in SETTINGS:
-        since = f", from {_text(setting.since)}" if setting.since else ""
-        groups.setdefault(" and ".join(setting.places) + since, []).append(setting.name)
-    lines += [f"| {where} | {_words(names)} |" for where, names in groups.items()]
-    return "\n".join(lines) + "\n"
-
-
-def markdown() -> str:
-    """All tables, with what is used as it is in between."""
-    return f"{replaced()}\n{_PAGE.read_text()}{settings()}"
-
-
-def _shape(name: Name) -> str:
-    said = []
-    if name.first:
-        said.append(f"first {_words(name.first)}")
-    if name.parameters:
-        said.append(f"takes {_words(name.parameters)}")
-    return "; ".join(said)
-
-
-def _words(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _range(name: Name) -> str:
-    return f"from {_text(name.since)}" if name.since else "all"
-
-
-def _text(version: Version | None) -> str:
-    return ".".join(map(str, version or ()))

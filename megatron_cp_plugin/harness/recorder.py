@@ -90,7 +90,7 @@ class Recorder:
                 call.arguments["forward_backward_func"], call.arguments["model"]
             )
         result = original(*call.args, **call.kwargs)
-        losses, skipped, _, _, _, grad_norm, *_ = result  # see harness/used.md
+        losses, skipped, _, _, _, grad_norm, *_ = result  # see integration/contract.md
         auxiliary = _auxiliary_losses()
         line = {
             "iteration": self._iteration,

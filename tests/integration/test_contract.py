@@ -23,10 +23,9 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import compatibility
-from megatron_cp_plugin.harness.compatibility import USED, markdown, replaced, settings
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
-from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, VERSIONS, Name
+from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, USED, VERSIONS, Name
 from megatron_cp_plugin.integration.installer import LauncherInstaller
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -64,13 +63,35 @@ def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_the_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hooks"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (ROOT / "megatron_cp_plugin" / "integration" / "contract.md").read_text()
+    assert sum(line.startswith("| `") for line in printed.splitlines()) == len(TABLES)
+    assert all(f"`{setting.name}`" in printed for setting in SETTINGS)
     page = (ROOT / "patches" / "README.md").read_text()
-    for table in (replaced(), settings()):
-        assert table in page, "put what megatron-cp hooks prints into patches/README.md"
-    used = (ROOT / "megatron_cp_plugin" / "harness" / "used.md").read_text()
-    assert markdown() == f"{replaced()}\n{used}{settings()}"
     assert f"{', '.join(VERSIONS[:-1])} and {VERSIONS[-1]} were tested" in page
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("| `a.b.C.d` | says no | first `self`, `x`; takes `y` | all |", ("a.b", "C.d", "says no")),
+        ("| `a.b._C.d` | only `x`; has `p`, `q` | 0.17 to before 0.18 |", ("a.b", "_C.d", "")),
+        ("| `a.b.HAVE_C` |  | before 0.17 |", ("a.b", "HAVE_C", "")),
+        ("| `a.b.c` | returns `x`, `...`, `z` | from 0.19 |", ("a.b", "c", "")),
+    ],
+)
+def test_a_row_is_read(row: str, found: tuple[str, str, str]) -> None:
+    (name,) = contract._names(f"On the CPU platform:\n\n{row}")
+    assert (name.module, name.name, name.why, name.part) == (*found, "cpu")
+    assert name.first == (("self", "x") if "first" in row else ())
+    assert name.parameters == (("y",) if "takes" in row else ("x",) if "only" in row else ())
+    assert (name.closed, name.attributes) == ("only" in row, ("p", "q") if "has" in row else ())
+    assert name.returned == (("x", "", "z") if "returns" in row else ())
+    since = (0, 17) if "0.17 to" in row else (0, 19) if "from" in row else None
+    assert name.since == since
+    assert name.before == ((0, 18) if since == (0, 17) else (0, 17) if "before" in row else None)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.part}-{row.name}")
