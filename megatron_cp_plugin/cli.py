@@ -19,7 +19,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
-from megatron_cp_plugin.process_exit import one_line_errors
+from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
 from megatron_cp_plugin.text_table import text_table
 from megatron_cp_plugin.tokens import heads_of, tokens_of
 
@@ -28,6 +28,25 @@ if TYPE_CHECKING:
     from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.planner.costs import Cost
     from megatron_cp_plugin.planner.drawing import Picture
+
+
+# Commands with parsers of their own, most of whose flags are Megatron's: module, and what it does.
+_OF_HARNESS = {
+    "train": ("train", "train a GPT in Megatron's own loop, configured by a run file"),
+    "compare": (
+        "compare",
+        "train with Megatron's own attention and with the plugin, side by side",
+    ),
+    "check": (
+        "check_recipe",
+        "say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is served",
+    ),
+    "invariance": (
+        "invariance",
+        "whether context parallelism changes a model's log-probabilities",
+    ),
+    "prepare-data": ("prepare_data", "make a Megatron dataset from text files"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,15 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         cannot be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] in (["train"], ["prepare-data"]):  # the flags of train are Megatron's
-        return _of_harness(words[0]).main(words[1:])
-    if words[:1] in (["compare"], ["check"], ["invariance"]):
-        with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
-            if words[0] == "check":
-                need("megatron", "check", "megatron", "yaml")
-                # Megatron says at every import what is not installed.
-                warnings.simplefilter("ignore")
-            return _of_harness(words[0]).main(words[1:])
+    with for_a_reader():
+        return _of_harness(*words) if words and words[0] in _OF_HARNESS else _own(words)
+    return 0
+
+
+def _of_harness(command: str, *words: str) -> int:
+    with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
+        if command == "check":
+            need("megatron", "check", "megatron", "yaml")
+            # Megatron says at every import what is not installed.
+            warnings.simplefilter("ignore")
+        module: Any = import_module(f"megatron_cp_plugin.harness.{_OF_HARNESS[command][0]}")
+        return module.main(words)
+
+
+def _own(words: Sequence[str]) -> int:
     parser, commands = parsers()
     try:
         arguments, unknown = parser.parse_known_args(words)
@@ -65,32 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _of_harness(command: str) -> Any:
-    """The module of a command that has a parser of its own."""
-    name = {"prepare-data": "prepare_data", "check": "check_recipe"}.get(command, command)
-    return import_module(f"megatron_cp_plugin.harness.{name}")
-
-
 def parsers() -> tuple[OneLineParser, Any]:
     """The parser of `megatron-cp`, and the parsers of its commands, by name in `choices`."""
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, words in {
-        "train": "train a GPT in Megatron's own loop, configured by a run file",
-        "compare": "train with Megatron's own attention and with the plugin, side by side",
-        "check": "say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is "
-        "served",
-        "invariance": "whether context parallelism changes a model's log-probabilities",
-        "prepare-data": "make a Megatron dataset from text files",
-    }.items():
+    for name, (_, words) in _OF_HARNESS.items():
         commands.add_parser(name, help=words)
-    _add_draw(commands)
-    _add_plan(commands)
-    _add_doctor(commands)
-    _add_calibrate(commands)
-    _add_capabilities(commands)
-    _add_hooks(commands)
+    for add in (_add_draw, _add_plan, _add_doctor, _add_calibrate, _add_capabilities, _add_hooks):
+        add(commands)
     return parser, commands
 
 
@@ -264,9 +273,17 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
+    return key, value
+
+
 def _add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option",
+        type=_option,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -339,7 +356,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     if kind_of(arguments.algo) == "linear":
         shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
     machine = machine_named(arguments.machine)
-    options = dict(_option(text) for text in arguments.option)
+    options = dict(arguments.option)
     nodes = machine.nodes(arguments.size)
     found = simulate(arguments.algo, options, shape, _mask(arguments), machine, nodes)
     title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
@@ -380,7 +397,7 @@ def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "seq_len": arguments.seq_len,
         "mask": _mask(arguments),
-        "options": dict(_option(text) for text in arguments.option),
+        "options": dict(arguments.option),
         "phase": arguments.phase,
     }
 
@@ -527,7 +544,7 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
     from megatron_cp_plugin.planner.costs import document
     from megatron_cp_plugin.registry import algorithm_class, available
 
-    options = dict(_option(text) for text in arguments.option)
+    options = dict(arguments.option)
     rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
     if mask.documents:
         rows.append(("zigzag", {"layout": "documents"}))
@@ -614,13 +631,6 @@ def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: s
     if arguments.memory:
         cells.append(memory)
     return cells
-
-
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ConfigError(f"--option takes KEY=VALUE, got {text!r}: write for example a=1")
-    return key, value
 
 
 if __name__ == "__main__":

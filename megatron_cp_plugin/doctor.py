@@ -188,6 +188,9 @@ def _installed() -> list[Finding]:
             finding = Finding("installed", package, "not installed", costs=cost)
             if package == "megatron-core" and find_spec("megatron") is not None:
                 finding = Finding("installed", package, "a checkout")
+                if find_spec("pybind11") is None:
+                    cost = "data helpers of the checkout cannot be compiled: pip install pybind11"
+                    findings.append(Finding("installed", "pybind11", "not installed", costs=cost))
         findings.append(finding)
     if cuda:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

@@ -62,6 +62,19 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
 
 
 @contextmanager
+def for_a_reader() -> Iterator[None]:
+    """Prints for somebody who may have enough before the end, such as `head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer is for nobody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
 def refusals_in_one_line() -> Iterator[None]:
     """Turns what Megatron refuses of a command line, by an exception, into an error of one line."""
     try:

@@ -50,7 +50,11 @@ def test_the_last_line_is_a_verdict(monkeypatch, capsys):
         return right(package)
 
     monkeypatch.setattr(doctor, "version", version)
-    assert doctor.verdict(doctor.examine(head_dims=(16,))).endswith(here)  # it can be imported
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)  # it can be imported
+    assert doctor.verdict(doctor.examine(head_dims=(16,))).endswith(f"missing: {here}")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "pybind11" else name)
+    said = "missing: pybind11 (data helpers of the checkout cannot be compiled: pip install pybin"
+    assert said in doctor.verdict(doctor.examine(head_dims=(16,)))
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     said = doctor.verdict(doctor.examine(head_dims=(16,)))
     assert "missing: megatron-core (no training: pip install 'megatron-cp-plugin[meg" in said

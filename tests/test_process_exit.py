@@ -1,8 +1,12 @@
 """Who of many processes says a refusal, and with which codes all end."""
 
 import json
+import os
 from pathlib import Path
 
+import pytest
+
+from megatron_cp_plugin.process_exit import for_a_reader
 from tests.integration.megatron_job import run_program
 
 RANKS = 2
@@ -79,3 +83,16 @@ def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
     )
     found = end(tmp_path, program)
     assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with for_a_reader():
+            print("a line", file=pipe)
+            if ends:  # as argparse does after its help
+                raise SystemExit(0)
+        print("another one", file=pipe, flush=True)

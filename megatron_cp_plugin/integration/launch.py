@@ -28,7 +28,7 @@ from megatron_cp_plugin.integration.args import (
     split_flags,
 )
 from megatron_cp_plugin.paths import check_folder
-from megatron_cp_plugin.process_exit import whole_program
+from megatron_cp_plugin.process_exit import for_a_reader, whole_program
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (
@@ -213,8 +213,12 @@ def _check_spelling(argv: Sequence[str]) -> None:
 
 def _print_help(run_file: bool) -> None:
     """Prints our flags, then Megatron's, on the first rank."""
-    if os.environ.get("RANK", "0") != "0":
-        return
+    if os.environ.get("RANK", "0") == "0":
+        with for_a_reader():
+            _print_flags(run_file)
+
+
+def _print_flags(run_file: bool) -> None:
     ours = OneLineParser(usage=_USAGE_OF_OURS if run_file else _USAGE, add_help=False)
     if run_file:
         ours.add_argument_group("run file").add_argument("--config", metavar="FILE", help=_RUN_FILE)

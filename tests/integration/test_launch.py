@@ -401,3 +401,12 @@ def test_a_megatron_that_is_too_old_is_left_as_it_is(monkeypatch: pytest.MonkeyP
             split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
         ).install(allow_untested=False)
     assert GPTModel.__init__ is constructor
+
+
+def test_help_may_be_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `head`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        launch._print_help(run_file=True)
