@@ -7,46 +7,25 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
-from megatron_cp_plugin.document_lengths import lengths_of
+from megatron_cp_plugin.commands import COMMANDS, add_flags, settings_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_file
 from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
 from megatron_cp_plugin.text_table import text_table
-from megatron_cp_plugin.tokens import heads_of, tokens_of
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.planner.costs import Cost
     from megatron_cp_plugin.planner.drawing import Picture
-
-
-# Commands with parsers of their own, most of whose flags are Megatron's: module, and what it does.
-_OF_HARNESS = {
-    "train": ("train", "train a GPT in Megatron's own loop, configured by a run file"),
-    "compare": (
-        "compare",
-        "train with Megatron's own attention and with the plugin, side by side",
-    ),
-    "check": (
-        "check_recipe",
-        "say offline whether a recipe of Megatron, Bridge, verl, slime or ms-swift is served",
-    ),
-    "invariance": (
-        "invariance",
-        "whether context parallelism changes a model's log-probabilities",
-    ),
-    "prepare-data": ("prepare_data", "make a Megatron dataset from text files"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,17 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with for_a_reader():
-        return _of_harness(*words) if words and words[0] in _OF_HARNESS else _own(words)
+        if words and "module" in COMMANDS.get(words[0], {}):
+            return _with_module(*words)
+        return _own(words)
     return 0
 
 
-def _of_harness(command: str, *words: str) -> int:
+def _with_module(command: str, *words: str) -> int:
     with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
         if command == "check":
             need("megatron", "check", "megatron", "yaml")
             # Megatron says at every import what is not installed.
             warnings.simplefilter("ignore")
-        module: Any = import_module(f"megatron_cp_plugin.harness.{_OF_HARNESS[command][0]}")
+        name = COMMANDS[command]["module"]
+        module: Any = import_module(f"megatron_cp_plugin.harness.{name}")
         return module.main(words)
 
 
@@ -82,7 +64,7 @@ def _own(words: Sequence[str]) -> int:
         if unknown:
             # Of the subcommand's own flags the nearest is named.
             commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
-        return arguments.run(arguments)
+        return _RUN[words[0]](arguments)
     except ContextParallelError as error:
         if "LOCAL_RANK" in os.environ:
             with one_line_errors("megatron-cp: error"):
@@ -96,20 +78,10 @@ def parsers() -> tuple[OneLineParser, Any]:
     parser = OneLineParser(prog="megatron-cp", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (_, words) in _OF_HARNESS.items():
-        commands.add_parser(name, help=words)
-    for add in (_add_draw, _add_plan, _add_doctor, _add_calibrate, _add_capabilities, _add_hooks):
-        add(commands)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command["help"], **settings_of(name))
+        add_flags(one, name)
     return parser, commands
-
-
-def _add_capabilities(commands: Any) -> None:
-    parser = commands.add_parser(
-        "capabilities",
-        help="what every algorithm supports, and which features of Megatron are refused",
-        description="Prints docs/capabilities.md.",
-    )
-    parser.set_defaults(run=_capabilities)
 
 
 def _capabilities(arguments: argparse.Namespace) -> int:
@@ -117,20 +89,6 @@ def _capabilities(arguments: argparse.Namespace) -> int:
 
     print(markdown(), end="")
     return 0
-
-
-def _add_hooks(commands: Any) -> None:
-    parser = commands.add_parser(
-        "hooks",
-        help="what the plugin replaces and relies on in Megatron, and whether yours has it",
-        description="Prints the tables of megatron_cp_plugin/integration/contract.md.",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check the installed Megatron against it instead; exit code 2 if something is missing",
-    )
-    parser.set_defaults(run=_hooks)
 
 
 def _hooks(arguments: argparse.Namespace) -> int:
@@ -150,27 +108,6 @@ def _hooks(arguments: argparse.Namespace) -> int:
 
     print(PAGE, end="")
     return 0
-
-
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="what is installed, which kernel auto takes, and a check of kernels and algorithms",
-        description="Checks this machine with virtual ranks, or with real ranks under torchrun "
-        "--nproc-per-node P -m megatron_cp_plugin.cli doctor. Compares kernels and "
-        "algorithms with attention in float64, and ends with a verdict: exit code 0 if all "
-        "results are right, whatever is missing; 1 if one is wrong.",
-    )
-    _add_heads(parser, 32)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[128], metavar="D")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help=".json to write: the findings, links and kernels as calibrate measures them, and the "
-        "time of each algorithm; to send to the maintainers from machines that they have not",
-    )
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -195,33 +132,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print(verdict(findings))
     leave()
     return int(any(finding.failed for finding in findings))
-
-
-def _add_calibrate(commands: Any) -> None:
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure this machine's links and kernels for the planner",
-        description="Measures links, kernels, memory and the host on the ranks of torchrun "
-        "(torchrun --nproc-per-node P -m megatron_cp_plugin.cli calibrate --output FILE), "
-        "in less than two minutes, and writes a machine file.",
-    )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".yaml to write")
-    _add_heads(parser, 32)
-    parser.add_argument("--head-dim", type=int, default=128, metavar="D")
-    parser.set_defaults(run=_calibrate)
-
-
-def _add_heads(parser: argparse.ArgumentParser, default: int | None) -> None:
-    parser.add_argument(
-        "--heads",
-        type=heads_of,
-        default=None if default is None else (default, None),
-        metavar="H[:G]",
-        help="query heads, or query heads:KV heads, such as 32:8",
-    )
-    parser.add_argument(
-        "--kv-heads", type=int, metavar="G", help="KV heads, if --heads does not say them"
-    )
 
 
 def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple[int, int]:
@@ -258,39 +168,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_mask(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seq-len", type=tokens_of, metavar="N", help="global tokens, such as 128K"
-    )
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--window", type=tokens_of, metavar="W", help="sliding window of W tokens")
-    parser.add_argument(
-        "--documents",
-        type=lengths_of,
-        metavar="T",
-        help="packed documents of random lengths: the mean T in tokens, lognormal:MEAN:SIGMA, "
-        "or a histogram, FILE.csv or FILE.json of upper edges and shares; needs --seq-len",
-    )
-
-
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
-    return key, value
-
-
-def _add_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--option",
-        type=_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the algorithm; may be repeated",
-    )
-
-
 def _mask(arguments: argparse.Namespace) -> Mask:
     from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.document_lengths import random_documents
@@ -301,40 +178,6 @@ def _mask(arguments: argparse.Namespace) -> Mask:
             raise ConfigError("--documents needs --seq-len, got none: add it")
         documents = random_documents(arguments.seq_len, arguments.documents)
     return Mask(arguments.mask == "causal", arguments.window, documents)
-
-
-def _add_draw(commands: Any) -> None:
-    """Each subcommand adds its own parser and the function that runs it."""
-    parser = commands.add_parser(
-        "draw",
-        help="draw an algorithm's schedule: workers x steps, and who waits",
-        description="Draws the schedule of one attention forward from its plan: which rank "
-        "computes which queries (q) against which keys (k) or states (S) in which step, and who "
-        "waits.",
-    )
-    parser.add_argument(
-        "--algo", required=True, metavar="NAME", help="algorithm, such as distflash or zigzag"
-    )
-    parser.add_argument("--size", required=True, type=int, metavar="P", help="number of ranks")
-    _add_mask(parser)
-    _add_option(parser)
-    parser.add_argument("--phase", choices=("forward", "backward"), default="forward")
-    parser.add_argument(
-        "--tokens",
-        action="store_true",
-        help="draw the matrix of scores, each token a row and a column, coloured by the rank that "
-        "computes it; --output is a .svg, or a .html page that plays the steps",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help=".png or .svg to write")
-    parser.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="draw the simulated timeline on this machine, forward and backward, instead of "
-        "the schedule; --output may also be a .json for chrome://tracing; needs --seq-len",
-    )
-    _add_heads(parser, 32)
-    parser.add_argument("--head-dim", type=int, default=128, metavar="D", help="with --machine")
-    parser.set_defaults(run=_draw)
 
 
 def _draw_times(arguments: argparse.Namespace) -> int:
@@ -425,56 +268,6 @@ def _print_plainly(drawn: Picture) -> None:
     print(drawn.title)
     print(text_table(("rank", *steps), rows))
     print("\n".join(drawn.summary))
-
-
-def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="which algorithm is the fastest for your model and machine, and what each sends",
-        description="For each softmax algorithm with its default options: bytes and messages of "
-        "the rank that sends most in one layer, forward and backward, and the share of the "
-        "forward pass that ranks spend waiting; with --memory also the peak memory, "
-        "besides q, k, v and dout, of the GPU that needs most. Below them, for comparison: "
-        "Megatron's tensor + sequence parallelism, for attention and MLP together, and "
-        "Ring Self-Attention, which computes all pairs whatever the mask. With --machine "
-        "all options are tried, times are simulated, and the fastest is chosen, as "
-        "--context-parallel-algo auto does. With --model whole training steps are "
-        "simulated, for all ways to split the model. Nothing is executed.",
-    )
-    parser.add_argument("--size", type=int, metavar="P", help="number of ranks")
-    _add_heads(parser, None)
-    parser.add_argument("--head-dim", type=int, default=128, metavar="D")
-    parser.add_argument("--value-dim", type=int, metavar="E", help="head dim of values; default: D")
-    parser.add_argument("--batch", type=int, metavar="B", help="samples; with --model per step")
-    parser.add_argument("--model", metavar="NAME", help="a whole model, such as llama3-8b")
-    parser.add_argument(
-        "--tokens", type=tokens_of, metavar="N", help="length of its sequences, such as 128K"
-    )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to train it on")
-    _add_mask(parser)
-    parser.add_argument("--algo", metavar="NAME", help="only this one")
-    _add_option(parser)
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="peak memory, with flash-attn 4 and GPUs of one node; some seconds with many ranks",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the plan of --algo and each rank's peak memory: see planner/plan_json.py",
-    )
-    parser.add_argument(
-        "--machine",
-        metavar="NAME|FILE",
-        help="a machine of configs/machines, such as h200 or h100, or a file written by "
-        "megatron-cp calibrate",
-    )
-    parser.add_argument(
-        "--yaml", type=Path, metavar="FILE", help="write the choice as a run file; needs --machine"
-    )
-    parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -631,6 +424,16 @@ def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: s
     if arguments.memory:
         cells.append(memory)
     return cells
+
+
+_RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "capabilities": _capabilities,
+    "hooks": _hooks,
+    "doctor": _doctor,
+    "calibrate": _calibrate,
+    "draw": _draw,
+    "plan": _plan,
+}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import torch
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
-from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.integration.auto import (
     Batches,
     kinds_of_layers,
@@ -84,19 +84,7 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0: served, 1: refused, 2: not understood."""
-    parser = OneLineParser(prog="megatron-cp check", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "recipe",
-        nargs="+",
-        metavar="RECIPE",
-        help="a shell script of Megatron, verl, slime or ms-swift, a YAML file of Megatron-Bridge, "
-        "verl, ms-swift or the plugin, recipe.py:FUNCTION of Megatron-Bridge; with KEY=VALUE of "
-        "its command line besides, or only such words; flags of Megatron after --",
-    )
-    parser.add_argument("--machine", default=_GPU, metavar="NAME|FILE", help=f"default {_GPU}")
-    parser.add_argument("--model", metavar="NAME", help="such as qwen3-8b, if it is not found")
-    parser.add_argument("--gpus", type=int, metavar="N", help="on how many it starts")
-    arguments = parser.parse_args(argv)
+    arguments = parser_of("check").parse_args(argv)
     words = [word for word in arguments.recipe if word != "--"]
     recipe = read_recipe(words, arguments.model)
     recipe.gpus = arguments.gpus or recipe.gpus

@@ -11,21 +11,23 @@ import re
 import statistics
 import subprocess
 import sys
+from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import inf, isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.harness.parity import Recording, Tolerances
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes, ranks_of
-from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
+from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
@@ -38,24 +40,6 @@ _KERNELS = (
     re.compile(r"megatron_cp_plugin: (context parallelism by .*)"),
     re.compile(r"(?:Selected backend =|DotProductAttention:Running with) (.*)"),
 )
-_HELP = """usage: megatron-cp compare [--iters N] [--reference auto|te|cp1] [--gradients]
-                           [--output DIR] [--nproc-per-node N] [--config FILE] [flags]
-
-Runs `megatron-cp train` twice with the same run file and flags, first with Megatron's own attention
-and then with the algorithm that they choose, and prints losses and step times side by side, peak
-memory, and which kernel each ran.
-
-  --iters N         iterations of each run; default 10
-  --reference R     te: Transformer Engine's context parallelism on as many ranks; cp1: Megatron's
-                    attention without context parallelism; default: te on GPUs where Transformer
-                    Engine is installed, else cp1
-  --gradients       records both runs and compares the gradients of all parameters, in three
-                    iterations; exit code 1 if they are not equal within the bounds of
-                    docs/data/parity.md
-  --output DIR      where the logs and run files of both go; default: comparison
-
---save is left out. Transformer Engine is asked to say which kernel it takes (NVTE_DEBUG).
-"""
 
 
 @dataclass(frozen=True)
@@ -101,18 +85,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ContextParallelError: A flag cannot be served, or a run failed.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print(_HELP)
-        return 0
+    parser = parser_of("compare")
+    parser.add_argument("--save", help=SUPPRESS)
+    known, words = parser.parse_known_args(argv)
     need("megatron", "megatron-cp compare", "megatron", "omegaconf", "yaml")
-    parser = OneLineParser(prog="megatron-cp compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--reference", choices=("auto", "te", "cp1"), default="auto")
-    parser.add_argument("--gradients", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path("comparison"))
-    parser.add_argument("--nproc-per-node", type=int, default=None)
-    parser.add_argument("--save")
-    known, words = parser.parse_known_args(list(argv))
     if known.iters < 2:
         raise ConfigError(f"--iters must be at least 2, got {known.iters}")
     line = CommandLine.read("compare", words)
@@ -210,7 +186,7 @@ def report(reference: Printed, ours: Printed) -> str:
         row = [str(number + 1)]
         for name in names:
             want, got = (x.losses[name][number] for x in (reference, ours))
-            row += [f"{want:.6f}", f"{got:.6f}", f"{difference(got, want):.1e}"]
+            row += [f"{want:.6f}", f"{got:.6f}", f"{relative_error(got, want):.1e}"]
         rows.append((*row, f"{reference.ms[number]:.1f}", f"{ours.ms[number]:.1f}"))
     lines = [text_table((*columns, "ms", "ours"), rows), *_summary(reference, ours, names)]
     return "\n".join(lines)
@@ -219,7 +195,7 @@ def report(reference: Printed, ours: Printed) -> str:
 def _summary(reference: Printed, ours: Printed, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         pairs = zip(reference.losses[name], ours.losses[name], strict=False)
-        worst = max(difference(got, want) for want, got in pairs)
+        worst = max(relative_error(got, want) for want, got in pairs)
         yield f"largest difference of {name}: {worst:.1e}"
     times = reference.median_ms, ours.median_ms
     yield "median step without the first: {:.1f} and {:.1f} ms, ratio {:.2f}".format(
@@ -230,13 +206,6 @@ def _summary(reference: Printed, ours: Printed, names: Sequence[str]) -> Iterato
         yield "peak memory: {:.2f} and {:.2f} GiB, ratio {:.2f}".format(*peaks, peaks[1] / peaks[0])
     yield f"kernel of the reference: {reference.kernel or "Megatron's own attention"}"
     yield f"kernel of ours: {ours.kernel}"
-
-
-def difference(got: float, want: float) -> float:
-    """The relative difference of two losses; infinite where one is no number."""
-    if not (isfinite(got) and isfinite(want)):
-        return inf
-    return abs(got - want) / abs(want) if want else (inf if got else 0.0)
 
 
 def _compare_gradients(folder: Path) -> int:

@@ -7,7 +7,7 @@ of them is printed, and written as JSON and as a picture.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.compare import logged
 from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
 from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
-from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
+from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.log_prob_report import LogProbReport, draw, log_prob_report, tables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,24 +40,6 @@ _OF_DATA = ("data_path", "split")  # nothing is read with --batch
 _FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 _OF_DOCUMENTS = ("dataloader_inter_document_masking", "sft")
-_HELP = """usage: megatron-cp invariance [--samples N] [--dtypes float32,bfloat16] [--also ALGO,...]
-                              [--also-tensor T] [--batch FILE] [--output DIR]
-                              [--config FILE] [flags of megatron-cp train]
-
-Computes the log-probabilities of a model's labels without context parallelism, again so with
-another kernel, and with the algorithm and the ranks that the flags choose, and says whether
-rounding explains the differences: exit code 0; or not: 1. Nothing is trained; with --load it is the
-model of a checkpoint.
-
-  --samples N        samples of the training data; default 4
-  --dtypes LIST      default float32,bfloat16
-  --also LIST        further algorithms, on as many ranks
-  --also-tensor T    also with tensor parallelism T; weights are made on the CPU then, so that they
-                     are the same, unless --load gives them
-  --batch FILE       samples of a file in place of the data: torch.save of {"tokens": [b,s]}, int64,
-                     and perhaps "labels" and "loss_mask"; or of a pack's batch(), with its spans
-  --output DIR       where logs, report.json and report.svg go; default: invariance
-"""
 
 
 @dataclass(frozen=True)
@@ -130,22 +113,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ContextParallelError: A flag cannot be served, or a run failed.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print(_HELP)
-        return 0
-    need("megatron", "megatron-cp invariance", "megatron", "omegaconf", "yaml")
-    parser = OneLineParser(prog="megatron-cp invariance", add_help=False, allow_abbrev=False)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--dtypes", default=",".join(_DTYPES))
-    parser.add_argument("--also", default="")
-    parser.add_argument("--also-tensor", type=int, default=None)
-    parser.add_argument("--batch", type=Path, default=None)
-    parser.add_argument("--output", type=Path, default=Path("invariance"))
+    parser = parser_of("invariance")
     for name in _SWITCHES:
-        parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument(f"--{name}", action="store_true", help=SUPPRESS)
     for name in _VALUES:
-        parser.add_argument("--" + name.replace("_", "-"))
-    known, words = parser.parse_known_args(list(argv))
+        parser.add_argument("--" + name.replace("_", "-"), help=SUPPRESS)
+    known, words = parser.parse_known_args(argv)
+    need("megatron", "megatron-cp invariance", "megatron", "omegaconf", "yaml")
     dtypes = known.dtypes.split(",")
     if unknown := [each for each in dtypes if each not in _DTYPES]:
         raise ConfigError(f"--dtypes takes {' or '.join(_DTYPES)}, got {unknown[0]}: leave it out")

@@ -210,10 +210,10 @@ def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Com
                 f"{len(losses[name])} iterations, the reference has {len(expected_losses[name])}"
             )
         for step, (want, got) in enumerate(zip(expected_losses[name], losses[name], strict=False)):
-            loss = loss.or_worse(_relative(got, want), f"{name}, iteration {step + 1}")
+            loss = loss.or_worse(relative_error(got, want), f"{name}, iteration {step + 1}")
     grad_norm = Worst()
     for step, (want, got) in enumerate(zip(reference.grad_norms(), run.grad_norms(), strict=False)):
-        grad_norm = grad_norm.or_worse(_relative(got, want), f"iteration {step + 1}")
+        grad_norm = grad_norm.or_worse(relative_error(got, want), f"iteration {step + 1}")
     skipped = [i.iteration for i in run.ranks[0].iterations if i.skipped]
     if skipped:
         problems.append(f"iterations {skipped} were skipped: gradients not finite")
@@ -325,7 +325,8 @@ def _different_starts(reference: Recording, run: Recording) -> list[str]:
     return []
 
 
-def _relative(got: float, want: float) -> float:
+def relative_error(got: float, want: float) -> float:
+    """How far a number is off; infinitely where one of them is none."""
     if not (math.isfinite(got) and math.isfinite(want)):
         return math.inf
     return abs(got - want) / abs(want) if want else math.inf if got else 0.0

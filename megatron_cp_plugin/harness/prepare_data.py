@@ -1,16 +1,5 @@
-"""Turns text files into the indexed dataset that Megatron's GPTDataset reads.
+"""Turns text files into the indexed dataset that Megatron's GPTDataset reads."""
 
-A token is a byte (0 to 255); every file, or with --document-bytes every piece of one, is a document
-and ends in the end-of-document token 256.
-Train on it with
-
-    --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
-
-Without paths the corpus is the standard library sources of the running Python: real text that is
-always there.
-"""
-
-import argparse
 import hashlib
 import json
 import os
@@ -22,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.paths import check_folder
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 # Between two lines that say how far it is.
 _SAID_BYTES = 256 * 2**20
-TEXT_SUFFIXES = (".c", ".cpp", ".h", ".md", ".py", ".rst", ".txt")
 # Left out of the default corpus: not every distribution of Python ships them.
 _OUTSIDE_STDLIB = {
     "__pycache__",
@@ -161,34 +149,8 @@ def read_current(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (0 written or up to date, 2 bad input)."""
-    parser = OneLineParser(
-        prog="megatron-cp prepare-data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="text file or folder")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PREFIX",
-        help="where to write PREFIX.bin and PREFIX.idx, e.g. data/stdlib",
-    )
-    parser.add_argument(
-        "--suffix",
-        nargs="+",
-        default=list(TEXT_SUFFIXES),
-        help="endings of the files taken from a folder (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--document-bytes",
-        type=int,
-        metavar="N",
-        help="cut files into documents of N bytes and a rest (default: a file is a document)",
-    )
-    parser.add_argument("--force", action="store_true", help="write even if nothing changed")
     try:
-        given = parser.parse_args(argv)
+        given = parser_of("prepare-data").parse_args(argv)
         need("megatron", "prepare-data", "megatron")
         if given.document_bytes is not None and given.document_bytes < 1:
             raise ConfigError(f"--document-bytes must be 1 or more, got {given.document_bytes}")

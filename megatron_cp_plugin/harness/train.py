@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration import launch
@@ -25,14 +26,6 @@ from megatron_cp_plugin.integration.args import (
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-_HELP = """usage: megatron-cp train --config FILE [--nproc-per-node N] [flags]
-
-Trains a GPT as a run file says. --config takes a path or the name of a run file of this package,
-such as tiny_zigzag. Without torchrun it starts N ranks on this machine; default: as many as
-context, tensor and pipeline parallelism need. Under torchrun it is one of torchrun's ranks:
-
-  torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_cp_plugin.cli train --config FILE
-"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         train(argv)
         return 0
     if not {"-h", "--help"}.isdisjoint(argv):
-        print(_HELP)
+        parser_of("train").print_help()
     else:
         with one_line_errors():
             return start(argv, "megatron_cp_plugin.cli", "train")
@@ -67,9 +60,7 @@ def start(argv: Sequence[str], *program: str) -> int:
         program: Each rank runs `python -m *program *argv`.
     """
     need("megatron", "megatron-cp train")
-    parser = OneLineParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, default=None)
-    known, words = parser.parse_known_args(list(argv))
+    known, words = parser_of("train").parse_known_args(argv)
     path, rest = launch.split_run_file(words)
     launch.check_run_file(path)
     flags, _ = split_flags(rest)

@@ -1,0 +1,58 @@
+"""The commands of `megatron-cp` and their flags, as `commands.toml` has them."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_cp_plugin.document_lengths import lengths_of
+from megatron_cp_plugin.integration.args import OneLineParser
+from megatron_cp_plugin.tokens import heads_of, tokens_of
+
+
+def option_of(text: str) -> tuple[str, str]:
+    """KEY=VALUE -> (KEY, VALUE). Raises: ArgumentTypeError if it is none."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
+    return key, value
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "heads": heads_of,
+    "int": int,
+    "lengths": lengths_of,
+    "option": option_of,
+    "path": Path,
+    "tokens": tokens_of,
+}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_COMMON: dict[str, dict[str, Any]] = _TABLE.pop("common")
+COMMANDS: dict[str, dict[str, Any]] = _TABLE
+
+
+def parser_of(command: str) -> OneLineParser:
+    """The parser of a command alone, for those that take further flags."""
+    return add_flags(OneLineParser(prog=f"megatron-cp {command}", **settings_of(command)), command)
+
+
+def settings_of(command: str) -> dict[str, Any]:
+    """What a parser of a command is made with."""
+    return {
+        "description": COMMANDS[command]["description"].strip(),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+
+
+def add_flags[P: argparse.ArgumentParser](parser: P, command: str) -> P:
+    """Adds the flags of a command to a parser, and returns it."""
+    for name, own in COMMANDS[command]["flags"].items():
+        how = _COMMON.get(name, {}) | own
+        if "type" in how:
+            how["type"] = _TYPES[how["type"]]
+        parser.add_argument(name if how.pop("positional", False) else f"--{name}", **how)
+    return parser
