@@ -6,6 +6,7 @@ the table of algorithms.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron_cp_plugin import registry
@@ -16,6 +17,7 @@ from megatron_cp_plugin.kernels.linear import linear_kernels
 from megatron_cp_plugin.layers import layout_choices
 
 RANKS = 8  # of the questions below
+_PAGE = Path(__file__).with_suffix(".md").read_text()
 
 
 @dataclass(frozen=True)
@@ -79,55 +81,22 @@ def markdown() -> str:
     """The tables of algorithms, of kernels and of refused Megatron features."""
     from megatron_cp_plugin.integration.rules import FEATURES
 
-    lines = [
-        "# What runs",
-        "",
-        "Printed by `megatron-cp capabilities` from the code that decides at start-up; tests run",
-        "every cell of the first table. H query heads, G KV heads, P ranks. The first layout is",
-        "the default.",
-        "",
-        "| algorithm | attention | layouts | causal | full | window | H < P | G < P <= H |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    algorithms = []
     for row in capabilities():
         few_kv = "-" if row.kind == "linear" else _mark(row.few_kv_heads)
         cells = [_mark(True), _mark(row.full), _mark(row.window), _mark(row.few_heads), few_kv]
         layouts = ", ".join(row.layouts)
-        lines.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Windows through Megatron: `--window-size LEFT,0`, and `--window-attn-skip-freq`. Every",
-        "algorithm takes any number of ranks; through Megatron the sequence length must be a",
-        "multiple of what the layout needs.",
-        "",
-        "Megatron's gated delta nets (`--experimental-attention-variant gated_delta_net`) and",
-        "Mamba-2 layers (`M` in `--hybrid-layer-pattern`) pass their states by `lasp2`, in any",
-        "layout that it has; the softmax layers beside them use the algorithm.",
-        "",
-        "## Kernels",
-        "",
-        "In the order in which `kernel: auto` tries them. Repeats: two runs are bitwise equal with",
-        "Megatron's `--deterministic-mode`, which refuses the other kernels. Packs: many small",
-        "tiles, as from documents and windows, are computed in one call.",
-        "",
-        "| kernel | attention | repeats | packs |",
-        "| --- | --- | --- | --- |",
+        algorithms.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
+    softmax = [
+        f"| `{k.name}` | softmax | {_mark(k.deterministic)} | {_mark(k.packs)} |" for k in kernels()
     ]
-    for one in kernels():
-        marks = f"{_mark(one.deterministic)} | {_mark(one.packs)}"
-        lines.append(f"| `{one.name}` | softmax | {marks} |")
-    lines += [f"| `{k.name}` | linear | {_mark(k.deterministic)} | no |" for k in linear_kernels()]
-    lines += [
-        "",
-        "## Features of Megatron that are refused",
-        "",
-        "Before training starts, on all ranks, in one line, whatever the algorithm.",
-        "",
-        "| feature | flag | why | instead |",
-        "| --- | --- | --- | --- |",
-    ]
-    lines += [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
-    return "\n".join(lines) + "\n"
+    linear = [f"| `{k.name}` | linear | {_mark(k.deterministic)} | no |" for k in linear_kernels()]
+    features = [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
+    return _PAGE.format(
+        algorithms="\n".join(algorithms),
+        kernels="\n".join([*softmax, *linear]),
+        features="\n".join(features),
+    )
 
 
 def _mark(value: bool) -> Literal["yes", "no"]:

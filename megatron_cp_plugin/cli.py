@@ -64,6 +64,9 @@ def _own(words: Sequence[str]) -> int:
         if unknown:
             # Of the subcommand's own flags the nearest is named.
             commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
+        for name in ("output", "report", "json", "yaml"):
+            if path := getattr(arguments, name, None):
+                check_file(f"--{name}", path)
         return _RUN[words[0]](arguments)
     except ContextParallelError as error:
         if "LOCAL_RANK" in os.environ:
@@ -115,8 +118,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from megatron_cp_plugin.doctor import examine, join, leave, measured, verdict
 
-    if arguments.report is not None:
-        check_file("--report", arguments.report)
     heads = _heads(arguments, 8)
     findings = examine(*heads, arguments.head_dim)
     found: dict[str, object] = {}
@@ -155,7 +156,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.doctor import check_heads, join, leave
     from megatron_cp_plugin.planner.calibrate import calibrate
 
-    check_file("--output", arguments.output)
     heads, kv_heads = _heads(arguments, 8)
     check_heads(heads, kv_heads, [arguments.head_dim])
     device, path = join(), arguments.output
@@ -166,6 +166,29 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         print(f"wrote {path}")
     leave()
     return 0
+
+
+def _need(arguments: argparse.Namespace, who: str, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"{who}, got no {_flag(name)}: add it")
+
+
+def _leave_out(arguments: argparse.Namespace, said: str, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name):
+            raise ConfigError(said.format(_flag(name)))
+
+
+def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)} must be more than 0, got {value}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
@@ -189,10 +212,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.simulate import simulate
     from megatron_cp_plugin.registry import kind_of
 
-    if arguments.output is None or arguments.seq_len is None:
-        missing = "--output" if arguments.output is None else "--seq-len"
-        raise ConfigError(f"--machine needs --output and --seq-len, got no {missing}: add it")
-    check_file("--output", arguments.output)
+    _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
     (heads, kv_heads), dim = _heads(arguments), arguments.head_dim
     check_heads(heads, kv_heads, [dim])
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
@@ -221,7 +241,6 @@ def _draw(arguments: argparse.Namespace) -> int:
 
     drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
     if arguments.output:
-        check_file("--output", arguments.output)
         save(drawn, arguments.output)
     if find_spec("rich") is None:
         _print_plainly(drawn)
@@ -252,7 +271,6 @@ def _draw_tokens(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         print(text(drawn))
         return 0
-    check_file("--output", arguments.output)
     save(drawn, arguments.output)
     print(drawn.balance)
     print(f"wrote {arguments.output}")
@@ -274,12 +292,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         return _plan_model(arguments)
     arguments.batch = 1 if arguments.batch is None else arguments.batch
-    for name in ("size", "seq_len", "heads"):
-        if getattr(arguments, name) is None:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"plan needs --size, --seq-len and --heads, or --model, got no {flag}: add it"
-            )
+    needs = "plan needs --size, --seq-len and --heads, or --model"
+    _need(arguments, needs, "size", "seq_len", "heads")
     shape, mask = _shape(arguments), _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
@@ -289,11 +303,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         if arguments.yaml:
             raise ConfigError("--yaml needs --machine, got none: name a machine")
         return _plan_bytes(arguments, title, shape, mask)
-    for name in ("algo", "option", "memory", "json"):
-        if getattr(arguments, name):
-            raise ConfigError(f"--machine tries all algorithms and options: leave --{name} out")
-    if arguments.yaml:
-        check_file("--yaml", arguments.yaml)
+    said = "--machine tries all algorithms and options: leave {} out"
+    _leave_out(arguments, said, "algo", "option", "memory", "json")
     from megatron_cp_plugin.planner.command import plan_layer
 
     print(title)
@@ -302,21 +313,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan_model(arguments: argparse.Namespace) -> int:
-    for name in ("tokens", "gpus", "machine"):
-        if getattr(arguments, name) is None:
-            raise ConfigError(f"--model needs --tokens, --gpus and --machine, got no --{name}")
-    if arguments.gpus < 1 or arguments.tokens < 1:
-        raise ConfigError(
-            f"--tokens and --gpus must be more than 0, got {arguments.tokens} and {arguments.gpus}"
-        )
-    if arguments.batch is not None and arguments.batch < 1:
-        raise ConfigError(f"--batch must be more than 0, got {arguments.batch}")
-    for name in ("size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"):
-        if getattr(arguments, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"--model sets its own sizes, got {flag}: leave it out")
-    if arguments.yaml:
-        check_file("--yaml", arguments.yaml)
+    _need(arguments, "--model needs --tokens, --gpus and --machine", "tokens", "gpus", "machine")
+    _check_positive(arguments, "tokens", "gpus", "batch")
+    sizes = "size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"
+    _leave_out(arguments, "--model sets its own sizes, got {}: leave it out", *sizes)
     from megatron_cp_plugin.planner.command import plan_model
 
     arguments.seq_len = arguments.tokens
@@ -362,7 +362,6 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
             found = one.cost(arguments.size, shape, mask)
             table.append(_cost_cells(arguments, one.name, found, ""))
     if arguments.json:
-        check_file("--json", arguments.json)
         written = document(arguments.algo, arguments.size, shape, mask, options)
         arguments.json.write_text(json.dumps(written, indent=1) + "\n")
     print(title)
@@ -381,10 +380,7 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     heads, kv_heads = _heads(arguments)
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
-    for name in ("size", "seq_len", "value_dim", "batch"):
-        if getattr(arguments, name) <= 0:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} must be more than 0, got {getattr(arguments, name)}")
+    _check_positive(arguments, "size", "seq_len", "value_dim", "batch")
     check_heads(heads, kv_heads, [arguments.head_dim])
     return Shape(
         arguments.batch,

@@ -2,11 +2,9 @@
 
 import csv
 import json
-from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from math import ceil, exp, log
 from pathlib import Path
@@ -17,54 +15,44 @@ from megatron_cp_plugin.tokens import tokens_of
 _TAKEN = "takes a mean such as 16K, lognormal:MEAN:SIGMA or a histogram, FILE.csv or FILE.json"
 
 
-class Lengths(ABC):
-    """A distribution. Attributes: label: as titles have it."""
-
-    label: str
-
-    @abstractmethod
-    def draw(self, source: Random) -> float:
-        """A length in tokens, more than 0."""
-
-
 @dataclass(frozen=True)
-class Exponential(Lengths):
+class Exponential:
     """Attributes: mean: in tokens."""
 
     mean: float
 
     @property
-    def label(self) -> str:  # type: ignore[override]
-        """See Lengths."""
+    def label(self) -> str:
+        """As titles have it."""
         return f"exponential, mean {self.mean:g}"
 
     def draw(self, source: Random) -> float:
-        """See Lengths."""
+        """A length in tokens, more than 0."""
         return source.expovariate(1 / self.mean)
 
 
 @dataclass(frozen=True)
-class LogNormal(Lengths):
+class LogNormal:
     """Attributes: mean: of the lengths, in tokens. sigma: of their logarithms."""
 
     mean: float
     sigma: float
 
     @property
-    def label(self) -> str:  # type: ignore[override]
-        """See Lengths."""
+    def label(self) -> str:
+        """As titles have it."""
         return f"log-normal, mean {self.mean:g}, sigma {self.sigma:g}"
 
     def draw(self, source: Random) -> float:
-        """See Lengths."""
+        """A length in tokens, more than 0."""
         return source.lognormvariate(log(self.mean) - self.sigma**2 / 2, self.sigma)
 
 
 @dataclass(frozen=True)
-class Histogram(Lengths):
+class Histogram:
     """Shares of documents by length; inside a class the logarithm of a length is uniform.
 
-    Attributes: label: see Lengths. edges: upper ones of the classes, in tokens; the first class
+    Attributes: label: as titles have it. edges: upper ones of the classes, in tokens; the first
         begins with 1. shares: of any sum.
     """
 
@@ -73,14 +61,13 @@ class Histogram(Lengths):
     shares: tuple[float, ...]
 
     def draw(self, source: Random) -> float:
-        """See Lengths."""
-        (index,) = source.choices(range(len(self.edges)), cum_weights=self._cumulative)
+        """A length in tokens, more than 0."""
+        (index,) = source.choices(range(len(self.edges)), self.shares)
         lower = self.edges[index - 1] if index else 1
         return exp(source.uniform(log(lower), log(self.edges[index])))
 
-    @cached_property
-    def _cumulative(self) -> list[float]:
-        return list(accumulate(self.shares))
+
+type Lengths = Exponential | LogNormal | Histogram
 
 
 def lengths_of(text: str) -> Lengths:

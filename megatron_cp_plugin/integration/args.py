@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
@@ -25,98 +27,17 @@ MEGATRON = "megatron"
 # Tokens of a packed document, where nobody says.
 MEAN_DOCUMENT = 4096
 
-PLATFORMS = ("auto", "cpu", "cuda")
-
-
-# What the plugin's flags are to argparse; the order is that of the help and of run files' keys.
-FLAGS: dict[str, dict[str, Any]] = {
-    "--context-parallel-algo": {
-        "metavar": "NAME",
-        "help": "context-parallel attention algorithm, such as ring or zigzag; auto: the fastest "
-        "one according to the planner; megatron: Megatron's own context parallelism, the "
-        "default; Megatron's --cp-comm-type selects some algorithms too",
-    },
-    "--cp-kernel": {
-        "metavar": "NAME",
-        "default": "auto",
-        "help": "attention kernel; default auto: the fastest one that supports the model",
-    },
-    "--cp-options": {
-        "metavar": "KEY=VALUE",
-        "nargs": "+",
-        "action": "extend",
-        "help": "options of the algorithm",
-    },
-    "--cp-platform": {
-        "choices": PLATFORMS,
-        "help": "cpu: run Megatron without a GPU; default auto: cpu if there is no GPU",
-    },
-    "--cp-layers": {
-        "metavar": "PATTERN",
-        "help": "algorithm of each layer, repeated over the depth, such as 'lasp2*7, "
-        "attention2d'; default: --context-parallel-algo for all; with auto, the kind of "
-        "each layer, such as 'linear*7, softmax'",
-    },
-    "--cp-linear-model": {
-        "choices": LINEAR_MODELS,
-        "help": "model of the linear attention layers; required with algorithms such as lasp",
-    },
-    "--cp-recompute-attention": {
-        "action": "store_true",
-        "help": "recompute attention too when Megatron recomputes activations, which saves the "
-        "memory of its output; default: keep its output and run it once",
-    },
-    "--cp-chunked-loss": {
-        "metavar": "TOKENS",
-        "nargs": "?",
-        "type": int,
-        "const": CHUNK_TOKENS,
-        "help": "compute logits and losses in chunks of this many tokens, default "
-        f"{CHUNK_TOKENS}: no rank holds all logits, and the backward pass recomputes them",
-    },
-    "--cp-send-latents": {
-        "action": "store_true",
-        "help": "with multi-latent attention, send latents and make K and V of them where they "
-        "arrive, which sends fewer bytes and keeps less for the backward pass",
-    },
-    "--cp-machine": {
-        "metavar": "NAME|FILE",
-        "help": "for auto: a machine of configs/machines, such as h200 or h100, or a file "
-        "written by megatron-cp calibrate; default: found by the name of the GPU",
-    },
-    "--cp-mean-document": {
-        "metavar": "LENGTHS",
-        "help": "for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, "
-        "or a histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
-        f"{MEAN_DOCUMENT}",
-    },
-    EXAMPLE_SPANS: {
-        "metavar": "FILE",
-        "help": "for auto: attention_spans of one batch as an example of all, a JSON list of "
-        "slices; default: batches have none",
-    },
-    "--cp-explain": {
-        "action": "store_true",
-        "help": "print the candidates of auto and their predicted times",
-    },
-    "--cp-record": {
-        "metavar": "DIR",
-        "help": "write losses of all iterations and gradients of the first, the middle and the "
-        "last one into a folder, for comparison with another run",
-    },
-    "--cp-allow-untested-megatron": {
-        "action": "store_true",
-        "help": "run a Megatron version that was never tested with the plugin, if it has "
-        "everything that `megatron-cp hooks` lists; default: refuse it",
-    },
-}
+# What the plugin's flags are to argparse.
+FLAGS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
+PLATFORMS: list[str] = FLAGS["--cp-platform"]["choices"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
     group = parser.add_argument_group("megatron_cp_plugin")
     for option, keywords in FLAGS.items():
-        group.add_argument(option, **keywords)
+        kind = {"type": int} if "type" in keywords else {}
+        group.add_argument(option, **keywords | kind)
     return parser
 
 
