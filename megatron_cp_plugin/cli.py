@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cannot be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    code = 0
     with for_a_reader():
-        if words and "module" in COMMANDS.get(words[0], {}):
-            return _with_module(*words)
-        return _own(words)
-    return 0
+        has_module = bool(words) and "module" in COMMANDS.get(words[0], {})
+        code = _with_module(*words) if has_module else _own(words)
+    return code  # noqa: RET504 (where nobody reads any more)
 
 
 def _with_module(command: str, *words: str) -> int:
