@@ -6,28 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp_plugin.commands import COMMANDS
 from tests.integration.megatron_job import run_program
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = (
-    "",
-    "train",
-    "compare",
-    "invariance",
-    "prepare-data",
-    "draw",
-    "plan",
-    "doctor",
-    "capabilities",
-    "hooks",
-)
 SCRIPTS = sorted(
     path
     for path in (ROOT / "scripts").glob("*.py")
     if 'if __name__ == "__main__"' in path.read_text() and path.stem != "benchmark_train_job"
 )
 PROGRAMS = {
-    **{f"megatron-cp {name}": ["-m", "megatron_cp_plugin.cli", *name.split()] for name in COMMANDS},
+    **{
+        f"megatron-cp {name}": ["-m", "megatron_cp_plugin.cli", *name.split()]
+        for name in ("", *COMMANDS)
+    },
     "launch": ["-m", "megatron_cp_plugin.launch"],
     **{path.name: [str(path)] for path in SCRIPTS},
     **{

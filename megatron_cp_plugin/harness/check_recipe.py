@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -96,7 +97,12 @@ def main(argv: Sequence[str]) -> int:
 def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
     """Returns what is to be said of a recipe."""
     finding = Finding(unknown=list(recipe.unknown))
-    beyond = _beyond(recipe)
+    beyond = recipe.beyond
+    if recipe.model is not None and recipe.model.beyond:
+        beyond = (
+            f"{recipe.model.name} is {recipe.model.beyond}, got a recipe without GPTModel or "
+            "HybridModel: only these are served"
+        )
     if beyond:
         finding.refused.append(beyond)
         finding.unknown.clear()
@@ -108,7 +114,7 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
     finding.lines.append(("ranks", _ranks(recipe)))
     if recipe.size == 1:
         finding.lines.append(("layout", "context_parallel_size 1: nothing is split"))
-    algo, choice, shape = _choice(recipe, machine, finding)
+    algo, choice, shape = _choice(recipe, machine)
     config = _config(recipe, algo)
     finding.refused += _refusals(recipe, config)
     settings = Settings(SimpleNamespace(**recipe.settings), config, torch.device("cuda"))
@@ -121,20 +127,11 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
         elif algo:
             finding.lines.append(("algorithm", f"{config.algo}, as named"))
     if not finding.refused:
-        _fit(recipe, settings, shape, machine, choice, finding)
+        finding.lines.append(("memory", _memory(recipe, settings, shape, machine, choice)))
     door: Door = "model" if recipe.flags is None else "arguments"
     notes = [*replaced(door, settings), *recipe.notes]
     finding.lines += [("note", line) for line in notes]
     return finding
-
-
-def _beyond(recipe: Recipe) -> str:
-    if recipe.model is not None and recipe.model.beyond:
-        return (
-            f"{recipe.model.name} is {recipe.model.beyond}, got a recipe without GPTModel or "
-            "HybridModel: only these are served"
-        )
-    return recipe.beyond
 
 
 def _complete(recipe: Recipe) -> None:
@@ -251,9 +248,7 @@ def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
     return {name: value for name, value in recipe.settings.items() if name in seen}
 
 
-def _choice(
-    recipe: Recipe, machine: str, finding: Finding
-) -> tuple[str | None, Choice | None, Shape | None]:
+def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Shape | None]:
     """The algorithm that is named, or that the planner takes; with it the shape of attention."""
     settings = Settings(SimpleNamespace(**recipe.settings))
     flags = recipe.flags
@@ -272,11 +267,8 @@ def _choice(
         kinds, names = kinds_of_model(source, batches, layout, recipe.size), (layout.name,)
     else:
         auto = replace(flags, algo=registry.AUTO)
-        every = kinds_of_layers(auto, settings)
-        counts = dict.fromkeys(every, 0)
-        for kind in every:
-            counts[kind] += 1
-        kinds = [replace(kind, count=count) for kind, count in counts.items()]
+        every = Counter(kinds_of_layers(auto, settings))
+        kinds = [replace(kind, count=count) for kind, count in every.items()]
         names = layouts(settings, packed=settings.packing is not None)
 
     def refusal(combination: Combination) -> str | None:
@@ -315,22 +307,17 @@ def _chosen(choice: Choice) -> str:
     return words
 
 
-def _fit(
-    recipe: Recipe,
-    settings: Settings,
-    shape: Shape | None,
-    machine: str,
-    choice: Choice | None,
-    finding: Finding,
-) -> None:
+def _memory(
+    recipe: Recipe, settings: Settings, shape: Shape | None, machine: str, choice: Choice | None
+) -> str:
+    """Whether it fits."""
     lacks = [name for name in (*_SIZES, "vocab_size") if not recipe.settings.get(name)]
     if not recipe.tokens:
         lacks.append("the tokens of a micro-batch")
     if settings.is_recurrent or _is_sparse(recipe) or settings.hybrid_layer_pattern:
         lacks.append("a count of gated delta net, Mamba or DSA layers")
     if lacks or shape is None:
-        finding.lines.append(("memory", f"not known: the planner lacks {' and '.join(lacks)}"))
-        return
+        return f"not known: the planner lacks {' and '.join(lacks)}"
     parts = memory_of(settings, shape)
     if choice is not None:
         rows = zip(choice.best.rows, choice.tables, strict=True)
@@ -340,6 +327,4 @@ def _fit(
     verdict = "fits" if total <= gib else "does not fit"
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     words = ", ".join(f"{name} {size:.1f}" for name, size in largest)
-    finding.lines.append(
-        ("memory", f"{verdict}: {total:.1f} of {gib:g} GiB by estimate, of it {words}")
-    )
+    return f"{verdict}: {total:.1f} of {gib:g} GiB by estimate, of it {words}"
