@@ -14,6 +14,7 @@ from math import lcm
 from platform import python_version
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,17 +127,11 @@ def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     times: dict[str, float | str] = {}
     for name in registry.available("softmax"):
-        q, k, v, dout = (
+        inputs = [
             torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads, heads)
-        )
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def step(name: str = name, leaves: list[Tensor] = leaves, dout: Tensor = dout) -> None:
-            seq_len = dout.shape[1] * topology.size
-            out = functional.attention(*leaves, algo=name, group=topology, seq_len=seq_len)
-            torch.autograd.grad(out, leaves, dout)
-
+        ]
+        step = _step(name, inputs, topology, seq_len=tokens * topology.size)
         try:
             times[name] = max(topology.gather(_median_ms(step, device)))
         except ContextParallelError as refusal:
@@ -144,7 +139,7 @@ def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
     return {"machine": machine.values(), "tokens": tokens, "ms": times}
 
 
-def _median_ms(step: Callable[[], None], device: torch.device) -> float:
+def _median_ms(step: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for _ in range(7):  # two to warm up
         if device.type == "cuda":
@@ -332,11 +327,23 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
 
 def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
     """The greatest relative error of this rank's output and gradients; inf for NaN."""
-    q, k, v, dout = _local(name, whole, topology)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = functional.attention(q, k, v, algo=name, group=topology)
-    results = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    results = _step(name, _local(name, whole, topology), topology)()
     return _distance(results, _local(name, expected, topology))
+
+
+def _step(
+    name: str, inputs: Sequence[Tensor], topology: Topology, **options: Any
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of attention. Args: inputs: q, k, v and dout of this rank."""
+    *leaves, dout = inputs
+    for x in leaves:
+        x.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        out = functional.attention(*leaves, algo=name, group=topology, **options)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    return step
 
 
 def _replay_error(
@@ -351,17 +358,12 @@ def _replay_error(
     Args: failures: gets one line if it cannot be captured.
     """
     given = _local("zigzag", whole, topology)
-    q, k, v, dout = (torch.ones_like(x) for x in given)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def step() -> tuple[Tensor, ...]:
-        out = functional.attention(q, k, v, algo="zigzag", group=topology, transport=transport)
-        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
-
+    inputs = [torch.ones_like(x) for x in given]
+    step = _step("zigzag", inputs, topology, transport=transport)
     try:
         graph, results = capture(step, torch.cuda.synchronize)
         with torch.no_grad():
-            for target, x in zip((*leaves, dout), given, strict=True):
+            for target, x in zip(inputs, given, strict=True):
                 target.copy_(x)
         graph.replay()
         torch.cuda.synchronize()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.extras import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,11 +21,7 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"a picture is a .png or .svg file, got {path.name!r}: change its ending")
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"{path.name!r} needs matplotlib, which is not installed: "
-            "pip install 'megatron-cp-plugin[report]', or leave --output out"
-        )
+    need("report", repr(path.name), "matplotlib")
 
 
 def write_picture(figure: Figure, path: Path) -> None:

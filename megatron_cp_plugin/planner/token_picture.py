@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 import numpy as np
@@ -353,69 +354,25 @@ def _legend(drawn: TokenPicture, x: int, y: int) -> str:
     )
 
 
-_SCRIPT = """
-const range = document.querySelector("input"), said = document.querySelector("#said");
-const play = document.querySelector("button"); let timer = null;
-function show(step) {
-  range.value = step;
-  document.querySelectorAll("[class^=s]").forEach(use => {
-    const at = Number(use.getAttribute("class").slice(1));
-    use.setAttribute("opacity", at < step ? .35 : at == step ? 1 : .06);
-  });
-  document.querySelectorAll("[data-before]").forEach(arrow => {
-    arrow.style.display = Number(arrow.dataset.before) == step ? "" : "none";
-  });
-  said.replaceChildren(...STEPS[step].map(line => {
-    const item = document.createElement("li"); item.textContent = line; return item;
-  }));
-}
-function stop() { clearInterval(timer); timer = null; play.textContent = "Play"; }
-function start() {
-  play.textContent = "Pause";
-  timer = setInterval(() => show((Number(range.value) + 1) % STEPS.length), 1600);
-}
-range.addEventListener("input", () => { stop(); show(Number(range.value)); });
-play.addEventListener("click", () => timer ? stop() : start());
-show(0);
-if (!matchMedia("(prefers-reduced-motion: reduce)").matches) start();
-"""
-
-_PAGE_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --line: #59636e }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --line: #9198a1 } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.2rem; margin: 0 } p { margin: .3rem 0 } svg { max-width: 100%; height: auto }
-.side { display: flex; flex-wrap: wrap; gap: 2rem; align-items: start; margin: 1rem 0 }
-.move { stroke: var(--line); stroke-width: 1.6; fill: none; stroke-dasharray: 5 4;
-  animation: move .5s linear infinite }
-@keyframes move { to { stroke-dashoffset: -9 } }
-@media (prefers-reduced-motion: reduce) { .move { animation: none } }
-.controls { display: flex; gap: 1rem; align-items: center } input { flex: 1; max-width: 24rem }
-"""
+_PAGE = Template(Path(__file__).with_suffix(".html").read_text())
 
 
 def page(drawn: TokenPicture) -> str:
     """A page that plays the steps: what each rank computes, and the messages before the step."""
-    side = _SIDE + 24
     sent = {one.before for one in drawn.transfers} | {one.before for one in drawn.collectives}
     steps = max(1, drawn.steps) + (drawn.steps in sent)
-    said = json.dumps([list(_said(drawn, step)) for step in range(steps)])
-    title = html.escape(f"{drawn.title} · {drawn.subtitle}")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}{_PAGE_STYLE}</style></head><body>"
-        f"<h1>{html.escape(drawn.title)}</h1>"
-        f"<p>{html.escape(drawn.subtitle)} · {drawn.balance}</p>"
-        '<div class="controls"><button type="button">Play</button>'
-        f'<input type="range" min="0" max="{steps - 1}" value="0" aria-label="step"></div>'
-        f'<div class="side"><svg width="{side}" height="{side}" viewBox="0 0 {side} {side}" '
-        f'role="img" aria-label="matrix of scores"><defs>{_definitions(drawn)}</defs>'
-        f'<g transform="translate(14 14)">{_matrix(drawn)}</g></svg>{_ring(drawn)}</div>'
-        "<p>Rows are queries, columns are keys; the bars show which rank holds a token. Bright: "
-        'computed in this step.</p><ul id="said"></ul>'
-        f"<script>const STEPS = {said};{_SCRIPT}</script></body></html>\n"
+    return _PAGE.substitute(
+        title=html.escape(f"{drawn.title} · {drawn.subtitle}"),
+        style=_STYLE,
+        heading=html.escape(drawn.title),
+        subtitle=html.escape(drawn.subtitle),
+        balance=drawn.balance,
+        last=steps - 1,
+        side=_SIDE + 24,
+        definitions=_definitions(drawn),
+        matrix=_matrix(drawn),
+        ring=_ring(drawn),
+        said=json.dumps([list(_said(drawn, step)) for step in range(steps)]),
     )
 
 
