@@ -119,7 +119,7 @@ ELSEWHERE: dict[str, str] = {
     "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli doctor": GPUS,
     "megatron-cp check RECIPE": "tests/test_check_recipe.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
-    "megatron-cp invariance": "tests/test_help.py",
+    "megatron-cp invariance": "tests/test_invariance.py",
     "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",
     "torchrun ... scripts/pretrain_gpt.py --config FILE": CHECK_INSTALLS,
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "
