@@ -56,7 +56,6 @@ def launches() -> list[tuple[str, dict[str, object]]]:
 def _forget() -> None:
     """What was made for chunks of other lengths, and which kernels serve what."""
     resolve_linear.cache_clear()
-    fla.cut_of.cache_clear()
     sequences.LAUNCHES.clear()
 
 

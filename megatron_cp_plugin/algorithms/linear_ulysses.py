@@ -20,11 +20,12 @@ from megatron_cp_plugin.core.linear.algorithm import (
     LinearCall,
     LinearMove,
     LinearShape,
+    LinearTensors,
     LinearWork,
     Saved,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
+from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
@@ -61,32 +62,20 @@ class LinearUlysses(LinearAlgorithm):
         self._whole = Lasp2(topology.subgroup([topology.rank], "alone"), Lasp2.Options())
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        initial: Tensor | None,
-        call: LinearCall,
-        gates: Gates = NO_GATES,
+        self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
+        q, k, v, gates, initial = given
         exchange, heads, local = self._exchange(call), self._filled(q.shape[2]), q.shape[1]
-        coming = [exchange.come(heads.fill_queries(x)) for x in (q, k, v)]
-        coming_gates = [
-            None if x is None else exchange.come(heads.fill_queries(_with_numbers(x)))
-            for x in gates
-        ]
-        q, k, v = (wait()[0] for wait in coming)
-        gates = Gates(
-            *(
-                None if wait is None or x is None else wait()[0].view(*q.shape[:3], *x.shape[3:])
-                for wait, x in zip(coming_gates, gates, strict=True)
-            )
-        )
+        all_given = [_with_numbers(x) for x in (q, k, v, *gates) if x is not None]
+        coming = [exchange.come(heads.fill_queries(x)) for x in all_given]
+        q, k, v, *came = [wait()[0] for wait in coming]
+        gates = gates.each(lambda x: came.pop(0).view(*q.shape[:3], *x.shape[3:]))
         if initial is not None:
             initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
         of_share = self._of(call, heads)
-        part, final, saved = self._whole.forward(q, k, v, initial, of_share, gates)
+        share = LinearTensors(q, k, v, gates, initial)
+        part, final, saved = self._whole.forward(share, of_share)
         out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
         leaving = exchange.leave(part, out)
         if final is not None:
@@ -115,12 +104,7 @@ class LinearUlysses(LinearAlgorithm):
         while leaving:
             leaving.pop(0)()
         dq, dk, dv, *found = map(heads.own_queries, gradients)
-        returned = Gates(
-            *(
-                None if x is None else found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0)
-                for x in dgates
-            )
-        )
+        returned = dgates.each(lambda x: found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0))
         if own is None:
             return dq, dk, dv, None, returned
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))

@@ -30,6 +30,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
     Cache,
     ForwardPass,
+    LinearInputs,
     LinearKernel,
     LinearProblem,
 )
@@ -41,40 +42,11 @@ _CHUNK = 64
 _CHUNK_OF_CHANNELS = 16  # where scores are sums over channels that each have weights of their own
 
 
-class Chunked(LinearKernel):
-    """Right products between chunks, left products within; gradients by autograd."""
-
-    name = "chunked"
-    deterministic = True
-
-    def unsupported(self, problem: LinearProblem) -> str | None:
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        return _Forward(q, k, v, transition, runs)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        return _Backward(dout, q, k, v, transition, runs, *cache)
-
-
 class _Forward(ForwardPass):
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> None:
-        self._chunks = _Chunks(q, k, v, transition, runs)
+    def __init__(self, given: LinearInputs) -> None:
+        self._chunks = _Chunks(given)
         self.states, self.through = self._chunks.run_states()
-        if isinstance(transition, Decay):
+        if isinstance(given.transition, Decay):
             self.through = None
 
     def intra(self) -> None:
@@ -85,34 +57,25 @@ class _Forward(ForwardPass):
 
 
 class _Backward(BackwardPass):
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        incoming: Tensor | None,
-    ) -> None:
-        gates = () if isinstance(transition, Decay) else transition
-        self._given = [x for x in (q, k, v, *gates) if x is not None]
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        q, k, v, transition, runs = given
+        (incoming,) = cache
         if incoming is None:
             wide = accumulation_dtype(q.dtype)
             shape = len(runs), q.shape[0], *q.shape[2:], v.shape[3]
             incoming = q.new_zeros(shape, dtype=wide)
+        gates = () if isinstance(transition, Decay) else transition
         with torch.enable_grad():
-            self._leaves = [x.detach().requires_grad_() for x in self._given]
-            self._incoming = incoming.detach().requires_grad_()
-            q, k, v, *others = self._leaves
-            if not isinstance(transition, Decay):
-                transition = Gates(*(None if x is None else others.pop(0) for x in transition))
-            chunks = _Chunks(q, k, v, transition, runs)
-            self._out = chunks.outputs(self._incoming)
-            self._ends = chunks.ends
-        self._transition, self._dout = transition, dout
+            self._leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates) if x is not None]
+            incoming = incoming.detach().requires_grad_()
+            (q, k, v), others = self._leaves[:3], self._leaves[3:]
+            if isinstance(transition, Gates):
+                transition = transition.each(lambda _: others.pop(0))
+            chunks = _Chunks(LinearInputs(q, k, v, transition, runs))
+            self._out = chunks.outputs(incoming)
+        self._ends, self._transition, self._dout = chunks.ends, transition, dout
         (self.dstates,) = torch.autograd.grad(
-            self._out, self._incoming, dout, retain_graph=True, materialize_grads=True
+            self._out, incoming, dout, retain_graph=True, materialize_grads=True
         )
 
     def intra(self) -> None:
@@ -127,9 +90,19 @@ class _Backward(BackwardPass):
             results, self._leaves, gradients, materialize_grads=True
         )
         if isinstance(self._transition, Gates):
-            of_gates = (None if x is None else others.pop(0) for x in self._transition)
-            self.dgates = Gates(*of_gates)
+            self.dgates = self._transition.each(lambda _: others.pop(0))
         return dq, dk, dv
+
+
+class Chunked(LinearKernel):
+    """Right products between chunks, left products within; gradients by autograd."""
+
+    name = "chunked"
+    deterministic = True
+    forward, backward = _Forward, _Backward
+
+    def unsupported(self, problem: LinearProblem) -> str | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -190,9 +163,8 @@ def _places(runs: Runs, chunk: int, device: torch.device) -> _Places:
 class _Chunks:
     """All documents of a rank in chunks. Everything is differentiable."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> None:
+    def __init__(self, given: LinearInputs) -> None:
+        q, k, v, transition, runs = given
         gate = None if isinstance(transition, Decay) else transition.gate
         self._of_channels = gate is not None and gate.dim() == 4
         chunk = _CHUNK_OF_CHANNELS if self._of_channels else _CHUNK

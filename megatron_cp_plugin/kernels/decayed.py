@@ -267,27 +267,20 @@ def _rounded_to_tf32(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _pass_kernel(  # type: ignore[no-untyped-def]
     found_ptr,
-    added_ptr,
-    through_ptr,
+    added,
+    through,
     first_ptr,
-    bound_ptr,
-    order_ptr,
-    begins_ptr,
-    heads,  # of all batch entries
-    dim,
-    width,
-    added_run,
-    added_head,
-    through_run,
-    through_head,
-    through_row,
-    through_column,
-    FIRST: tl.constexpr,
+    ways,
+    sizes,
     MATRIX: tl.constexpr,
     LONG: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    added_ptr, added_run, added_head = added
+    through_ptr, through_run, through_head, through_row, through_column = through
+    bound_ptr, order_ptr, begins_ptr = ways
+    heads, dim, width = sizes  # heads of all batch entries
     head = (tl.program_id(0) % heads).to(tl.int64)
     way = tl.program_id(0) // heads
     row = tl.arange(0, DIM)
@@ -297,7 +290,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     matrix_at = row[:, None] * through_row + row[None, :] * through_column
     in_matrix = (row < dim)[:, None] & (row < dim)[None, :]
     state = tl.zeros([DIM, WIDTH], dtype=tl.float32)
-    if FIRST:
+    if first_ptr is not None:
         begin = tl.load(begins_ptr + way).to(tl.int64)
         if begin >= 0:
             of_begin = first_ptr + (begin * heads + head) * dim * width
@@ -305,23 +298,23 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     for number in range(tl.load(bound_ptr + way), tl.load(bound_ptr + way + 1)):
         run = tl.load(order_ptr + number).to(tl.int64)
         of_run = through_ptr + run * through_run + head * through_head
-        added = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
+        more = tl.load(added_ptr + run * added_run + head * added_head + at, inside, 0.0)
         if MATRIX:
-            through = tl.load(of_run + matrix_at, in_matrix, 0.0)
+            matrix = tl.load(of_run + matrix_at, in_matrix, 0.0)
             # In three parts, rounded: Triton's own tf32x3 cuts off, which adds up over many runs.
-            high, of_state = _rounded_to_tf32(through), _rounded_to_tf32(state)
-            low = tl.dot(through - high, of_state, input_precision="tf32")
+            high, of_state = _rounded_to_tf32(matrix), _rounded_to_tf32(state)
+            low = tl.dot(matrix - high, of_state, input_precision="tf32")
             low = tl.dot(high, state - of_state, low, input_precision="tf32")
             if LONG:  # Sums in tensor cores are cut off too: there are two shorter ones.
                 front = row[None, :] < DIM // 2
                 low = tl.dot(tl.where(front, 0.0, high), of_state, low, input_precision="tf32")
                 front_high = tl.where(front, high, 0.0)
-                state = tl.dot(front_high, of_state, input_precision="tf32") + low + added
+                state = tl.dot(front_high, of_state, input_precision="tf32") + low + more
             else:
-                state = tl.dot(high, of_state, low, input_precision="tf32") + added
+                state = tl.dot(high, of_state, low, input_precision="tf32") + more
         else:
             log = tl.load(of_run + row * through_row, row < dim, 0.0)
-            state = tl.exp(log)[:, None] * state + added
+            state = tl.exp(log)[:, None] * state + more
     found = found_ptr + (way.to(tl.int64) * heads + head) * dim * width
     tl.store(found + at, state, inside)
 
@@ -354,24 +347,15 @@ def passed_along(
         return None
     found = added.new_empty(len(begins), batch, heads, dim, width)
     columns = min(32, _power_of_two(width))
+    by_run, _, by_head, by_row, *by_column = through.stride()
+    by_row = by_row if through.shape[3] > 1 else 0
     _pass_kernel[len(begins) * batch * heads, -(-width // columns)](
         found,
-        added,
-        through,
+        (added, added.stride(0), added.stride(2)),
+        (through, by_run, by_head, by_row, by_column[0] if is_matrix else 0),
         None if first is None else first.contiguous(),
-        bounds,
-        order,
-        begins,
-        batch * heads,
-        dim,
-        width,
-        added.stride(0),
-        added.stride(2),
-        through.stride(0),
-        through.stride(2),
-        through.stride(3) if through.shape[3] > 1 else 0,
-        through.stride(4) if is_matrix else 0,
-        FIRST=first is not None,
+        (bounds, order, begins),
+        (batch * heads, dim, width),
         MATRIX=is_matrix,
         LONG=len(added) > _FEW_RUNS,
         DIM=_power_of_two(dim),

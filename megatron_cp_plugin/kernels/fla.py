@@ -14,7 +14,7 @@ fla tries over a hundred combinations of block sizes on first use, which takes m
 for combinations that are thirty times slower. Where one was measured to be the best, that is taken.
 
 B batch, S tokens in n runs, H heads, D, E head dims, m sequences: segments of all batch entries. j
-of them are joined, see `Cut`. "Folded" are all batch entries one after another, [1,T,H,...].
+of them are joined, see `_segments`. "Folded" are all batch entries one after another, [1,T,H,...].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib import import_module
 from math import ceil, log
 from threading import Lock
@@ -105,73 +105,32 @@ def segments_of(document: int, tokens: int, heads: int) -> int:
     return max(1, document // max(_SHORTEST_SEGMENT, ceil(tokens * heads / _SEQUENCES)))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How the documents of runs are cut into segments.
+def _segments(
+    runs: Runs, batch: int, heads: int
+) -> tuple[list[Interval], list[list[range]], list[int]]:
+    """How the documents of runs are cut into segments, of each of `batch` entries.
 
-    "Joined" are the segments that meet others, or states from outside the runs: those of documents
-    that were cut, and the first and last document of each run.
-
-    Attributes: runs: of each of `batch` entries.
+    Returns: the segments (start, stop); of each run, of each of its documents, the numbers of its
+    segments; and those that are joined. These meet others, or states from outside the runs: those
+    of documents that were cut, and the first and last document of each run.
     """
-
-    runs: Runs
-    batch: int
-    heads: int
-
-    @cached_property
-    def segments(self) -> list[tuple[Interval, Interval]]:
-        """The segments (start, stop) of one batch entry, each with the document that it is of."""
-        documents = [document for run in self.runs.documents for document in run]
-        tokens = self.batch * documents[-1][1]
-        found = []
+    tokens, outer = batch * runs.lasts[-1][1], {*runs.firsts, *runs.lasts}
+    segments: list[Interval] = []
+    parts: list[list[range]] = []
+    joined: list[int] = []
+    for documents in runs.documents:
+        parts.append([])
         for document in documents:
             start, stop = document
-            count = segments_of(stop - start, tokens, self.heads)
+            count = segments_of(stop - start, tokens, heads)
             length = max(1, ceil((stop - start) / count / CHUNK) * CHUNK)
-            places = range(start, max(stop, start + 1), length)
-            found += [((place, min(place + length, stop)), document) for place in places]
-        return found
-
-    @cached_property
-    def parts(self) -> list[list[range]]:
-        """Of each run, of each of its documents, the numbers of the segments."""
-        found, number = [], 0
-        for documents in self.runs.documents:
-            of_run = []
-            for _, stop in documents:
-                first = number
-                while self.segments[number][0][1] < stop:
-                    number += 1
-                number += 1
-                of_run.append(range(first, number))
-            found.append(of_run)
-        return found
-
-    @cached_property
-    def joined(self) -> list[int]:
-        """Which of the segments are joined."""
-        outer = {*self.runs.firsts, *self.runs.lasts}
-        return [
-            number
-            for number, (segment, document) in enumerate(self.segments)
-            if segment != document or document in outer
-        ]
-
-    @cached_property
-    def bounds(self) -> Tensor:
-        """Where the segments of all batch entries begin, and where the last one ends: [m+1]."""
-        tokens = self.segments[-1][0][1]
-        starts = torch.tensor([start for (start, _), _ in self.segments], device="cpu")
-        entries = torch.arange(self.batch, device="cpu")[:, None]
-        end = torch.tensor([tokens * self.batch], device="cpu")
-        return torch.cat(((starts + tokens * entries).flatten(), end))
-
-
-@lru_cache(maxsize=64)  # every pass has the same
-def cut_of(runs: Runs, batch: int, heads: int) -> Cut:
-    """The cut of such runs, made once."""
-    return Cut(runs, batch, heads)
+            first, places = len(segments), range(start, max(stop, start + 1), length)
+            segments += [(place, min(place + length, stop)) for place in places]
+            numbers = range(first, len(segments))
+            parts[-1].append(numbers)
+            if len(numbers) > 1 or document in outer:
+                joined += numbers
+    return segments, parts, joined
 
 
 @dataclass(frozen=True)
@@ -179,7 +138,7 @@ class Sequences:
     """Where fla's sequences are, segments of documents: int32 on the device.
 
     Attributes:
-        cut: what they are of. count: of sequences, m. is_cut: a document has several.
+        runs, batch: what they are of. count: of sequences, m. is_cut: a document has several.
         starts: where they begin, and the last one ends [m+1].
         chunks: of each chunk its sequence and its number there [chunks,2].
         offsets: how many chunks come before each sequence [m+1]. nowhere: zeros [m+1].
@@ -191,7 +150,8 @@ class Sequences:
         leaving_back, arriving_back: the same for gradients.
     """
 
-    cut: Cut
+    runs: Runs
+    batch: int
     count: int
     is_cut: bool
     starts: Tensor
@@ -209,25 +169,27 @@ class Sequences:
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def sequences_of(cut: Cut, chunk: int, device: torch.device) -> Sequences:
-    """Those of a cut. Args: chunk: tokens."""
-    bounds, each, joins = cut.bounds, len(cut.segments), len(cut.joined)
+def sequences_of(runs: Runs, batch: int, heads: int, chunk: int, device: torch.device) -> Sequences:
+    """The segments of runs, in each of some batch entries. Args: chunk: tokens."""
+    segments, parts, of_entry = _segments(runs, batch, heads)
+    entries, each, joins = range(batch), len(segments), len(of_entry)
+    tokens, starts = segments[-1][1], [start for start, _ in segments]
+    edges = [start + tokens * entry for entry in entries for start in starts]
+    bounds = torch.tensor([*edges, tokens * batch], device="cpu")
     counts = (bounds.diff() + chunk - 1) // chunk
     offsets = torch.cat((bounds[:1], counts.cumsum(0)))
     sequence = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     number = torch.arange(len(sequence), device="cpu") - offsets[sequence]
     ends = torch.minimum(bounds[sequence] + (number + 1) * chunk, bounds[sequence + 1]) - 1
-    entries = range(cut.batch)
-    place = {number: at for at, number in enumerate(cut.joined)}
-    joined = [number + entry * each for entry in entries for number in cut.joined]
-
-    steps = torch.tensor([len(run[-1]) for run in cut.parts for _ in entries], device="cpu")
+    place = {number: at for at, number in enumerate(of_entry)}
+    joined = [number + entry * each for entry in entries for number in of_entry]
+    steps = torch.tensor([len(run[-1]) for run in parts for _ in entries], device="cpu")
 
     def leaving(way: Callable[[Sequence[range]], Sequence[int]]) -> Ways:
         return Ways.of(
             [
                 ([entry * joins + place[one] for one in way(run)], 0)
-                for run in cut.parts
+                for run in parts
                 for entry in entries
             ],
             device,
@@ -235,23 +197,24 @@ def sequences_of(cut: Cut, chunk: int, device: torch.device) -> Sequences:
 
     def arriving(outer: int, step: int) -> Ways:
         found: dict[int, tuple[range, int | None]] = {}
-        for number, run in enumerate(cut.parts):
+        for number, run in enumerate(parts):
             for part in run:
                 way = part[::step]
-                begin = number * cut.batch if part == run[outer] else None
+                begin = number * batch if part == run[outer] else None
                 found |= {one: (way[:at], begin) for at, one in enumerate(way)}
         ways = []
         for entry in entries:
-            for one in cut.joined:
+            for one in of_entry:
                 way, begin = found[one]
                 over = [entry * joins + place[other] for other in way]
                 ways.append((over, -1 if begin is None else begin + entry))
         return Ways.of(ways, device)
 
     return Sequences(
-        cut,
+        runs,
+        batch,
         len(counts),
-        each > sum(map(len, cut.parts)),
+        each > sum(map(len, parts)),
         starts=uploaded(bounds, device),
         chunks=uploaded(torch.stack((sequence, number), 1), device),
         offsets=uploaded(offsets, device),
@@ -593,10 +556,10 @@ class Rates(Gated):
         from megatron_cp_plugin.kernels.decayed import add_decayed_
 
         if self._incoming is not None:
-            cut = self.sequences.cut
-            out, q = (x.unflatten(1, (cut.batch, -1))[0] for x in (self._out, self.q))
-            incoming = self._incoming.unflatten(0, (-1, cut.batch))
-            add_decayed_(out, q, incoming, self.gate, cut.runs.firsts)
+            batch, firsts = self.sequences.batch, self.sequences.runs.firsts
+            out, q = (x.unflatten(1, (batch, -1))[0] for x in (self._out, self.q))
+            incoming = self._incoming.unflatten(0, (-1, batch))
+            add_decayed_(out, q, incoming, self.gate, firsts)
         return self._out
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ Gates of heads become gates of channels where fla refuses its kernels of the for
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import zip_longest
 from math import log
 
 import torch
@@ -17,10 +18,10 @@ from megatron_cp_plugin.core.linear.kernel import (
     BackwardPass,
     Cache,
     ForwardPass,
+    LinearInputs,
     LinearKernel,
     LinearProblem,
 )
-from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels import fla
@@ -30,7 +31,6 @@ from megatron_cp_plugin.kernels.fla import (
     Rates,
     Rule,
     Sequences,
-    cut_of,
     log2_rates_of,
     sequences_of,
 )
@@ -203,6 +203,15 @@ class _GatedDeltaNet(_Delta):
         return dq, dk.add_(dk_read), dv, dgate, dbeta
 
 
+def _outputs(rule: Rule, sums: Tensor, values: Tensor, scores: Tensor, states: Tensor) -> Tensor:
+    """out [1,T,H,E] with gates of channels."""
+    from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+
+    given = {"q": rule.q, "v": values, "g": sums, "A": scores, "h": states}
+    out: Tensor = chunk_gla_fwd_o_gk(**given, scale=1.0, **rule.where)
+    return out
+
+
 class _Kda(_Delta):
     """fla.ops.kda."""
 
@@ -217,19 +226,8 @@ class _Kda(_Delta):
         return sums, self._scores, solved
 
     def outputs(self) -> Tensor:
-        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
-
         states, values = self.states()
-        out: Tensor = chunk_gla_fwd_o_gk(
-            q=self.q,
-            v=values,
-            g=self.gated["gk"],
-            A=self._scores,
-            h=states,
-            scale=1.0,
-            **self.where,
-        )
-        return out
+        return _outputs(self, self.gated["gk"], values, self._scores, states)
 
     def restore(self, kept: tuple[Tensor, ...], dout: Tensor) -> Tensor:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
@@ -329,18 +327,7 @@ class _Gla(Gated):
         return sums, self._scores
 
     def outputs(self) -> Tensor:
-        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
-
-        out: Tensor = chunk_gla_fwd_o_gk(
-            q=self.q,
-            v=self.v,
-            g=self.gated["gk"],
-            A=self._scores,
-            h=self.states(),
-            scale=1.0,
-            **self.where,
-        )
-        return out
+        return _outputs(self, self.gated["gk"], self.v, self._scores, self.states())
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
         from fla.ops.gla.chunk import (
@@ -372,6 +359,100 @@ class _Gla(Gated):
         return dq, dk, dv, dgate
 
 
+class _Folded:
+    """A rule of folded tensors, and their results unfolded.
+
+    Attributes: widened: gates of heads became gates of channels.
+    """
+
+    rule: Rule
+    widened = False
+
+    def __init__(self, given: LinearInputs) -> None:
+        self._given, transition = given, given.transition
+        q, k, v = (self.fold(x) for x in given[:3])
+        heads = k.shape[2]
+        if isinstance(transition, Decay):
+            rates = log2_rates_of(transition, accumulation_dtype(q.dtype), q.device)
+            self.rule = Rates(q, k, v, rates, None, self._sequences(heads))
+            return
+        gate, beta = (None if x is None else self.fold(x) for x in transition)
+        of_heads = gate is None or gate.dim() == 3
+        if gate is None:
+            gate = q.new_zeros(q.shape[:3], dtype=torch.float32)
+        self.widened = of_heads and refuses_gates_of_heads()
+        if self.widened:
+            gate = gate.unsqueeze(3).expand(*k.shape)  # written out where it is read
+        kinds: tuple[type[Rule], type[Rule]]
+        kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
+        if beta is not None:  # half as many segments, or none: transitions fill a GPU too
+            heads = 2 * heads if k.shape[3] <= _WIDEST else WHOLE
+        kind = kinds[of_heads and not self.widened]
+        self.rule = kind(q, k, v, gate, beta, self._sequences(heads))
+
+    def _sequences(self, heads: int) -> Sequences:
+        q, runs = self._given.q, self._given.runs
+        return sequences_of(runs, len(q), heads, fla.CHUNK, q.device)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[B,S,...] -> [1,B*S,...], a view."""
+        return x.flatten(0, 1).unsqueeze(0)
+
+    def unfold(self, x: Tensor, like: Tensor) -> Tensor:
+        """Folded -> [B,S,...], in another tensor's dtype."""
+        return x.view(*like.shape[:2], *x.shape[2:]).to(like.dtype)
+
+    def of_runs(self, x: Tensor) -> Tensor:
+        """[n*B,...] -> [n,B,...], contiguous."""
+        return x.contiguous().view(len(self._given.runs), len(self._given.q), *x.shape[1:])
+
+
+class _Forward(ForwardPass):
+    def __init__(self, given: LinearInputs) -> None:
+        self._given, self._folded = given, _Folded(given)
+        self._rule = self._folded.rule
+        self._kept = self._rule.prepare()
+        added, through = self._rule.summaries()
+        self.states = self._folded.of_runs(added)
+        if isinstance(given.transition, Gates):
+            if self._folded.widened and given.transition.beta is None:
+                through = through[..., :1]
+            self.through = self._folded.of_runs(through)
+
+    def intra(self) -> None:
+        self._rule.within()
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
+        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
+        out = self._folded.unfold(self._rule.outputs(), self._given.q)
+        return out, (*self._kept, *entered)
+
+
+class _Backward(BackwardPass):
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        self._given, self._folded = given, _Folded(given)
+        self._rule = self._folded.rule
+        *kept, self._rule.before, self._rule.through = cache
+        dout = self._folded.fold(dout)
+        found = self._rule.restore(tuple(x for x in kept if x is not None), dout)
+        self.dstates = self._folded.of_runs(found)
+
+    def intra(self) -> None:
+        self._rule.within_back()
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
+        dq, dk, dv, *dgates = self._rule.gradients(behind)
+        q, k, v, transition, _ = self._given
+        unfold = self._folded.unfold
+        if isinstance(transition, Gates):
+            if self._folded.widened:
+                dgates[0] = dgates[0].sum(3)
+            pairs = zip_longest(dgates, transition)
+            self.dgates = Gates(*(None if like is None else unfold(x, like) for x, like in pairs))
+        return unfold(dq, q), unfold(dk, k), unfold(dv, v)
+
+
 class FlaLinear(LinearKernel):
     """All of fla's families.
 
@@ -380,6 +461,7 @@ class FlaLinear(LinearKernel):
     """
 
     name = "fla"
+    forward, backward = _Forward, _Backward
 
     def unsupported(self, problem: LinearProblem) -> str | None:
         if find_spec("fla") is None:
@@ -393,130 +475,3 @@ class FlaLinear(LinearKernel):
             if dim % 2 or dim > 256:
                 return f"takes even head dims up to 256, got {dim}"
         return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        return _Forward(q, k, v, transition, runs)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        return _Backward(dout, q, k, v, transition, runs, cache)
-
-
-class _Folded:
-    """Tensors of batch entries, folded and back."""
-
-    def __init__(self, like: Tensor, runs: Runs) -> None:
-        self.batch, self.tokens = like.shape[:2]
-        self.runs = runs
-
-    def rule_of(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates
-    ) -> tuple[Rule, bool]:
-        """The kernels, and whether gates of heads became gates of channels."""
-        q, k, v = (self.fold(x) for x in (q, k, v))
-        heads = k.shape[2]
-        if isinstance(transition, Decay):
-            rates = log2_rates_of(transition, accumulation_dtype(q.dtype), q.device)
-            return Rates(q, k, v, rates, None, self._sequences(heads, q.device)), False
-        gate, beta = (None if x is None else self.fold(x) for x in transition)
-        of_heads = gate is None or gate.dim() == 3
-        if gate is None:
-            gate = q.new_zeros(q.shape[:3], dtype=torch.float32)
-        widened = of_heads and refuses_gates_of_heads()
-        if widened:
-            gate = gate.unsqueeze(3).expand(*k.shape)  # written out where it is read
-        kinds: tuple[type[Rule], type[Rule]]
-        kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
-        if beta is not None:  # half as many segments, or none: transitions fill a GPU too
-            heads = 2 * heads if k.shape[3] <= _WIDEST else WHOLE
-        kind = kinds[of_heads and not widened]
-        return kind(q, k, v, gate, beta, self._sequences(heads, q.device)), widened
-
-    def _sequences(self, heads: int, device: torch.device) -> Sequences:
-        return sequences_of(cut_of(self.runs, self.batch, heads), fla.CHUNK, device)
-
-    def fold(self, x: Tensor) -> Tensor:
-        """[B,S,...] -> [1,B*S,...], a view."""
-        return x.flatten(0, 1).unsqueeze(0)
-
-    def unfold(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Folded -> [B,S,...]."""
-        return x.view(self.batch, self.tokens, *x.shape[2:]).to(dtype)
-
-    def of_runs(self, x: Tensor) -> Tensor:
-        """[n*B,...] -> [n,B,...], contiguous."""
-        return x.contiguous().view(len(self.runs), self.batch, *x.shape[1:])
-
-
-class _Forward(ForwardPass):
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> None:
-        self._folded = folded = _Folded(q, runs)
-        self._dtype = q.dtype
-        self._rule, widened = folded.rule_of(q, k, v, transition)
-        self._kept = self._rule.prepare()
-        added, through = self._rule.summaries()
-        self.states = folded.of_runs(added)
-        if isinstance(transition, Gates):
-            if widened and transition.beta is None:
-                through = through[..., :1]
-            self.through = folded.of_runs(through)
-
-    def intra(self) -> None:
-        self._rule.within()
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
-        out = self._folded.unfold(self._rule.outputs(), self._dtype)
-        return out, (*self._kept, *entered)
-
-
-class _Backward(BackwardPass):
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> None:
-        self._folded = folded = _Folded(q, runs)
-        self._transition, self._dtypes = transition, (q.dtype, k.dtype, v.dtype)
-        self._rule, self._widened = folded.rule_of(q, k, v, transition)
-        *kept, self._rule.before, self._rule.through = cache
-        found = self._rule.restore(tuple(x for x in kept if x is not None), folded.fold(dout))
-        self.dstates = folded.of_runs(found)
-
-    def intra(self) -> None:
-        self._rule.within_back()
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        folded = self._folded
-        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
-        dq, dk, dv, *others = self._rule.gradients(behind)
-        if isinstance(self._transition, Gates):
-            gate, beta = self._transition
-            dgate, *dbeta = others
-            if self._widened:
-                dgate = dgate.sum(3)
-            self.dgates = Gates(
-                None if gate is None else folded.unfold(dgate, gate.dtype),
-                None if beta is None else folded.unfold(dbeta[0], beta.dtype),
-            )
-        dq, dk, dv = (
-            folded.unfold(x, dtype) for x, dtype in zip((dq, dk, dv), self._dtypes, strict=True)
-        )
-        return dq, dk, dv

@@ -19,13 +19,11 @@ def _logit_statistics_kernel(  # type: ignore[no-untyped-def]
     vocabulary,
     by_row,
     BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     scale = 1.0
-    if SCALED:
+    if scale_ptr is not None:
         scale = tl.load(scale_ptr + row)
     nothing = float("-inf")
     high = tl.full((), nothing, tl.float32)
@@ -34,13 +32,13 @@ def _logit_statistics_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         inside = start + column < vocabulary
         x = tl.load(logits_ptr + row * by_row + start + column, inside, nothing).to(tl.float32)
-        if SCALED:
+        if scale_ptr is not None:
             x *= scale
         higher = tl.maximum(high, tl.max(x, 0))
         base = tl.where(higher == nothing, 0.0, higher)  # where all logits are -inf so far
         shrink = tl.exp(high - base)
         part = tl.exp(x - base)
-        if ENTROPY:
+        if entropy_ptr is not None:
             rise = tl.where(high == nothing, 0.0, base - high)
             short = tl.where(x == nothing, 0.0, base - x)
             below = shrink * (below + total * rise) + tl.sum(part * short, 0)
@@ -50,10 +48,10 @@ def _logit_statistics_kernel(  # type: ignore[no-untyped-def]
     wanted = tl.load(wanted_ptr + row).to(tl.int64)
     here = (wanted >= 0) & (wanted < vocabulary)
     target = tl.load(logits_ptr + row * by_row + wanted, here, 0.0).to(tl.float32)
-    if SCALED:
+    if scale_ptr is not None:
         target *= scale
     tl.store(target_ptr + row, target)
-    if ENTROPY:
+    if entropy_ptr is not None:
         tl.store(entropy_ptr + row, tl.log(total) + below / total)
 
 
@@ -70,13 +68,11 @@ def logit_statistics(
             *found[:2],
             logits,
             wanted.contiguous(),
-            found[0] if scale is None else scale.contiguous(),  # not read where there is none
-            found[-1],
+            None if scale is None else scale.contiguous(),
+            found[2] if entropy else None,
             vocabulary,
             logits.stride(0),
             BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
-            SCALED=scale is not None,
-            ENTROPY=entropy,
             num_warps=8,
         )
     return found
@@ -94,8 +90,6 @@ def _logit_gradients_kernel(  # type: ignore[no-untyped-def]
     vocabulary,
     by_row,
     BLOCK: tl.constexpr,
-    SCALED: tl.constexpr,
-    ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -103,17 +97,17 @@ def _logit_gradients_kernel(  # type: ignore[no-untyped-def]
     at = logits_ptr + row * by_row + column
     x = tl.load(at, inside, 0.0).to(tl.float32)
     scale = 1.0
-    if SCALED:
+    if scale_ptr is not None:
         scale = tl.load(scale_ptr + row)
         x *= scale
     wanted = tl.load(wanted_ptr + row)
     x -= tl.load(lse_ptr + row)  # the logarithm of the probability
     probability = tl.exp(x)
     gradient = (probability - tl.where(column == wanted, 1.0, 0.0)) * tl.load(dloss_ptr + row)
-    if ENTROPY:
+    if dentropy_ptr is not None:
         more = probability * (tl.maximum(x, -1e30) + tl.load(entropy_ptr + row))
         gradient -= more * tl.load(dentropy_ptr + row)
-    if SCALED:
+    if scale_ptr is not None:
         gradient *= scale
     tl.store(at, gradient.to(logits_ptr.dtype.element_ty), inside)
 
@@ -134,11 +128,9 @@ def logit_gradients_(
     if rows:
         _logit_gradients_kernel[(rows, triton.cdiv(vocabulary, block))](
             logits,
-            *(lse if x is None else x.contiguous() for x in of_rows),
+            *(None if x is None else x.contiguous() for x in of_rows),
             vocabulary,
             logits.stride(0),
             BLOCK=block,
-            SCALED=scale is not None,
-            ENTROPY=dentropy is not None,
             num_warps=8,
         )

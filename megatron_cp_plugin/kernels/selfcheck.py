@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.kernel import (
     run_forward,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
+from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype, delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
@@ -227,11 +227,12 @@ def _run(
     tokens = torch.tensor([q.shape[1]], device=q.device)
     # What is left of a state behind the run: of one in another document nothing.
     kept = decay.powers(tokens)[0][:, None, None].to(before.dtype) * (len(runs.documents[0]) == 1)
-    forward = kernel.forward(q, k, v, decay, runs)
+    given = LinearInputs(q, k, v, decay, runs)
+    forward = kernel.forward(given)
     last = forward.states[0] + kept * before
     forward.intra()
     out, cache = forward.finish(before.unsqueeze(0))
-    backward = kernel.backward(dout, q, k, v, decay, runs, cache)
+    backward = kernel.backward(given, dout, cache)
     dbefore = backward.dstates[0] + kept * dafter
     backward.intra()
     return (out, last, *backward.finish(dafter.unsqueeze(0)), dbefore)

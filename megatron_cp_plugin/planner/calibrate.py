@@ -20,7 +20,7 @@ from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import Cache, LinearProblem
+from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -247,22 +247,22 @@ class _Calibration:
     def _linear(self) -> dict[str, float]:
         heads, dim, tokens = 16, 128 if self.cuda else 16, self.sizes.linear
         problem = LinearProblem(self.device, self.dtype, heads, dim, dim)
-        kernel, decay = resolve_linear("auto", problem), Decay((1.0,) * heads)
-        runs = Runs.single(tokens)
+        kernel = resolve_linear("auto", problem)
         q, k, v, dout = (
             torch.randn((1, tokens, heads, dim), device=self.device, dtype=self.dtype)
             for _ in range(4)
         )
+        given = LinearInputs(q, k, v, Decay((1.0,) * heads), Runs.single(tokens))
 
         def forward() -> Cache:
-            running = kernel.forward(q, k, v, decay, runs)
+            running = kernel.forward(given)
             running.intra()
             return running.finish(None)[1]
 
         cache = forward()
 
         def backward() -> None:
-            running = kernel.backward(dout, q, k, v, decay, runs, cache)
+            running = kernel.backward(given, dout, cache)
             running.intra()
             running.finish(None)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import BackwardPass, Cache, ForwardPass, LinearKernel
+from megatron_cp_plugin.core.linear.kernel import (
+    BackwardPass,
+    Cache,
+    ForwardPass,
+    LinearInputs,
+    LinearKernel,
+)
 from megatron_cp_plugin.core.linear.runs import Runs
-from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 
@@ -31,7 +33,8 @@ def _segments(q: Tensor, runs: Runs) -> int:
 class ForwardSizes(ForwardPass):
     """Of a forward."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
+    def __init__(self, given: LinearInputs) -> None:
+        q, _, v, _, runs = given
         self._q, self._v = q, v
         self._segments = _segments(q, runs)
         self._ends = _states(q, v, self._segments)
@@ -50,7 +53,8 @@ class ForwardSizes(ForwardPass):
 class BackwardSizes(BackwardPass):
     """Of a backward."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        q, k, v, _, runs = given
         self._of, self._runs = (q, k, v), runs
         self._segments = _segments(q, runs)
         self._dstarts = _states(q, v, self._segments)
@@ -75,30 +79,10 @@ class BackwardSizes(BackwardPass):
 
 
 class LinearSizes(LinearKernel):
-    """Computes nothing. Attributes: forward_pass, backward_pass: what it makes for them."""
+    """Computes nothing."""
 
     name = "sizes"
-    forward_pass: ClassVar = ForwardSizes
-    backward_pass: ClassVar = BackwardSizes
+    forward, backward = ForwardSizes, BackwardSizes
 
     def unsupported(self, problem: object) -> str | None:
         return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        made: ForwardPass = self.forward_pass(q, k, v, runs)
-        return made
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        made: BackwardPass = self.backward_pass(q, k, v, runs)
-        return made

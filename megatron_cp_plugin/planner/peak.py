@@ -8,7 +8,7 @@ from math import lcm
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
-from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearCall, LinearShape, LinearTensors
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
@@ -124,7 +124,7 @@ def _linear_peak(
     decay.logarithms(q.device)  # kept for all calls
     call = LinearCall(shape.seq_len, mask.causal, decay, LinearSizes())
     with AllocationTracker([q, k, v, dout]) as living:
-        out, _, saved = algorithm.forward(q, k, v, None, call)
+        out, _, saved = algorithm.forward(LinearTensors(q, k, v), call)
         gradients = algorithm.backward(dout, None, saved, call)
     del out, gradients
     return living.most

@@ -19,10 +19,14 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearShape
+from megatron_cp_plugin.core.linear.algorithm import (
+    LinearAlgorithm,
+    LinearCall,
+    LinearShape,
+    LinearTensors,
+)
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import Cache
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, pairs_within
 from megatron_cp_plugin.core.topology import Topology
@@ -121,7 +125,7 @@ def trace_linear(
     q, k, v, dout = on_meta(shape, algorithm.layout.length(rank, len(nodes), shape.seq_len))
     call = LinearCall(shape.seq_len, causal, Decay((1.0,) * shape.heads), _LinearKernel())
     with _recorded() as forward:
-        saved = algorithm.forward(q, k, v, None, call)[2]
+        saved = algorithm.forward(LinearTensors(q, k, v), call)[2]
     with _recorded() as backward:
         algorithm.backward(dout, None, saved, call)
     return Trace(tuple(forward), tuple(backward))
@@ -251,10 +255,11 @@ def _linear_flop(q: Tensor, v: Tensor) -> float:
 
 
 class _LinearForward(ForwardSizes):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
+    def __init__(self, given: LinearInputs) -> None:
+        q, _, v, *_ = given
         self._flop, self._earlier = _linear_flop(q, v), _bytes(q) + 2 * _bytes(v)
         _note(Linear("forward", self._flop / 3))
-        super().__init__(q, k, v, runs)
+        super().__init__(given)
 
     def intra(self) -> None:
         _note(Linear("forward", self._flop * 2 / 3))
@@ -267,10 +272,10 @@ class _LinearForward(ForwardSizes):
 
 
 class _LinearBackward(BackwardSizes):
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> None:
-        self._flop = _linear_flop(q, v)
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        self._flop = _linear_flop(given.q, given.v)
         _note(Linear("backward", self._flop / 3))
-        super().__init__(q, k, v, runs)
+        super().__init__(given, dout, cache)
 
     def intra(self) -> None:
         _note(Linear("backward", self._flop * 2 / 3))
@@ -281,5 +286,4 @@ class _LinearKernel(LinearSizes):
     """Notes the parts of a pass; the state of a run takes a third of it."""
 
     name = "noted"
-    forward_pass = _LinearForward
-    backward_pass = _LinearBackward
+    forward, backward = _LinearForward, _LinearBackward

@@ -27,7 +27,7 @@ NAMES = "out", "dq", "dk", "dv", "dgate", "dbeta"
 def test_where_documents_are() -> None:
     """Two batch entries with two runs of 70 and 1, and of 29 tokens; chunks of 64."""
     runs = Runs((((0, 70), (70, 71)), ((71, 100),)))
-    found = fla.sequences_of(fla.cut_of(runs, 2, 1), 64, torch.device("cpu"))
+    found = fla.sequences_of(runs, 2, 1, 64, torch.device("cpu"))
     assert (found.count, found.is_cut) == (6, False)
     assert found.starts.tolist() == [0, 70, 71, 100, 170, 171, 200]
     assert found.chunks.tolist() == [
@@ -47,7 +47,7 @@ def test_the_ways_of_states_through_segments(monkeypatch: pytest.MonkeyPatch) ->
     """Two batch entries, documents of 256 tokens, cut into two, and of 60, which nothing joins."""
     monkeypatch.setattr(fla, "_SHORTEST_SEGMENT", 80)
     runs = Runs((((0, 256), (256, 316), (316, 320)),))
-    found = fla.sequences_of(fla.cut_of(runs, 2, 1), 64, torch.device("cpu"))
+    found = fla.sequences_of(runs, 2, 1, 64, torch.device("cpu"))
     assert found.is_cut
     assert found.starts.tolist() == [0, 128, 256, 316, 320, 448, 576, 636, 640]
     assert found.joined.tolist() == [0, 1, 3, 4, 5, 7]

@@ -322,21 +322,29 @@ def test_triton_kernels_in_the_interpreter():
 
 
 COMPILED = (
-    ("merge", {"AT": False, "B_AT": False}),
-    ("merge", {"AT": True, "B_AT": True}),
+    ("merge", {"at": None, "b_at": None}),
+    ("merge", {}),
     ("merge_all", {}),
-    ("sum", {"COUNT": 3, "OUT_AT": False, "A_AT": False, "B_AT": False}),
-    ("sum", {"COUNT": 2, "OUT_AT": True, "A_AT": True, "B_AT": True}),
-    ("sum", {"COUNT": 1, "OUT_AT": False, "A_AT": True, "B_AT": False}),
+    ("sum", {"out_at": None, "a_at": None, "b_at": None}),
+    ("sum", {"c": None}),
+    ("sum", {"b": None, "c": None, "out_at": None, "b_at": None}),
     ("delta", {}),
     ("stand_in", {"TERMS": 3}),
-    ("product", {"LESS": True}),
-    ("product", {"LESS": False}),
-    ("logit_statistics", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
-    ("logit_statistics", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
-    ("logit_gradients", {"BLOCK": 4096, "SCALED": False, "ENTROPY": False}),
-    ("logit_gradients", {"BLOCK": 4096, "SCALED": True, "ENTROPY": True}),
+    ("product", {}),
+    ("product", {"x": None, "share_ptr": None}),
+    ("logit_statistics", {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None}),
+    ("logit_statistics", {"BLOCK": 4096}),
+    (
+        "logit_gradients",
+        {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None, "dentropy_ptr": None},
+    ),
+    ("logit_gradients", {"BLOCK": 4096}),
 )
+# Of the kernels' arguments: tensors with three strides, the others, and numbers.
+STRIDED = {
+    **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
+    **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
+}
 CAPABILITIES = (80, 90, 100)
 
 
@@ -359,21 +367,13 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
     constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
-    float32 = (
-        "lse_ptr",
-        "lses_ptr",
-        "a_lse_ptr",
-        "b_lse_ptr",
-        "delta_ptr",
-        "scale_ptr",
-        "share_ptr",
-    )
-    float32 += ("target_ptr", "dloss_ptr", "entropy_ptr", "dentropy_ptr")
-    types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= {argument: "*bf16" for argument in types if argument.endswith("_ptr")}
-    types |= {argument: "*fp32" for argument in float32 if argument in types}
-    types |= {argument: "*i64" for argument in ("wanted_ptr",) if argument in types}
-    types |= {argument: "*i32" for argument in types if argument.endswith("at_ptr")}
+    float32 = ("lse", "scale", "share", "target", "dloss", "entropy", "dentropy")
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"sizes": ("i32",) * 4}
+    types |= {name: (kind, *("i32",) * 3) for name, kind in STRIDED.items()}
+    types |= {f"{name}_ptr": "*fp32" for name in float32}
+    types |= {"logits_ptr": "*bf16", "wanted_ptr": "*i64"}
+    types |= dict.fromkeys(("at", "out_at", "a_at", "b_at"), "*i32")
+    types = {argument: types[argument] for argument in kernel.arg_names}
     types |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.runs import Runs
 from megatron_cp_plugin.core.linear.states import RunStates
@@ -31,14 +31,15 @@ def problem_of(q, v):
 
 def run(name, q, k, v, dout, decay, initial, dfinal):
     """out, final state, dq, dk, dv, dinitial of one run."""
-    kernel, runs = resolve_linear(name, problem_of(q, v)), Runs.single(q.shape[1])
-    forward = kernel.forward(q, k, v, decay, runs)
+    kernel = resolve_linear(name, problem_of(q, v))
+    given = LinearInputs(q, k, v, decay, Runs.single(q.shape[1]))
+    forward = kernel.forward(given)
     whole = decay.powers(torch.tensor([q.shape[1]], device=q.device))[0]
     lost = whole[None, :, None, None].to(initial.dtype)
     final = forward.states[0] + lost * initial
     forward.intra()
     out, cache = forward.finish(initial.unsqueeze(0))
-    backward = kernel.backward(dout, q, k, v, decay, runs, cache)
+    backward = kernel.backward(given, dout, cache)
     dinitial = backward.dstates[0] + lost * dfinal
     backward.intra()
     return out, final, *backward.finish(dfinal.unsqueeze(0)), dinitial
@@ -65,16 +66,17 @@ def test_chunked_kernel(rates, tokens):
 
 def test_chunked_kernel_without_states():
     expected = linear_expected((0.9, 1.0), 100)
-    kernel, runs = resolve_linear("chunked", problem_of(expected.q, expected.v)), Runs.single(100)
+    kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
     decay = Decay(expected.rates)
     zero = torch.zeros_like(expected.initial)
     qkv = expected.q, expected.k, expected.v
     want = run("chunked", *qkv, expected.dout, decay, zero, zero)
-    forward = kernel.forward(*qkv, decay, runs)
+    given = LinearInputs(*qkv, decay, Runs.single(100))
+    forward = kernel.forward(given)
     forward.intra()
     out, cache = forward.finish(None)
     assert torch.equal(out, want[0])
-    backward = kernel.backward(expected.dout, *qkv, decay, runs, cache)
+    backward = kernel.backward(given, expected.dout, cache)
     backward.intra()
     for x, y in zip(backward.finish(None), want[2:5], strict=True):
         assert torch.equal(x, y)
@@ -92,18 +94,15 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
 
     def operations(*starts):
         expected = linear_expected((0.9, 1.0), 180, documents=starts)
-        kernel, decay = (
-            resolve_linear("chunked", problem_of(expected.q, expected.v)),
-            Decay((0.9, 1)),
-        )
+        kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
         runs = Runs((tuple(pairwise((0, *starts, 180))),))
-        qkv = expected.q, expected.k, expected.v
+        given = LinearInputs(expected.q, expected.k, expected.v, Decay((0.9, 1)), runs)
 
         def passes():
-            forward = kernel.forward(*qkv, decay, runs)
+            forward = kernel.forward(given)
             forward.intra()
             _, cache = forward.finish(expected.initial.unsqueeze(0))
-            backward = kernel.backward(expected.dout, *qkv, decay, runs, cache)
+            backward = kernel.backward(given, expected.dout, cache)
             backward.intra()
             backward.finish(expected.dfinal.unsqueeze(0))
 
@@ -117,9 +116,9 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
 
 
 def test_long_documents_are_cut_at_whole_chunks():
-    cut = fla.cut_of(Runs((((0, 70), (70, 71)), ((71, 71 + 5000),))), 2, 3)
+    runs = Runs((((0, 70), (70, 71)), ((71, 71 + 5000),)))
     with torch.device("meta"):  # made on the host, wherever tensors are made by default
-        found = fla.sequences_of(cut, 64, CPU)
+        found = fla.sequences_of(runs, 2, 3, 64, CPU)
     lengths = [70, 1, 1280, 1280, 1280, 1160] * 2
     assert found.starts.tolist() == [0, *np.cumsum(lengths)]
     assert found.lengths.tolist() == lengths
@@ -306,7 +305,7 @@ RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
     [
         ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
         *(
-            ("pass", {"FIRST": True, "MATRIX": True, "LONG": long, "DIM": 128, "WIDTH": 32})
+            ("pass", {"MATRIX": True, "LONG": long, "DIM": 128, "WIDTH": 32})
             for long in (False, True)
         ),
         ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": True, "BACK": False} | RUN),
@@ -323,7 +322,10 @@ def test_kernels_of_states_compile_for_gpus(tmp_path, monkeypatch, name, constan
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     kernel = getattr(decayed, f"_{name}_kernel")
     others = {"out_ptr": "*bf16", "x_ptr": "*bf16"}
-    others |= dict.fromkeys(("interval_ptr", "bound_ptr", "order_ptr", "begins_ptr"), "*i32")
+    others |= dict.fromkeys(("interval_ptr", "bound_ptr"), "*i32") | {"sizes": ("i32",) * 3}
+    strides = ("i32",) * 4
+    others |= {"added": ("*fp32", *strides[:2]), "through": ("*fp32", *strides)}
+    others |= {"ways": ("*i32",) * 3}
     tokens = ("read_ptr", "written_ptr", "value_ptr", "query_ptr", "dout_ptr")
     others |= dict.fromkeys(tokens, "*bf16") | {"which_ptr": "*i32"}
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}

@@ -257,14 +257,15 @@ class PlantedLinear(LinearKernel):
     def unsupported(self, problem):
         return None
 
-    def forward(self, q, k, v, decay, runs):
+    def forward(self, given):
         if self.fault == "crash":
             raise RuntimeError("no image for this device\nand more lines")
-        if self.fault == "segments" and q.shape[1] == 2048:
-            k = torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1)
+        k, tokens = given.k, given.k.shape[1]
+        if self.fault == "segments" and tokens == 2048:
+            given = given._replace(k=torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1))
         if self.fault == "documents":
-            runs = Runs.single(q.shape[1])
-        made = Chunked().forward(q, k, v, decay, runs)
+            given = given._replace(runs=Runs.single(tokens))
+        made = Chunked.forward(given)
         if self.fault == "state":
             made.states = made.states * 1.02
         if self.fault == "incoming":
@@ -272,11 +273,11 @@ class PlantedLinear(LinearKernel):
             made.finish = lambda incoming: (finish(None)[0], *finish(incoming)[1:])
         return made
 
-    def backward(self, dout, q, k, v, decay, runs, cache):
-        made = Chunked().backward(dout, q, k, v, decay, runs, cache)
+    def backward(self, given, dout, cache):
+        made = Chunked.backward(given, dout, cache)
         if self.fault == "nan":
-            finish = made.finish
-            made.finish = lambda doutgoing: (*finish(doutgoing)[:2], torch.full_like(v, torch.nan))
+            finish, nan = made.finish, torch.full_like(given.v, torch.nan)
+            made.finish = lambda doutgoing: (*finish(doutgoing)[:2], nan)
         if self.fault == "dstate":
             made.dstates = -made.dstates
         return made

@@ -7,7 +7,7 @@ float32 (float64 for float64).
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -110,6 +110,23 @@ class LinearMove:
     result: bool = False
 
 
+class LinearTensors(NamedTuple):
+    """What a rank is given of one attention; contiguous tensors.
+
+    Attributes:
+        q, k: [B,S,H,D].
+        v: [B,S,H,E].
+        gates: of all local tokens.
+        initial: the state before the first token [B,H,D,E]; None: 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates = NO_GATES
+    initial: Tensor | None = None
+
+
 Saved = tuple[Tensor | None, ...]
 
 
@@ -148,20 +165,9 @@ class LinearAlgorithm(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        initial: Tensor | None,
-        call: LinearCall,
-        gates: Gates = NO_GATES,
+        self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """Linear attention of the local queries.
-
-        Args:
-            q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous.
-            initial: the state before the first token [B,H,D,E]; None: 0.
-            gates: of all local tokens, contiguous.
 
         Returns: out [B,S,H,E] in q's dtype, the final state if wanted, and what `backward` needs.
         """

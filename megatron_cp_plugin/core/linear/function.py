@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.layout import unfit
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.states import Gates
@@ -42,10 +42,11 @@ class _LinearAttention(torch.autograd.Function):
         site: Hashable | None,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        gates = Gates(*(None if x is None else x.contiguous() for x in (gate, beta)))
+        gates = Gates(gate, beta).each(Tensor.contiguous)
 
         def compute() -> tuple[Tensor | None, ...]:
-            out, final, saved = algorithm.forward(q, k, v, initial, call, gates)
+            given = LinearTensors(q, k, v, gates, initial)
+            out, final, saved = algorithm.forward(given, call)
             return (out, final, *saved)
 
         inputs = tuple([x for x in (q, k, v, *gates, initial) if x is not None])
@@ -118,7 +119,7 @@ def attend_linearly(
     wide = accumulation_dtype(q.dtype)
     states = max(k.shape[2], v.shape[2])
     heads = max(q.shape[2], states)
-    gates = Gates(*(None if x is None else x.to(wide) for x in (gate, beta)))
+    gates = Gates(gate, beta).each(lambda x: x.to(wide))
     if gates.some and (decay is not None or not causal):
         raise ContextParallelError(
             f"gate and beta take the place of decay and need causal=True, got decay {decay} and "
@@ -128,7 +129,7 @@ def attend_linearly(
     if initial_state is not None:
         initial_state = _repeated(initial_state.to(wide), heads, 1)
     q, k, v = (_repeated(x, heads) for x in (q, k, v))
-    gates = Gates(*(None if x is None else _repeated(x, heads) for x in gates))
+    gates = gates.each(lambda x: _repeated(x, heads))
     kernel = kernel_for(
         LinearProblem(
             *(q.device, q.dtype, heads, q.shape[3], v.shape[3]),

@@ -14,7 +14,7 @@ the neighbours need, what needs nothing of them, and the rest.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,23 @@ class LinearProblem:
         return f"{self.heads} heads of {dims} in {str(self.dtype).removeprefix('torch.')}{rule}"
 
 
+class LinearInputs(NamedTuple):
+    """What a pass computes; contiguous tensors.
+
+    Attributes:
+        q, k: [B,S,H,D].
+        v: [B,S,H,E].
+        transition: of the tokens.
+        runs: of these tokens.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    transition: Decay | Gates
+    runs: Runs
+
+
 class ForwardPass(ABC):
     """A forward under way. States are float32 (float64 for float64).
 
@@ -69,6 +86,10 @@ class ForwardPass(ABC):
     through: Tensor | None = None
 
     @abstractmethod
+    def __init__(self, given: LinearInputs) -> None:
+        """Begins a forward."""
+
+    @abstractmethod
     def intra(self) -> None:
         """Computes what needs nothing from before the runs. Call it once."""
 
@@ -78,7 +99,7 @@ class ForwardPass(ABC):
 
         Args: incoming: the states before the runs [n,B,H,D,E]; None: 0.
 
-        Returns: out [B,S,H,E] in q's dtype, and what `LinearKernel.backward` takes as `cache`.
+        Returns: out [B,S,H,E] in q's dtype, and what `BackwardPass` takes as `cache`.
         """
 
 
@@ -93,6 +114,10 @@ class BackwardPass(ABC):
 
     dstates: Tensor
     dgates: Gates = NO_GATES
+
+    @abstractmethod
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        """Begins a backward. Args: dout: [B,S,H,E]. cache: of `ForwardPass.finish`."""
 
     @abstractmethod
     def intra(self) -> None:
@@ -111,24 +136,8 @@ class BackwardPass(ABC):
 class LinearKernel(Kernel[LinearProblem]):
     """Causal linear attention over runs of consecutive tokens, of any number of documents.
 
-    Attributes: name: as users give it.
+    Attributes: forward, backward: its passes.
     """
 
-    @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transition: Decay | Gates, runs: Runs
-    ) -> ForwardPass:
-        """Begins a forward. Args: q, k: [B,S,H,D]; v: [B,S,H,E]; contiguous, as the gates are."""
-
-    @abstractmethod
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        transition: Decay | Gates,
-        runs: Runs,
-        cache: Cache,
-    ) -> BackwardPass:
-        """Begins a backward. Args: dout: [B,S,H,E]; cache: of `ForwardPass.finish`."""
+    forward: ClassVar[type[ForwardPass]]
+    backward: ClassVar[type[BackwardPass]]

@@ -20,11 +20,12 @@ from megatron_cp_plugin.core.linear.algorithm import (
     LinearCall,
     LinearMove,
     LinearShape,
+    LinearTensors,
     LinearWork,
     Saved,
 )
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import Cache
+from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs
 from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.states import NO_GATES, Gates, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -131,26 +132,19 @@ class StatePassing(LinearAlgorithm):
         return tuple(one for one in work if one.products)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        initial: Tensor | None,
-        call: LinearCall,
-        gates: Gates = NO_GATES,
+        self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         """See LinearAlgorithm.forward."""
+        q, k, v, gates, initial = given
         route = self.route_of(call.seq_len, call.documents)
         if _one_state(call, gates):
             total = self._total(k, v, initial, None, route, call)
             return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, kept = self._sweep(
-            q, k, v, initial, route, call, gates, output_final_state=call.output_final_state
-        )
+        out, final, kept = self._sweep(given, route, call, to_the_end=call.output_final_state)
         if call.causal:
             return out, final, (q, k, v, *gates, *kept)
         later, _, kept_later = self._sweep(
-            q.flip(1), k.flip(1), v.flip(1), None, route.flipped, call, output_final_state=False
+            LinearTensors(q.flip(1), k.flip(1), v.flip(1)), route.flipped, call, to_the_end=False
         )
         # Both sweeps hold each token's own term.
         wide = accumulation_dtype(q.dtype)
@@ -180,14 +174,14 @@ class StatePassing(LinearAlgorithm):
                 dtotal if first and call.initial else None,
                 NO_GATES,
             )
-        gates, half = Gates(*kept[:2]), 2 + (len(kept) - 2) // 2
-        dq, dk, dv, dinitial, dgates = self._sweep_back(
-            dout, q, k, v, kept[2 : None if call.causal else half], dfinal, route, call, gates
-        )
+        given, half = LinearTensors(q, k, v, Gates(*kept[:2])), 2 + (len(kept) - 2) // 2
+        of_sweep = kept[2 : None if call.causal else half]
+        dq, dk, dv, dinitial, dgates = self._sweep_back(dout, given, of_sweep, dfinal, route, call)
         if call.causal:
             return dq, dk, dv, dinitial, dgates
-        mirrored = (dout.flip(1), q.flip(1), k.flip(1), v.flip(1))
-        *gradients, _, _ = self._sweep_back(*mirrored, kept[half:], None, route.flipped, call)
+        flipped = LinearTensors(q.flip(1), k.flip(1), v.flip(1))
+        mirrored = dout.flip(1), flipped, kept[half:], None, route.flipped, call
+        *gradients, _, _ = self._sweep_back(*mirrored)
         wide = accumulation_dtype(q.dtype)
         dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
         down = (dout * v).sum(-1, keepdim=True)
@@ -217,7 +211,7 @@ class StatePassing(LinearAlgorithm):
         Where nothing decays and tokens see all others, one state serves every token.
         """
         runs = route.local(self.topology.rank)
-        states = call.kernel.forward(x, x, y, call.decay, runs).states
+        states = call.kernel.forward(LinearInputs(x, x, y, call.decay, runs)).states
         if own is not None:
             states[0] += own
         carried = RunStates(states, call.decay)
@@ -225,23 +219,17 @@ class StatePassing(LinearAlgorithm):
         return self.share(end, states[0], route)
 
     def _sweep(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        initial: Tensor | None,
-        route: Route,
-        call: LinearCall,
-        gates: Gates = NO_GATES,
-        *,
-        output_final_state: bool,
+        self, given: LinearTensors, route: Route, call: LinearCall, *, to_the_end: bool
     ) -> tuple[Tensor, Tensor | None, Cache]:
         """Every token and what is before it on the route.
 
-        Returns: out, the final state, and the transitions of the runs with the kernel's cache.
+        Returns: out, the final state if wanted, and the transitions of the runs with the kernel's
+        cache.
         """
+        q, k, v, gates, initial = given
         transition = gates if gates.some else call.decay
-        running = call.kernel.forward(q, k, v, transition, route.local(self.topology.rank))
+        runs = route.local(self.topology.rank)
+        running = call.kernel.forward(LinearInputs(q, k, v, transition, runs))
         through = running.through
         if through is not None and call.shared > 1:
             through = through[:, :, :: call.shared].contiguous()
@@ -251,9 +239,9 @@ class StatePassing(LinearAlgorithm):
             None if initial is None else _of_shared(initial.unsqueeze(0), call, summed=False)[0],
             route,
             running.intra,
-            to_the_end=output_final_state,
+            to_the_end=to_the_end,
         )
-        final = self.share(end, states[0], route) if output_final_state else None
+        final = self.share(end, states[0], route) if to_the_end else None
         if call.shared > 1:
             arrived, final = (
                 None if x is None else x.repeat_interleave(call.shared, -3)
@@ -265,20 +253,17 @@ class StatePassing(LinearAlgorithm):
     def _sweep_back(
         self,
         dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        given: LinearTensors,
         kept: Sequence[Tensor | None],
         dfinal: Tensor | None,
         route: Route,
         call: LinearCall,
-        gates: Gates = NO_GATES,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """Gradients of `_sweep`: those of states travel from the end of the route."""
-        through, *cache = kept
-        runs = route.local(self.topology.rank)
+        (q, k, v, gates, _), (through, *cache) = given, kept
         transition = gates if gates.some else call.decay
-        running = call.kernel.backward(dout, q, k, v, transition, runs, tuple(cache))
+        inputs = LinearInputs(q, k, v, transition, route.local(self.topology.rank))
+        running = call.kernel.backward(inputs, dout, tuple(cache))
         back = route.back
         states = _of_shared(running.dstates, call, summed=True)
         if dfinal is not None:

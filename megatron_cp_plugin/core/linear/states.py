@@ -10,7 +10,7 @@ A run of tokens does the same with the product of their transitions. Gradients o
 same way back with T^T.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -38,6 +38,10 @@ class Gates(NamedTuple):
     def some(self) -> bool:
         """Whether there are any."""
         return self.gate is not None or self.beta is not None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Gates":
+        """What a function makes of those that there are."""
+        return Gates(*(None if x is None else change(x) for x in self))
 
     def numbers(self, head_dim: int) -> int:
         """Of how many numbers a head's transition is."""
