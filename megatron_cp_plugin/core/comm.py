@@ -311,25 +311,23 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        if not self._connected:
+            self.connect()
         return existing(self._reference)
 
     def connect(self) -> None:
         """See Communicator.connect: NCCL connects ranks in the first operation of all of them."""
         if not self._connected:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=existing(self._reference))
             self._connected = True
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        if not self._connected:
-            self.connect()
         group, ranks = self._group, self._ranks
         ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
         ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]
         return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        if not self._connected:
-            self.connect()
         out = x.new_empty((self.size, *x.shape))
         # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
         work = dist.all_gather_into_tensor(
@@ -338,8 +336,6 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        if not self._connected:
-            self.connect()
         out = torch.empty_like(x[0])
         work = dist.reduce_scatter_tensor(
             out.view(-1), x.view(-1), group=self._group, async_op=True
@@ -347,8 +343,6 @@ class ProcessGroupCommunicator(Communicator):
         return self._after([work], out)
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        if not self._connected:
-            self.connect()
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
         return self._after([work], out)

@@ -181,6 +181,13 @@ class TileTable:
         window = np.array([tile.window for tile in tiles], np.int64)
         return cls(Ranges(q), Ranges(kv), causal, reverse, window, joined)
 
+    @classmethod
+    def together(cls, *tables: Self) -> Self:
+        """The tiles of one table after another."""
+        q, kv = (joined(x) for x in ([x.q for x in tables], [x.kv for x in tables]))
+        flags = zip(*((x.causal, x.reverse, x.window, x.joined) for x in tables), strict=True)
+        return cls(q, kv, *map(np.concatenate, flags))
+
     @cached_property
     def _tiles(self) -> tuple[Tile, ...]:
         return tuple(self._made())
@@ -317,9 +324,9 @@ def plan_pairs(
             continue
         found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), cover)
     if plain:
-        columns = cover(_stairs([pairs[number] for number in plain], mask.bands))
-        tiles = _with_documents_joined(*columns)
-        edges = np.searchsorted(columns[0], np.arange(len(plain) + 1)).tolist()
+        pair, tiles = cover(_stairs([pairs[number] for number in plain], mask.bands))
+        tiles = _with_documents_joined(pair, tiles)
+        edges = np.searchsorted(pair, np.arange(len(plain) + 1)).tolist()
         for number, start, stop in zip(plain, edges, edges[1:], strict=False):
             found[number] = tiles.some(slice(start, stop))
     return found
@@ -332,14 +339,12 @@ def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
     return list(numbers), np.array(number)
 
 
-def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Columns]") -> TileTable:
+def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> TileTable:
     """Tiles of two blocks of which some spans have steps."""
-    pair, q, kv, causal, reverse, window = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
-    q, kv = (
-        stretched(x, spans.packed, rows)
-        for x, spans, rows in ((q, blocks.q, blocks.rows), (kv, blocks.kv, blocks.cols))
-    )
-    return _with_documents_joined(pair, q, kv, causal, reverse, window)
+    pair, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
+    q = stretched(tiles.q, blocks.q.packed, blocks.rows)
+    kv = stretched(tiles.kv, blocks.kv.packed, blocks.cols)
+    return _with_documents_joined(pair, replace(tiles, q=q, kv=kv))
 
 
 class _Stairs(NamedTuple):
@@ -464,12 +469,11 @@ def _split(stairs: _Stairs) -> _Stairs:
     return found._replace(rows=np.where(long[run], np.minimum(found.rows, width[run]), found.rows))
 
 
-# Of each tile the number of its pair of blocks, its rows, its columns, whether it is causal,
-# whether in reverse, and its window.
-_Columns = tuple[Numbers, Ranges, Ranges, Flags, Flags, Numbers]
+# Of each tile the number of its pair of blocks; and the tiles, none of them joined.
+_Tiles = tuple[Numbers, TileTable]
 
 
-def _with_windows(stairs: _Stairs) -> _Columns:
+def _with_windows(stairs: _Stairs) -> _Tiles:
     """Tiles of runs of rows, for kernels that know windows.
 
     There is one for each run, or for two of which the first sees all keys that its window leaves,
@@ -505,25 +509,17 @@ def _with_windows(stairs: _Stairs) -> _Columns:
     window = np.where(hides_nothing, widest[pair], window)
     q, kv = Ranges.between(row, row + total), Ranges.between(first, first + cols)
     no = np.zeros(len(rows), np.bool_)
-    columns = pair, q, kv, has_upper | hides_nothing, no, window
-    found = _some(columns, served & begins)
+    tiles = TileTable(q, kv, has_upper | hides_nothing, no, window, no)
+    pair, tiles = pair[served & begins], tiles.some(served & begins)
     if served.all():
-        return found
-    others = _cover(_Stairs(*(x[~served] for x in stairs)), rectangular=True)
-    pair = np.concatenate((found[0], others[0]))
-    q, kv = joined((found[1], others[1])), joined((found[2], others[2]))
-    causal, reverse = (np.concatenate(x) for x in zip(found[3:5], others[3:5], strict=True))
-    window = np.concatenate((found[5], others[5]))
-    return _some((pair, q, kv, causal, reverse, window), np.argsort(pair, kind="stable"))
+        return pair, tiles
+    other_pair, others = _cover(_Stairs(*(x[~served] for x in stairs)), rectangular=True)
+    pair = np.concatenate((pair, other_pair))
+    order = np.argsort(pair, kind="stable")
+    return pair[order], TileTable.together(tiles, others).some(order)
 
 
-def _some(columns: _Columns, wanted: Flags | Numbers) -> _Columns:
-    pair, q, kv, causal, reverse, window = columns
-    flags = causal[wanted], reverse[wanted], window[wanted]
-    return pair[wanted], q.some(wanted), kv.some(wanted), *flags
-
-
-def _cover(stairs: _Stairs, rectangular: bool) -> _Columns:
+def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
     """Tiles of runs of rows, for kernels that know causal and full ones."""
     pair, row, rows, first, last, lower, upper = _split(stairs)
     several = rows > 1
@@ -544,33 +540,26 @@ def _cover(stairs: _Stairs, rectangular: bool) -> _Columns:
     stop = np.where(is_below & ~joins_lower[run], middle[run], top[run])
     stop += np.where(is_upper, rows[run], 0)
     q_stop = row[run] + np.where(is_below, triangle[run], rows[run])
-    return (
-        pair[run],
-        Ranges.between(row[run], q_stop),
-        Ranges.between(start, stop),
-        kind != 1,
-        is_below,
-        np.zeros(len(run), np.int64),
-    )
+    q, kv = Ranges.between(row[run], q_stop), Ranges.between(start, stop)
+    no = np.zeros(len(run), np.bool_)
+    return pair[run], TileTable(q, kv, kind != 1, is_below, np.zeros(len(run), np.int64), no)
 
 
-def _with_documents_joined(
-    pair: Numbers, q: Ranges, kv: Ranges, causal: Flags, reverse: Flags, window: Numbers
-) -> TileTable:
+def _with_documents_joined(pair: Numbers, tiles: TileTable) -> TileTable:
     """Causal tiles, each a whole document, that follow each other are one.
 
     Args: pair: of blocks, of each tile.
     """
-    rows = q.lengths
+    q, kv, causal, window, rows = tiles.q, tiles.kv, tiles.causal, tiles.window, tiles.rows
     # A document of one token is as good as causal.
-    whole = (rows == kv.lengths) & (causal | (rows == 1)) & ~reverse
+    whole = (rows == tiles.cols) & (causal | (rows == 1)) & ~tiles.reverse
     whole &= (q.step == 1) & (kv.step == 1)
     joined = np.zeros(len(rows), np.bool_)
     joined[1:] = whole[1:] & whole[:-1] & (pair[1:] == pair[:-1]) & (window[1:] == window[:-1])
     joined[1:] &= (q.stop[:-1] == q.start[1:]) & (kv.stop[:-1] == kv.start[1:])
     causal = causal | joined
     causal[:-1] |= joined[1:]
-    return TileTable(q, kv, causal, reverse, window, joined)
+    return replace(tiles, causal=causal, joined=joined)
 
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:

@@ -41,27 +41,21 @@ class CpuFlashAttention(SoftmaxKernel):
         return equal_dims_reason(problem)
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        q, k, v, scale, causal, *_ = call
+        swapped = [x.transpose(1, 2) for x in call[:3]]
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale
+            *swapped, 0.0, call.causal, scale=call.scale
         )
         return out.transpose(1, 2), lse
 
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        q, k, v, scale, causal, *_ = call
         lse = statistics.lse.transpose(1, 2).contiguous().transpose(1, 2)  # as forward gives it
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout.transpose(1, 2),
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            statistics.out_for(dout).transpose(1, 2),
-            lse,
-            0.0,
-            causal,
-            scale=scale,
+        given = dout, *call[:3], statistics.out_for(dout)
+        swapped = [x.transpose(1, 2) for x in given]
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *swapped, lse, 0.0, call.causal, scale=call.scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        dq, dk, dv = [x.transpose(1, 2) for x in found]
+        return dq, dk, dv
 
 
 class CudaFlashAttention(FlashAttention2):
@@ -84,20 +78,10 @@ class CudaFlashAttention(FlashAttention2):
         self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
     ) -> Gradients:
         q, k, v, scale, causal, *_ = call
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        given = dout, q, k, v, statistics.out_for(dout), statistics.lse.contiguous()
+        no_dropout = [torch.zeros(2, dtype=torch.uint64, device=q.device)] * 2
         dq, dk, dv = _aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            statistics.out_for(dout),
-            statistics.lse.contiguous(),
-            *_lengths(call, lengths),
-            0.0,
-            causal,
-            no_dropout,
-            no_dropout,
-            scale=scale,
+            *given, *_lengths(call, lengths), 0.0, causal, *no_dropout, scale=scale
         )
         return dq, dk, dv
 
@@ -128,19 +112,11 @@ class CudnnAttention(SoftmaxKernel):
         return gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        q, k, v, scale, causal, *_ = call
-        if k.shape[1] == 1:
+        if call.k.shape[1] == 1:
             return self._of_one_key.forward(call)
+        swapped = [x.transpose(1, 2) for x in call[:3]]
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            None,
-            True,
-            0.0,
-            causal,
-            False,
-            scale=scale,
+            *swapped, None, True, 0.0, call.causal, False, scale=call.scale
         )
         return out.transpose(1, 2), lse.squeeze(-1)
 
@@ -157,26 +133,15 @@ class CudnnAttention(SoftmaxKernel):
         # Else dq is wrong, and with it dk, without an error (torch 2.11 on an H200; the forward is
         # right).
         q, dout, out = (x.contiguous() if far_apart(x) else x for x in (q, dout, statistics.out))
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout.transpose(1, 2),
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            out.transpose(1, 2),
-            statistics.lse.contiguous().unsqueeze(-1),
-            no_dropout,
-            no_dropout,
-            None,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            causal,
-            scale=scale,
+        swapped = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        lse = statistics.lse.contiguous().unsqueeze(-1)
+        no_dropout = [torch.zeros((), dtype=torch.int64, device=q.device)] * 2
+        no_lengths = None, None, None, q.shape[1], k.shape[1]
+        found = _aten._scaled_dot_product_cudnn_attention_backward(
+            *swapped, lse, *no_dropout, *no_lengths, 0.0, causal, scale=scale
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        dq, dk, dv = [x.transpose(1, 2) for x in found]
+        return dq, dk, dv
 
     def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.workspace: float32 dQ and delta.

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, wraps
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,28 +122,21 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._context: torch.cuda.StreamContext | None = None
-        if device.type == "cuda":
-            self._stream = _side_stream(device)
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._context: AbstractContextManager[Any] = nullcontext()
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._context = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
+        self._context.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._context is not None:
-            self._context.__exit__(kind, value, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
     def join(self) -> None:
         """The current stream waits for what was queued inside."""
-        if self._context is not None:
+        if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 

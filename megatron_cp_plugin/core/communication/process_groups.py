@@ -120,16 +120,13 @@ class ProcessGroupTopology(Topology):
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
             return False  # whoever keeps NCCL from peer memory means us too
         mine = torch.cuda.current_device()
-        devices: list[int] = [0] * self.size
-        dist.all_gather_object(devices, mine, group=self._group)
+        devices = self.gather(mine)
         # Where each process sees one device only, nobody can tell from indices.
         told_apart = len(set(devices)) == self.size
         reached = told_apart and all(
             other == mine or torch.cuda.can_device_access_peer(mine, other) for other in devices
         )
-        answers = [False] * self.size
-        dist.all_gather_object(answers, reached, group=self._group)
-        return all(answers)
+        return all(self.gather(reached))
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
         return PeerCommunicator(name, self._group, slots, _copy_stream(torch.cuda.current_device()))
@@ -141,10 +138,8 @@ class ProcessGroupTopology(Topology):
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        hosts: list[str] = [""] * self.size
         # What NCCL goes by: containers of one machine may have one name, or several.
-        mine = os.environ.get("NCCL_HOSTID") or gethostname()
-        dist.all_gather_object(hosts, mine, group=self._group)
+        hosts = self.gather(os.environ.get("NCCL_HOSTID") or gethostname())
         return tuple(hosts.index(host) for host in hosts)
 
     def gather[T](self, mine: T) -> list[T]:

@@ -6,7 +6,7 @@ those that leave some rows or columns out. Other small ones are copied together 
 one of each would cost more than the copies.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.kernel import Packing
@@ -33,25 +34,6 @@ class BatchRows(NamedTuple):
 
     taken: slice | Tensor
     given: tuple[SomeRows, ...]
-
-    @property
-    def numbers(self) -> Iterator[Tensor]:
-        """All numbers of rows."""
-        indices = (rows for rows in self.given if isinstance(rows, RowIndex))
-        for x in (self.taken, *(x for rows in indices for x in rows)):
-            if isinstance(x, Tensor):
-                yield x
-
-    def placed(self, placed: Mapping[int, Tensor]) -> "BatchRows":
-        """The same with numbers on a device. Args: placed: by the `id` of those on the host."""
-        taken = self.taken if isinstance(self.taken, slice) else placed[id(self.taken)]
-        given = (
-            RowIndex(placed[id(rows.to)], None if rows.of is None else placed[id(rows.of)])
-            if isinstance(rows, RowIndex)
-            else rows
-            for rows in self.given
-        )
-        return BatchRows(taken, tuple(given))
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +69,16 @@ class Batch:
 def _on_device(batch: Batch, device: torch.device) -> tuple[BatchRows, BatchRows]:
     rows = _rows(batch.rows, apart=batch.apart)
     cols = _rows(batch.cols, apart=batch.apart, given=not batch.forward)
-    numbers = {id(x): x for side in (rows, cols) for x in side.numbers}
-    placed: dict[int, Tensor] = {}
-    if numbers:
-        line = uploaded(torch.cat([*numbers.values()]), device)
-        parts = line.split([len(x) for x in numbers.values()])
-        placed = dict(zip(numbers, parts, strict=True))
-    return rows.placed(placed), cols.placed(placed)
+    leaves, structure = tree_flatten((rows, cols))
+    numbers = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    if not numbers:
+        return rows, cols
+    line = uploaded(torch.cat([*numbers.values()]), device)
+    parts = line.split([len(x) for x in numbers.values()])
+    placed = dict(zip(numbers, parts, strict=True))
+    sides: tuple[BatchRows, BatchRows]
+    sides = tree_unflatten([placed.get(id(x), x) for x in leaves], structure)
+    return sides
 
 
 def _places(ranges: Ranges, *, apart: bool) -> Numbers:
