@@ -18,48 +18,27 @@ from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
 
+# What the adapter has to say of what no tile has.
+PLAIN = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
 
-def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-    assert alibi_slopes is None
+
+def _flash_attn_forward(q, k, v, *, softmax_scale, causal, return_softmax, **others):
+    assert others == PLAIN
     assert return_softmax is False
     out, lse = forward_of(Reference(), q, k, v, scale=softmax_scale, causal=causal)
     return out, lse, None, None
 
 
 def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale, causal, deterministic, **others
 ):
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+    assert others == PLAIN
     assert softmax_lse.is_contiguous()
     # The real kernel has no other use of out than this sum.
     statistics = Statistics(softmax_lse, delta=delta_of(dout, out))
@@ -71,68 +50,27 @@ def _flash_attn_backward(
     return statistics.delta
 
 
-def _flash_attn_varlen_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
-    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-    settings = {"scale": softmax_scale, "causal": causal}
-    out, lse = forward_of(
-        Reference(), *(x.unsqueeze(0) for x in (q, k, v)), packing=packing, **settings
-    )
+def _flash_attn_varlen_forward(q, k, v, *, softmax_scale, causal, return_softmax, **others):
+    assert return_softmax is False
+    settings = {"scale": softmax_scale, "causal": causal, "packing": packing_of(**others)}
+    out, lse = forward_of(Reference(), *(x.unsqueeze(0) for x in (q, k, v)), **settings)
     return out[0], lse[0], None, None
 
 
 def _flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-    zero_tensors=False,
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale, causal, deterministic, **others
 ):
-    packing = packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     assert softmax_lse.is_contiguous()
     dout, q, k, v, out, lse = (x.unsqueeze(0) for x in (dout, q, k, v, out, softmax_lse))
     statistics = Statistics(lse, delta=delta_of(dout, out))
-    settings = {"scale": softmax_scale, "causal": causal}
-    gradients = backward_of(Reference(), dout, q, k, v, statistics, packing=packing, **settings)
+    settings = {"scale": softmax_scale, "causal": causal, "packing": packing_of(**others)}
+    gradients = backward_of(Reference(), dout, q, k, v, statistics, **settings)
     for buffer, gradient in zip((dq, dk, dv), gradients, strict=True):
         buffer.copy_(gradient[0])
 
 
-def packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+def packing_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **others):
+    assert others == PLAIN
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == cu_seqlens_q.diff().max()
     assert max_seqlen_k == cu_seqlens_k.diff().max()

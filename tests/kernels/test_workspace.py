@@ -8,20 +8,18 @@ from megatron_cp_plugin.kernels.choice import kernel_called
 from tests.kernel_calls import backward_of, forward_of
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("given", ["forward", "out", "delta"])
-@pytest.mark.parametrize("kv_heads", [16, 4])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("name", ["flash4", "cudnn", "torch_flash", "flash2"])
-def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
-    """Within 3% of all that a call takes, its results among it."""
+def taken_and_predicted(
+    name: str, kv_heads: int, given: str, tokens: tuple[int, int], packing: Packing | None, **causal
+) -> tuple[int, float]:
+    """Bytes of a call, its results among them, of queries and keys of so many tokens."""
     kernel, dtype = kernel_called(name), torch.bfloat16
     reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
     if reason:
         pytest.skip(reason)
-    q, dout = (torch.randn(1, 8192, 16, 128, device="cuda", dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(1, 8192, kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
-    settings = {"scale": 128**-0.5, "causal": causal}
+    rows, cols = tokens
+    q, dout = (torch.randn(1, rows, 16, 128, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, cols, kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
+    settings = {"scale": 128**-0.5, "packing": packing, **causal}
     out, lse = forward_of(kernel, q, k, v, **settings)
     statistics = {
         "forward": None,
@@ -38,10 +36,19 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    results = call()
-    made = sum(x.untyped_storage().nbytes() for x in results)
+    made = sum(x.untyped_storage().nbytes() for x in call())
     taken = torch.cuda.max_memory_allocated() - before
-    predicted = made + kernel.workspace(KernelCall(q, k, v, **settings), statistics)
+    return taken, made + kernel.workspace(KernelCall(q, k, v, **settings), statistics)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["forward", "out", "delta"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", ["flash4", "cudnn", "torch_flash", "flash2"])
+def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
+    """Within 3% of all that a call takes."""
+    taken, predicted = taken_and_predicted(name, kv_heads, given, (8192, 8192), None, causal=causal)
     assert predicted == pytest.approx(taken, rel=0.03)
 
 
@@ -52,37 +59,12 @@ def test_workspace(name: str, causal: bool, kv_heads: int, given: str) -> None:
 @pytest.mark.parametrize("name", ["flash4", "torch_flash", "flash2"])
 def test_workspace_of_many_sequences(name: str, causal: bool, kv_heads: int, given: str) -> None:
     """Each is padded by itself: 256 of 1 to 96 queries, some with as many keys again."""
-    kernel, dtype = kernel_called(name), torch.bfloat16
-    reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
-    if reason:
-        pytest.skip(reason)
     lengths = torch.arange(256) % 96 + 1
     rows = (0, *lengths.cumsum(0).tolist())
     cols = rows if causal else (0, *(2 * lengths).cumsum(0).tolist())
-    packing, settings = Packing.adjacent(rows, cols), {"scale": 128**-0.5, "causal": causal}
-    q, dout = (torch.randn(1, rows[-1], 16, 128, device="cuda", dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(1, cols[-1], kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))
-    out, lse = forward_of(kernel, q, k, v, packing=packing, **settings)
-    statistics = {
-        "forward": None,
-        "out": Statistics(lse, out=out),
-        "delta": Statistics(lse, delta=torch.zeros_like(lse)),
-    }[given]
-
-    def call():
-        if statistics is None:
-            return forward_of(kernel, q, k, v, packing=packing, **settings)
-        return backward_of(kernel, dout, q, k, v, statistics, packing=packing, **settings)
-
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = call()
-    made = sum(x.untyped_storage().nbytes() for x in results)
-    taken = torch.cuda.max_memory_allocated() - before
-    workspace = kernel.workspace(KernelCall(q, k, v, **settings, packing=packing), statistics)
-    assert made + workspace == pytest.approx(taken, rel=0.03)
+    of_sequences = (rows[-1], cols[-1]), Packing.adjacent(rows, cols)
+    taken, predicted = taken_and_predicted(name, kv_heads, given, *of_sequences, causal=causal)
+    assert predicted == pytest.approx(taken, rel=0.03)
 
 
 def test_workspace_of_flash_attn_4() -> None:
