@@ -13,6 +13,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import compare
 from megatron_cp_plugin.harness.compare import Printed, commands, report
 from megatron_cp_plugin.harness.train import CommandLine
+from tests import forked_launch
 from tests.integration.megatron_job import TINY
 
 CP = ("--context-parallel-algo", "zigzag", "--context-parallel-size", "2")
@@ -115,6 +116,13 @@ def test_mistakes_are_one_line(
     assert "\n" not in text.strip()
 
 
+def test_what_a_run_prints_goes_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "it.log"
+    assert compare.logged(path, ("json.tool", "--help"), {})[0].startswith("usage: ")
+    with pytest.raises(ContextParallelError, match=r"run of it failed, see .*it\.log: .*--wrong"):
+        compare.logged(path, ("json.tool", "--wrong"), {})
+
+
 def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="compare starts its own ranks, got those of torchrun"):
@@ -126,6 +134,7 @@ def test_two_ranks_against_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "logged", forked_launch.logged)
     assert cli.main(["compare", "--iters", "3", "--gradients", *TINY, *CP]) == 0
     printed = capsys.readouterr().out
     assert float(re.findall("largest difference of lm loss: (.*)", printed)[0]) < 1e-5

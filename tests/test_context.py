@@ -211,19 +211,20 @@ def test_a_shard_of_another_group_is_refused():
         assert f"of rank {rank % 2} of 2 on rank {rank} of 4: give both the same group, or" in said
 
 
-def test_tokens_in_another_dimension_are_refused():
+@pytest.mark.parametrize("heads", [4, 16])  # 16: as many as tokens of a rank
+def test_tokens_in_another_dimension_are_refused(heads):
     def attention(topology):
-        x = cp.shard(whole().transpose(1, 2), 2, algo="zigzag", group=topology)
+        x = cp.shard(whole(heads=heads).transpose(1, 2), 2, algo="zigzag", group=topology)
         out = cp.attention(*[x.transpose(1, 2)] * 3, algo="zigzag", group=topology)
         cp.unshard(out, 1, algo="zigzag", group=topology)
         cp.attention(x, x, x, algo="zigzag", group=topology)
 
     def unshard(topology):
-        x = cp.shard(whole(), 1, algo="zigzag", group=topology)
+        x = cp.shard(whole(heads=heads), 1, algo="zigzag", group=topology)
         cp.unshard(x.transpose(1, 2), 1, algo="zigzag", group=topology)
 
-    said = "takes tokens in dimension 1 of {0}, got (1, 4, 16, 8) with tokens in dimension 2: give "
-    said += "{0}.transpose(1, 2)"
+    said = f"takes tokens in dimension 1 of {{0}}, got (1, {heads}, 16, 8) with tokens in "
+    said += "dimension 2: give {0}.transpose(1, 2)"
     assert refusal(attention) == "attention " + said.format("q")
     assert refusal(unshard) == "unshard " + said.format("x")
 

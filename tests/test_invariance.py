@@ -18,6 +18,7 @@ from megatron_cp_plugin.harness import invariance
 from megatron_cp_plugin.harness.invariance import LogProbs, Plan, check_same, plan_of
 from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
 from megatron_cp_plugin.log_prob_report import LogProbReport
+from tests import forked_launch
 from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).parent / "integration" / "faulty_log_probs_job.py"
@@ -170,6 +171,7 @@ def test_mistakes_are_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(invariance, "logged", forked_launch.logged)
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         invariance.main(words)
     assert "\n" not in str(error.value)
@@ -241,6 +243,7 @@ def test_a_saved_batch_another_algorithm_and_another_tensor_parallelism(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(invariance, "logged", forked_launch.logged)
     torch.save({"tokens": torch.randint(127, (2, 48))}, "batch.pt")
     words = ["--batch", "batch.pt", "--also", "ulysses", "--also-tensor", "2"]
     assert cli.main(["invariance", *words, *ROPE, *CP, "--bf16", "--dtypes", "float32"]) == 0
@@ -267,6 +270,7 @@ def test_experts_of_a_checkpoint_that_ranks_have_parts_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(invariance, "logged", forked_launch.logged)
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     words = (*ROPE, *experts.split(), "--disable-bias-linear")
     saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")

@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -270,6 +270,25 @@ def gradient_of(parameter: Any) -> Tensor:
     return torch.zeros_like(parameter) if grad is None else grad.clone()
 
 
+def gradients_off(
+    parameters: Iterable[tuple[Any, Tensor]], group: Any, tensor: Any = None
+) -> float:
+    """What gradients are off by, relative to the largest number of each.
+
+    Args: parameters: with what their gradients on all ranks of `group` should add up to. tensor:
+        ranks that share what sequence parallelism splits.
+    """
+    worst = 0.0
+    for parameter, right in parameters:
+        gradient = gradient_of(parameter)
+        dist.all_reduce(gradient, group=group)
+        if tensor is not None and getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=tensor)
+        scale = right.abs().max().clamp_min(1e-3)
+        worst = max(worst, float((gradient - right).abs().max() / scale))
+    return worst
+
+
 def weigh_further_tokens(weight: float) -> None:
     """Of multi-token prediction, whose loss is a mean over what a forward predicts."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -327,22 +346,11 @@ def compare(
         packed = batch.packed(real=real, spanned=spanned)
         found = log_probs_of(model, ids, places, labels[0], packed, **more)
     log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
-    worst = 0.0
-    gradients = [gradient_of(each) for each in model.parameters()]
-    together = torch.cat([each.flatten() for each in gradients])
-    dist.all_reduce(together, group=group)
-    summed = together.split([each.numel() for each in gradients])
-    parameters = zip(model.parameters(), summed, expected.gradients.values(), strict=True)
-    for ours, flat, theirs in parameters:
-        gradient = flat.view_as(theirs)
-        if getattr(ours, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=model.pg_collection.tp)
-        scale = theirs.abs().max().clamp_min(1e-3)
-        worst = max(worst, float((gradient - theirs).abs().max() / scale))
+    parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
     return {
         "loss": abs(float(total) - expected.loss) / expected.loss,
         "log-probs": float(log_probs.abs().max()),
-        "gradients": worst,
+        "gradients": gradients_off(parameters, group, model.pg_collection.tp),
     }
 
 
@@ -496,10 +504,19 @@ def set_up(size: int, tensor: int = 1, stages: int = 1, **more: Any) -> Any:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
-    """What a model says of batches that contradict themselves."""
+def said_by(call: Callable[..., object], *args: Any, **settings: Any) -> str:
+    """What a call is refused with, or nothing."""
     from megatron_cp_plugin.errors import ContextParallelError
 
+    try:
+        call(*args, **settings)
+    except (AssertionError, ContextParallelError) as error:
+        return str(error)
+    return ""
+
+
+def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
+    """What a model says of batches that contradict themselves."""
     batch = Batch((13, 5), rank, size)
     ids = batch.cut(batch.ids)
 
@@ -512,28 +529,20 @@ def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
     bounds = batch.packed(real=False).cu_seqlens_q
     odd = torch.tensor([0, 5, int(bounds[-1])], dtype=torch.int32)
     both = {"cu_seqlens_q_padded": odd, "cu_seqlens_kv_padded": odd}
-    tries: dict[str, Callable[[], Any]] = {
-        "not padded": lambda: (
-            ids,
-            changed(cu_seqlens_q=odd, cu_seqlens_kv=odd, max_seqlen_q=99, **both),
-        ),
-        "whole batch": lambda: (torch.ones(1, ids.size(1) * size, dtype=ids.dtype), changed()),
-        "another mode": lambda: (ids, changed(cp_partition_mode="contiguous")),
-        "local lengths": lambda: (
-            ids,
-            changed(cu_seqlens_q_padded=bounds // size, cu_seqlens_kv_padded=bounds // size),
-        ),
-        "longest too short": lambda: (ids, changed(max_seqlen_q=3)),
-        "other ranks": lambda: (ids, changed(local_cp_size=2 * size)),
+    local = {"cu_seqlens_q_padded": bounds // size, "cu_seqlens_kv_padded": bounds // size}
+    tries: dict[str, dict[str, Any]] = {
+        "not padded": {"cu_seqlens_q": odd, "cu_seqlens_kv": odd, "max_seqlen_q": 99, **both},
+        "whole batch": {},
+        "another mode": {"cp_partition_mode": "contiguous"},
+        "local lengths": local,
+        "longest too short": {"max_seqlen_q": 3},
+        "other ranks": {"local_cp_size": 2 * size},
     }
     said = {}
-    for name, make in tries.items():
-        given, packed = make()
-        try:
-            model(given, torch.zeros_like(given), None, packed_seq_params=packed)
-            said[name] = ""
-        except ContextParallelError as error:
-            said[name] = str(error)
+    for name, settings in tries.items():
+        given = ids.repeat(1, size) if name == "whole batch" else ids
+        more = {"packed_seq_params": changed(**settings)}
+        said[name] = said_by(model, given, torch.zeros_like(given), None, **more)
     return said
 
 
@@ -556,7 +565,6 @@ def with_gathering_layer(config: Any) -> Any:
 def by_install(size: int) -> dict[str, Any]:
     """Every algorithm after another in one process; an actor and a reference share each."""
     from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.errors import ConfigError
 
     groups = set_up(size)
     rank = groups.cp.rank()
@@ -601,11 +609,7 @@ def by_install(size: int) -> dict[str, Any]:
     cp_megatron.install("auto", **CHOICE)
     cp_megatron.install("auto", **CHOICE)
     found["auto"] = compare_all(reference, make_model(make_config(size), groups), rank, size)
-    try:
-        cp_megatron.install("auto", tokens=128)
-        other = ""
-    except ConfigError as error:
-        other = str(error)
+    other = said_by(cp_megatron.install, "auto", tokens=128)
     cp_megatron.uninstall()
     cp_megatron.install("zigzag")
     logged: list[str] = []
@@ -617,21 +621,12 @@ def by_install(size: int) -> dict[str, Any]:
     found["refused"] = {"two choices": other} | refusals(
         make_model(make_config(size), groups), rank, size
     )
-    try:
-        cp_megatron.install("ring")
-    except ConfigError as error:
-        found["refused"]["two algorithms"] = str(error)
-    try:
-        make_model(make_config(size + 1), groups)
-    except ConfigError as error:
-        found["refused"]["another size"] = str(error)
+    found["refused"] |= {
+        "two algorithms": said_by(cp_megatron.install, "ring"),
+        "another size": said_by(make_model, make_config(size + 1), groups),
+    }
     cp_megatron.uninstall()
-    try:
-        make_model(make_config(size), groups)
-        found["without"] = ""
-    except AssertionError as error:
-        found["without"] = str(error)
-    return found
+    return found | {"without": said_by(make_model, make_config(size), groups)}
 
 
 def of_several_models(size: int) -> dict[str, Any]:
@@ -796,15 +791,11 @@ def compare_steps(
         furthest = max(furthest, float(off.abs().max()))
     dist.all_reduce(total, group=ranks)
     loss = sum(weight * each.loss for weight, each in expected)
-    worst = 0.0
-    for name, ours in model.named_parameters():
-        gradient = gradient_of(ours)
-        dist.all_reduce(gradient, group=ranks)
-        if getattr(ours, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=model.pg_collection.tp)
-        right = sum(weight * each.gradients[name] for weight, each in expected)
-        scale = right.abs().max().clamp_min(1e-3)
-        worst = max(worst, float((gradient - right).abs().max() / scale))
+    parameters = (
+        (ours, sum(weight * each.gradients[name] for weight, each in expected))
+        for name, ours in model.named_parameters()
+    )
+    worst = gradients_off(parameters, ranks, model.pg_collection.tp)
     return {"loss": abs(float(total) - loss) / loss, "log-probs": furthest, "gradients": worst}
 
 
@@ -821,7 +812,6 @@ def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.errors import ContextParallelError
     from megatron_cp_plugin.integration import cpu
     from tests.integration.gated_delta_net_job import block, use_stand_in
 
@@ -881,11 +871,8 @@ def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
     for name, (group, local) in tries.items():
         packed = batch.packed(real=True)
         packed.cp_group, packed.local_cp_size = group, local
-        try:
-            model(ids, torch.zeros_like(ids), None, packed_seq_params=packed)
-            said[name] = ""
-        except ContextParallelError as error:
-            said[name] = str(error)
+        more = {"packed_seq_params": packed}
+        said[name] = said_by(model, ids, torch.zeros_like(ids), None, **more)
     return {"compared": found, "refused": said}
 
 
@@ -933,6 +920,23 @@ class Pipeline:
                 number = first + int(layer[1]) if layer else 0
                 yield (f"decoder.layers.{number}{rest}" if layer else name), parameter
 
+    def load(self, model: Any) -> None:
+        """Takes the weights of one that is not split."""
+        whole = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(whole[name])
+
+    def gradients_off(self, expected: Sequence[Expected], group: Any) -> float:
+        """Of the sum of all batches."""
+        return gradients_off(
+            (
+                (parameter, torch.stack([each.gradients[name] for each in expected]).sum(0))
+                for name, parameter in self.named_parameters()
+            ),
+            group,
+        )
+
     def step(
         self, batches: Sequence[tuple[Batch, Any]], *, log_probs: bool = False
     ) -> list[Tensor]:
@@ -976,10 +980,8 @@ class Pipeline:
 
 def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dict[str, float]:
     """What losses, log-probs and gradients of one step of all batches are off by."""
-    group, whole = pipeline.group, dict(reference.model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            parameter.copy_(whole[name])
+    group = pipeline.group
+    pipeline.load(reference.model)
     batches = [
         (Batch(lengths, group.rank(), group.size(), layout), real)
         for real in (False, True)
@@ -990,16 +992,11 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
     def given() -> list[tuple[Batch, Any]]:
         return [(batch, batch.packed(real=real)) for batch, real in batches]
 
-    off = {"loss": 0.0, "log-probs": 0.0, "gradients": 0.0}
+    off = {"loss": 0.0, "log-probs": 0.0}
     for loss, wanted in zip(pipeline.step(given()), expected, strict=False):
         dist.all_reduce(loss, group=group)
         off["loss"] = max(off["loss"], abs(float(loss) - wanted.loss) / wanted.loss)
-    for name, parameter in pipeline.named_parameters():
-        gradient = gradient_of(parameter)
-        theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
-        dist.all_reduce(gradient, group=group)
-        scale = theirs.abs().max().clamp_min(1e-3)
-        off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
+    off["gradients"] = pipeline.gradients_off(expected, group)
     found = pipeline.step(given(), log_probs=True)
     for mine, (batch, _), wanted in zip(found, batches, expected, strict=False):
         error = float((mine - batch.cut(wanted.log_probs)[0]).abs().max())
@@ -1024,25 +1021,14 @@ def of_dynamic_sizes_in_stages(size: int) -> dict[str, Any]:
     batches = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
     expected = [reference.expected(batch) for batch in batches]
     cp_megatron.install("zigzag")
-    pipeline, parts = Pipeline(size, groups, **DYNAMIC), dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            parameter.copy_(parts[name])
+    pipeline = Pipeline(size, groups, **DYNAMIC)
+    pipeline.load(whole)
     pipeline.step([own_batch(step, ranks, "thd") for step in steps])
-    off = {"gradients": 0.0}
-    for name, parameter in pipeline.named_parameters():
-        gradient = parameter.grad.clone()
-        dist.all_reduce(gradient, group=ranks)
-        theirs = torch.stack([each.gradients[name] for each in expected]).sum(0)
-        scale = theirs.abs().max().clamp_min(1e-3)
-        off["gradients"] = max(off["gradients"], float((gradient - theirs).abs().max() / scale))
-    return off
+    return {"gradients": pipeline.gradients_off(expected, ranks)}
 
 
 def refused_stages(size: int, groups: Any) -> dict[str, str]:
     """What the last stage says if it does not get what the first one does; in a first call."""
-    from megatron_cp_plugin.errors import ContextParallelError
-
     batch, other = (
         Batch(lengths, groups.cp.rank(), size) for lengths in ((16 * size,), (8 * size, 8 * size))
     )
@@ -1055,12 +1041,8 @@ def refused_stages(size: int, groups: Any) -> dict[str, str]:
     }
     said = {}
     for name, given in tries.items():
-        model = Pipeline(size, groups)
-        try:
-            model.step([(batch, given[groups.pp.rank()])], log_probs=True)
-            said[name] = ""
-        except ContextParallelError as error:
-            said[name] = str(error)
+        model, of_stage = Pipeline(size, groups), given[groups.pp.rank()]
+        said[name] = said_by(model.step, [(batch, of_stage)], log_probs=True)
     return said
 
 
@@ -1163,14 +1145,8 @@ def generates(model: Any) -> str:
     """What is said of a prompt with a cache of keys."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    from megatron_cp_plugin.errors import ContextParallelError
-
-    places = torch.arange(4)[None]
-    try:
-        model(places, places, None, inference_context=StaticInferenceContext(1, 4))
-    except ContextParallelError as error:
-        return str(error)
-    return ""
+    places, context = torch.arange(4)[None], StaticInferenceContext(1, 4)
+    return said_by(model, places, places, None, inference_context=context)
 
 
 def with_embedding_of_its_own(model: Any) -> None:

@@ -30,6 +30,7 @@ from tests.integration.cut_batches_job import (
     compare,
     compare_stages,
     gradient_of,
+    gradients_off,
     places_of,
     set_up,
     weigh_further_tokens,
@@ -272,12 +273,8 @@ def make_model(settings: dict[str, object], size: int, groups: Any, **stage: boo
 
 def off(ours: Any, theirs: Any, group: Any) -> float:
     """How far gradients are off, at most, relative to the largest of each parameter."""
-    worst = 0.0
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        gradient, want = gradient_of(mine), gradient_of(other)
-        dist.all_reduce(gradient, group=group)
-        worst = max(worst, float((gradient - want).abs().max() / want.abs().max().clamp_min(1e-3)))
-    return worst
+    right = map(gradient_of, theirs.parameters())
+    return gradients_off(zip(ours.parameters(), right, strict=True), group)
 
 
 def by_samples(reference: Any, model: Any, size: int) -> dict[str, float]:

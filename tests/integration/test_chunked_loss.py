@@ -35,8 +35,8 @@ from tests.integration.test_packed_documents import DOCUMENTS
 from tests.integration.test_packed_documents import model as packed  # noqa: F401
 
 ALGO = ["--context-parallel-algo", "zigzag"]
-TENSOR = "--tensor-model-parallel-size 2 --context-parallel-size 2"
-STAGES = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --num-layers 4"
+TENSOR = "--tensor-model-parallel-size 2"
+STAGES = "--pipeline-model-parallel-size 2 --num-layers 4"
 UNTIED = "--untie-embeddings-and-output-weights"
 EVALUATED = "--train-iters 2 --eval-interval 1 --eval-iters 1"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -53,7 +53,8 @@ def words_of(model: Sequence[str], flags: str = "") -> list[str]:
 @pytest.mark.parametrize(
     "flags",
     [
-        f"{TENSOR} --sequence-parallel --mtp-num-layers 2 --micro-batch-size 2",
+        f"{TENSOR} --context-parallel-size 2 --sequence-parallel --mtp-num-layers 2 "
+        "--micro-batch-size 2",
         f"{TENSOR} {UNTIED} --seq-length 60 {FULL} --use-distributed-optimizer "
         f"--overlap-grad-reduce {EVALUATED}",
         f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
@@ -70,9 +71,10 @@ def test_equals_the_run_without_it(
     else:
         words = words_of(request.getfixturevalue("packed"), f"{DOCUMENTS} {flags}")
     recordings = []
+    ranks = 4 if "--context" in flags else 2
     for name, more in (("whole", ()), ("chunks", CHUNKS)):
         folder = tmp_path / name
-        run_warm(folder, *words, *more, "--cp-record", str(folder), ranks=4).succeeded()
+        run_warm(folder, *words, *more, "--cp-record", str(folder), ranks=ranks).succeeded()
         recordings.append(Recording.load(folder))
     comparison = compare(*recordings, Tolerances())
     assert comparison.passed, comparison.problems

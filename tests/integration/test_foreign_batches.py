@@ -17,7 +17,6 @@ WAYS = list(Ways(dict, 0, 2).all())
     ("algorithm", "size"),
     [
         ("zigzag", 2),
-        pytest.param("zigzag", 4, marks=pytest.mark.slow),
         ("ring", 2),
         pytest.param("attention2d", 4, marks=pytest.mark.slow),
     ],

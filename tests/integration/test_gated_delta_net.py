@@ -66,9 +66,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     [
         (f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
         ("--context-parallel-algo ulysses", 2),
-        pytest.param(
-            "--context-parallel-algo attention2d --deterministic-mode", 4, marks=pytest.mark.slow
-        ),
         pytest.param("--cp-layers allgather,usp", 2, marks=pytest.mark.slow),
         # Every layout is that of the whole sequence.
         ("--context-parallel-algo ring", 1),

@@ -103,12 +103,11 @@ def test_spans_change_the_losses(references: dict[str, Recording], tmp_path: Pat
     assert comparison.gradient.error > 1e-1
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("kind", "seeing", "blind"),
+    ("kind", "seeing", "blind", "size"),
     [
-        ("first", "the first", "this"),
-        ("later", "this", "the first"),
+        ("first", "the first", "this", 1),
+        pytest.param("later", "this", "the first", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_without_spans_is_refused(

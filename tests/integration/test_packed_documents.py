@@ -92,7 +92,7 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     ("kind", "flags", "ranks"),
     [
         ("rotary", "--context-parallel-algo ring", 1),
-        ("rotary", "--context-parallel-algo ring --context-parallel-size 4", 4),
+        ("rotary", "--context-parallel-algo ring --context-parallel-size 2", 2),
         (
             "rotary",
             "--context-parallel-algo zigzag --context-parallel-size 4 --micro-batch-size 2 "
@@ -102,16 +102,10 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
         ),
         (
             "rotary",
-            f"{FOLLOWS} --context-parallel-size 4 --micro-batch-size 2 --calculate-per-token-loss",
-            4,
+            f"{FOLLOWS} --context-parallel-size 2 --micro-batch-size 2 --calculate-per-token-loss",
+            2,
         ),
         ("stages", f"{FOLLOWS} --context-parallel-size 2", 4),
-        pytest.param(
-            "rotary",
-            "--context-parallel-algo attention2d --cp-options variant=no --context-parallel-size 4",
-            4,
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             "stages",
             "--cp-layers distflash,ulysses --context-parallel-size 2",
@@ -247,7 +241,7 @@ def test_recurrent_layers(model: list[str], tmp_path: Path, job: str) -> None:
         "whole": (zigzag, 1),
         "alone": (f"{DOCUMENTS} {zigzag}", 1),
         "split": (f"{DOCUMENTS} {zigzag} --context-parallel-size 2", 2),
-        "follows": (f"{DOCUMENTS} {FOLLOWS} --context-parallel-size 4", 4),
+        "follows": (f"{DOCUMENTS} {FOLLOWS} --context-parallel-size 2", 2),
     }
     found = {}
     for name, (more, ranks) in runs.items():

@@ -109,7 +109,6 @@ RUNS = {
     "none": "",
     "full": FULL,
     "full twice": f"{FULL} --cp-recompute-attention",
-    "selective": "--recompute-granularity selective",
 }
 # Layers of both kinds on each pipeline stage: the first and third, the second and fourth.
 LAYERS = ("--cp-layers", "lasp, distflash, distflash, lasp2", "--cp-linear-model", "transnormer")

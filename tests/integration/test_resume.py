@@ -86,12 +86,6 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
     ("optimizer", "split", "ranks"),
     [
         ("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
-        pytest.param(
-            "distributed",
-            "--context-parallel-algo attention2d --context-parallel-size 2",
-            4,
-            marks=pytest.mark.slow,
-        ),
         ("reshardable", "--context-parallel-algo megatron", 1),
         # Saved by zigzag, and goes on by what the planner takes, which is another one.
         ("reshardable", "--context-parallel-algo auto --context-parallel-size 2", 2),
@@ -129,13 +123,7 @@ def test_evaluates_at_another_size(checkpoints: dict[str, tuple[str, ...]], tmp_
     """What was trained on two ranks, by each on as many as named; on one by Megatron's own."""
     words = "--skip-train --eval-iters 3 --mock-data --context-parallel-algo"
     found = {}
-    for algo, size in (
-        ("megatron", 1),
-        ("zigzag", 1),
-        ("distflash", 4),
-        ("attention2d", 4),
-        ("ulysses", 2),
-    ):
+    for algo, size in (("megatron", 1), ("zigzag", 1), ("distflash", 4)):
         flags = [*words.split(), algo, "--context-parallel-size", str(size)]
         logs = tmp_path / f"{algo}-{size}"
         job = run_warm(logs, *MODEL, *flags, *checkpoints["reshardable"], ranks=size).succeeded()

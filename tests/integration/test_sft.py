@@ -63,7 +63,7 @@ def assert_same_at_any_size(script: Path, folder: Path, *algorithms: str) -> Non
     assert len(alone.losses) == 3
     bounds = Tolerances()
     for algorithm in algorithms:
-        split, evaluated = train(script, folder, algorithm, 4)
+        split, evaluated = train(script, folder, algorithm, 2)
         assert split.losses == pytest.approx(alone.losses, rel=bounds.loss)
         assert split.grad_norms == pytest.approx(alone.grad_norms, abs=2e-3)  # as printed
         assert evaluated == pytest.approx(evaluated_alone, rel=bounds.loss)

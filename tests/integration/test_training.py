@@ -11,12 +11,10 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from tests.integration.megatron_job import (
     LAUNCH,
     LAUNCHER,
-    SCRIPT,
     SLOWLY,
     TINY,
     Job,
     run,
-    run_torchrun,
     run_warm,
 )
 
@@ -52,11 +50,10 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_warm(folder, *LEARNED, "--context-parallel-algo", "megatron").succeeded()
 
 
-@pytest.mark.slow
-def test_torchrun_with_a_run_file(rope: Job, tmp_path: Path) -> None:
+def test_a_run_file(rope: Job, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("megatron:\n  context_parallel_size: 2\ncontext_parallel:\n  algo: zigzag\n")
-    job = run_torchrun(str(SCRIPT), "--config", str(file), *ROPE, ranks=2).succeeded()
+    job = run_warm(tmp_path, "--config", str(file), *ROPE, ranks=2).succeeded()
     assert_same_training(job, rope)
     assert "zigzag on 2 rank(s), zigzag layout" in job.text
 
@@ -95,7 +92,6 @@ def test_one_rank(learned: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "split",
     [
-        "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
@@ -174,14 +170,11 @@ def test_sharded_data_parallelism(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["optim_grads_params", "no_shard"])
-def test_recorded_weights_of_sharded_runs(
-    sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_weights_of_sharded_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where what Megatron-FSDP calls a model's parameters are its main weights."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     flags = [*ROPE, "--untie-embeddings-and-output-weights", "--bf16", *algo("zigzag", 2)]
-    megatron = f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding} "
+    megatron = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
     megatron += "--use-distributed-optimizer --ckpt-format fsdp_dtensor"
     recordings = []
     for name, words in (("replicas", ""), ("shards", megatron)):
