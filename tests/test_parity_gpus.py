@@ -17,7 +17,6 @@ from megatron.training.arguments import add_megatron_arguments
 from omegaconf import OmegaConf
 
 from megatron_cp_plugin.harness.parity import Iteration, RankRecording, Recording
-from megatron_cp_plugin.harness.recorder import _counted_replays
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
@@ -306,15 +305,6 @@ def test_the_script_of_megatron_lm_gets_flags(
         assert gpus.main(["--list", *checkout]) == 0
         names = capsys.readouterr().out.split()
         assert sum(name.startswith("script") for name in names) == count
-
-
-def test_the_replays_of_an_iteration_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed: list[object] = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
-    with _counted_replays() as counted:
-        torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
-    torch.cuda.CUDAGraph.replay("another")  # type: ignore[arg-type]
-    assert (len(counted), replayed) == (1, ["a graph", "another"])
 
 
 def test_each_recording_is_read_once_by_one_thread(

@@ -345,20 +345,14 @@ STRIDED = {
     **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
     **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
 }
-CAPABILITIES = (80, 90, 100)
 
 
-def compilations():
-    """Each kernel for one GPU, in turn; for the others among the slow tests."""
-    for number, (name, constants) in enumerate(COMPILED):
-        for turn, capability in enumerate(CAPABILITIES):
-            marks = () if turn == number % len(CAPABILITIES) else pytest.mark.slow
-            yield pytest.param(name, constants, capability, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "constants", "capability"), list(compilations()))
+@pytest.mark.parametrize(
+    ("name", "constants", "capability"),
+    [(*kernel, (80, 90, 100)[number % 3]) for number, kernel in enumerate(COMPILED)],
+)
 def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
-    """As far as machine code, without a GPU."""
+    """As far as machine code, without a GPU; each for one of them, in turn."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
     from megatron_cp_plugin.kernels import fused, fused_loss
