@@ -8,6 +8,8 @@ JOBS ?= 2
 SPREAD := -n $(JOBS) --dist loadscope --no-loadscope-reorder
 # How many tests run at a time on the GPU of `make test-gpu`: each compiles on a core of its own.
 GPU_JOBS ?= 12
+# What one process compiles the others of a run need not.
+unexport PYTHONDONTWRITEBYTECODE
 # Of `make fuzz`.
 MINUTES ?= 10
 EXAMPLES ?= 5

@@ -43,13 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 # Modules that take longest, which come first, so that no process is left alone with one at the end.
 # The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
 LONGEST = """
-    test_rollouts test_conformance integration/test_rollouts_in_megatron integration/test_training
-    integration/test_cut_batches integration/test_resume test_documented_commands
-    core/test_plans_of_before integration/test_packed_documents test_parity_matrix
-    integration/test_auto
+    test_conformance test_documents integration/test_cut_batches integration/test_training
+    integration/test_mistakes test_documented_commands integration/test_resume
+    integration/test_packed_documents test_parity_matrix test_invariance
+    integration/test_rollouts_in_megatron integration/test_auto
     integration/test_gated_delta_net integration/test_inputs test_benchmark_train
-    kernels/test_kernels test_documents integration/test_launch integration/test_latent_attention
-    integration/test_linear_models integration/test_mistakes integration/test_chunked_loss
+    kernels/test_kernels integration/test_launch integration/test_latent_attention
+    integration/test_linear_models integration/test_chunked_loss
     integration/test_endings test_convergence_long test_convergence_smoke
     algorithms/test_collective_conformance core/test_plan core/test_passes test_cli
 """.split()
