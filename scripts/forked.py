@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib
+import inspect
 import sys
 import warnings
 import weakref
@@ -32,6 +33,9 @@ def _import_megatron() -> None:
         "torch._dynamo",
     ):
         importlib.import_module(name)
+    # The process that passes on what a checkpoint's writers say would import all of this anew.
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    inspect.unwrap(writer.get_write_results_queue).__defaults__ = ("fork",)
     _read_sources()
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.harness.pretrain"]
