@@ -231,24 +231,10 @@ class Algorithm(ABC):
         placement = self.placement(shape, call.mask, phase)
         rectangular = call.kernel.rectangular_causal
         steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
-        exchange = self._exchange(placement, shape, phase)
         transport = self._transport(placement)
         slots = self.slots(shape, transport.topology.size)
         of_call = call, self.topology, transport, slots, self.overlap
-        return executor_of(placement, steps, exchange, *of_call)
-
-    def _exchange(self, placement: Placement, shape: Shape, phase: Phase) -> Plan | None:
-        """What this rank exchanges in its team that splits heads, if there is one.
-
-        A mask changes it by the number of head groups only: it is planned once for all masks.
-        """
-        if not isinstance(placement, HeadPlacement):
-            return None
-        any_mask = self.placement(shape, Mask(), phase)
-        assert isinstance(any_mask, HeadPlacement)
-        of_teams = replace(any_mask.of_teams, groups=placement.of_teams.groups)
-        same = replace(any_mask, of_teams=of_teams, exchanges=placement.exchanges)
-        return plan_of(same, shape.seq_len, Mask(), phase, True, self.topology.rank)
+        return executor_of(placement, steps, *of_call)
 
     def slots(self, shape: Shape, size: int) -> int:
         """How many blocks of others a rank holds at most, over peer memory.

@@ -156,12 +156,22 @@ def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
 class _Partials:
     """Partials that wait, in the order in which they came: of rows that no two of them share, or
     two that do. Where each row is written once, it can be written in the final dtype.
+
+    Attributes:
+        empty: there is no partial yet.
+        borrowed: what waits may be changed after the next `add` or `settle`.
     """
 
     _waiting: list[Partial]
     _start = _stop = 0  # between which their rows are
     _paired = False
     empty = True
+    borrowed = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a partial of all rows would be kept as it is."""
+        return self.empty
 
     def _fits(self, rows: SomeRows) -> bool:
         """Whether rows lie outside of all that wait; only of slices this is known."""
@@ -191,8 +201,6 @@ class Accumulator(_Partials):
     nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
     -inf.
     The first partial may be written to.
-
-    Attributes: empty: there is no partial yet.
     """
 
     def __init__(
@@ -210,31 +218,26 @@ class Accumulator(_Partials):
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
-        self._borrowed = False
 
     def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
         """Where the result will be, if the first partial, of so many rows, can be there."""
         return self._place if self.empty and rows == self._like.shape[1] else None
 
-    def add(self, rows: SomeRows, out: Tensor, lse: Tensor, *, borrowed: bool = False) -> None:
-        """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows].
-
-        Args: borrowed: it may be changed after the next `add` or `settle`.
-        """
+    def add(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
+        """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
         self.empty = False
         if self._waiting and not self._fits(rows):
             self._merge_waiting()
         self._wait(rows, (out, lse))
-        self._borrowed |= borrowed
 
     def settle(self) -> None:
         """Merges what waits, if some of it is borrowed."""
-        if self._borrowed:
+        if self.borrowed:
             self._merge_waiting()
 
     def _merge_waiting(self) -> None:
         """Merges what waits into the total, which is wide from the second one on."""
-        self._borrowed = False
+        self.borrowed = False
         for rows, (out, lse) in self._taken():
             whole = isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
             if self._total is None and whole:

@@ -168,6 +168,8 @@ def test_helpers_may_send_results_while_their_owner_computes(
 class _Late(HelpedPlacement):
     """Rank 2 of 3 is helped in step 1 and in step 3; in between nothing comes for any rank."""
 
+    cyclic = False
+
     def place(self, query: int, key: int) -> Iterator[Place]:
         helpers = {(2, 0): Place(0, 1), (2, 1): Place(1, 3)}
         yield helpers.get((query, key), Place(query, (query - key) % self.size))

@@ -221,7 +221,8 @@ def test_partials_of_other_rows_are_merged_where_the_output_is(counted):
     total = Accumulator(own[0], 8)
     total.add(slice(0, tokens), own[0].clone(), own[1].clone())
     total.add(slice(32, tokens), *later)
-    total.add(half, *earlier, borrowed=True)
+    total.add(half, *earlier)
+    total.borrowed = True
     out, lse = total.result()
     assert counted.asked == [("merge", torch.bfloat16, 32)] * 2
     merged = torch.empty_like(own[0]), torch.empty_like(own[1])
@@ -234,7 +235,8 @@ def test_borrowed_partials_of_other_rows_are_merged_in_time():
     q = torch.zeros(1, 4, 1, 2)
     total = Accumulator(q, 2)
     parts = [(torch.full((1, 2, 1, 2), float(i)), torch.zeros(1, 1, 2)) for i in (1, 2)]
-    total.add(slice(2, 4), *parts[0], borrowed=True)
+    total.add(slice(2, 4), *parts[0])
+    total.borrowed = True
     total.add(slice(0, 2), *parts[1])
     total.settle()
     parts[0][0].fill_(torch.nan)

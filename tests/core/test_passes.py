@@ -162,7 +162,7 @@ def test_what_came_first_is_not_overwritten_by_what_comes_next(rows: Rows) -> No
     for out in outs:  # of equal lse: their mean
         total.settle()
         buffer[0].copy_(out)
-        passes._merge(total, passes.Packed(rows, buffer), ((0, 4),), lent=True)
+        passes._add(total, passes.Packed(rows, buffer), ((0, 4),), lent=True)
     out, _ = total.result()
     ((start, stop),) = rows
     assert relative_error(out[:, start:stop], sum(outs) / 3) < 1e-12

@@ -1,17 +1,8 @@
-"""One loop for every algorithm: cast, compute, reduce; and how its messages are sent.
-
-A rank goes through the rounds of its program, and in each round through its steps. In a step it
-waits for the blocks of other ranks that it needs and posts those of the next steps (cast), computes
-while they travel (compute), merges or adds the results that came for its base blocks, and sends its
-results for the blocks of other ranks (reduce). The base blocks of a round come from the rank's
-team, and their results go back to the team after it: while a round computes, the base blocks of the
-next one come, and the results of the one before leave. Without teams there is one round, and the
-base blocks are the rank's own tokens.
+"""A rank's part of a pass of attention for all calls that are alike, and how its messages are sent.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -20,27 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.rows import (
-    packed,
-    token_dim,
-)
-from megatron_cp_plugin.core.call import Call, HeadGroup
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.execution.passes import (
-    Backward,
-    Forward,
-    Packed,
-    Pass,
-    Teams,
-    expected,
-)
+from megatron_cp_plugin.core.execution.passes import Backward, Channels, Forward, Teams
 from megatron_cp_plugin.core.execution.program import (
-    BlockId,
-    Exchange,
-    Message,
     Program,
-    Step,
     all_exchanges,
     exchanging_program,
     program,
@@ -50,49 +25,30 @@ from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
     Named,
     TeamChannels,
-    Tensors,
-    Waits,
     gathering_teams,
 )
-from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.check import PlanError, check_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
-    PER_HEAD,
     QUERIES,
-    SIDE_OF,
     Plan,
     Side,
-    TensorNames,
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.tiles import Tile
+from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 
 Saved = tuple[Tensor, ...]
-# The messages of a round, by the names of their tensors, and functions that wait for these.
-Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
 _GRADIENTS = ("dq", "dk", "dv")
 Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
-
-
-class Channels(NamedTuple):
-    """Where messages go: inputs of computations, and results; those that may take several steps
-    on channels of their own, so that no other waits for them.
-    """
-
-    inputs: Communicator
-    results: Communicator
-    slow_inputs: Communicator
-    slow_results: Communicator
 
 
 def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
@@ -261,20 +217,6 @@ def _fits(plan: Plan, slots: int) -> bool:
     return True
 
 
-class Posted(NamedTuple):
-    """Messages under way.
-
-    Attributes:
-        pending: the operation.
-        arriving: what comes, and the buffers of its tensors.
-        sends: tensors that must live until the operation is done, and their destinations.
-    """
-
-    pending: Pending[None]
-    arriving: tuple[tuple[Message, Tensors], ...]
-    sends: list[tuple[Tensor, int]]
-
-
 @dataclass(frozen=True, eq=False)
 class Executor:
     """One rank's part of one pass, for all calls with equal settings and shapes.
@@ -300,8 +242,6 @@ class Executor:
     teams: Teams = field(default_factory=dict)
     filled: PaddedHeads | None = None
     keep: bool = False
-    # Kernel calls of tasks, made when each is first computed, beside the computation before it.
-    _calls: dict[Batches, tuple[Tile | Batch, ...]] = field(default_factory=dict, init=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
         """Attention of the local queries over all keys.
@@ -321,8 +261,9 @@ class Executor:
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
             own = _filled(self.filled, own)
-        work = Forward(self.call, self.program, self.teams, own, keep=self.keep)
-        self.follow(work)
+        channels = None if self.way is None else self.transport.channels(self.way)
+        work = Forward(self.call, self.program, self.teams, channels, own, keep=self.keep)
+        work.run(overlap=self.overlap)
         out, lse = work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
@@ -355,8 +296,10 @@ class Executor:
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
         retained = () if self.keep else tuple(rest)
-        work = Backward(self.call, self.program, self.teams, own, like, kept, retained)
-        self.follow(work)
+        channels = None if self.way is None else self.transport.channels(self.way)
+        of_all = self.call, self.program, self.teams, channels
+        work = Backward(*of_all, own, like, kept, retained)
+        work.run(overlap=self.overlap)
         dq, dk, dv = work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
@@ -388,64 +331,10 @@ class Executor:
         """Whether the team gets delta in place of out."""
         return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
 
-    def follow(self, work: Pass) -> None:
-        """Runs a pass through all rounds and steps of the program."""
-        run, rounds = _Run(self, work), self.program.rounds
-        calls, forward = self._calls, self.plan.phase == "forward"
-        coming = run.arrive(0) if self.teams else None
-        leaving: Waits = []
-        for number, part in enumerate(rounds):
-            base = work.own if coming is None else run.base(number, coming)
-            # The memory of what came is free before more comes: `base` may be an ordered copy.
-            if number + 1 < len(rounds):
-                coming = run.arrive(number + 1)
-            work.begin(part, base)
-            del base
-            for step in part.steps:
-                if step.first:
-                    work.open(step, strided=run.strided)
-                # Cast: waits for the blocks of this step, and posts those of the next steps.
-                if step.number in run.inputs:
-                    run.take_inputs(step.number)
-                if self.overlap and step.inputs:
-                    run.post_inputs(step)
-                if self.overlap and step.results:
-                    run.expect_results(step)
-                for task in step.tasks:
-                    operands = work.operands(task, run.held.get(task.query), run.held.get(task.key))
-                    if task.work not in calls:
-                        calls[task.work] = task.work.calls(
-                            packed=self.call.packed, gaps=self.call.kernel.gaps, forward=forward
-                        )
-                    work.compute(*operands, calls[task.work], self.call)
-                    if task.rows is not None:
-                        work.leave(task.rows, operands[0])
-                    del operands
-                # Reduce: adds the results of other ranks, and sends results for their blocks.
-                if step.last or step.results or step.number in run.results:
-                    run.reduce(step)
-                if not self.overlap:
-                    run.take_results()
-                    run.post_inputs(step)
-                for block in step.dropped:
-                    del run.held[block]
-            if self.teams:
-                if run.results:
-                    run.take_results()
-                posted = work.end()
-                while leaving:
-                    leaving.pop(0)()
-                leaving = posted
-        if run.results:
-            run.take_results()
-        while leaving:
-            leaving.pop(0)()
-
 
 def executor_of(
     placement: Placement,
     steps: Plan,
-    exchange: Plan | None,
     call: Call,
     topology: Topology,
     transport: Transport,
@@ -456,7 +345,6 @@ def executor_of(
 
     Args:
         steps: its plan; if teams split heads, the plan between teams.
-        exchange: if teams split heads, a plan that has this rank's exchanges in its team.
         transport: sends the messages of the steps, with so many `slots`; see `Transport.way`.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
@@ -469,12 +357,11 @@ def executor_of(
     parts = program(steps, transport.topology.rank, call.kernel.windows)
     teams, filled, keep = {}, None, False
     if channels and isinstance(placement, HeadPlacement):
-        assert exchange is not None
-        members, _, inward, outward = channels[QUERIES]
+        (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
         order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
         team = ExchangingTeam(inward, outward, order)
         teams, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
-        parts = exchanging_program(parts, exchange, topology.rank, members, placement.exchanges)
+        parts = exchanging_program(parts, exchange)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
@@ -489,189 +376,3 @@ def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
         for name, x in tensors.items()
     }
-
-
-class _Run:
-    """One rank's run of a program: the blocks that it holds, and the messages under way.
-
-    Attributes:
-        held: blocks of other ranks that the rank has.
-        inputs, results: messages under way, by the step that needs them.
-        strided: messages may be slices of all heads.
-    """
-
-    def __init__(self, of: Executor, work: Pass) -> None:
-        self._parts, self._work = of.program, work
-        self._teams, self._relay = of.teams, of.plan.relay
-        self._retains = of.plan.phase == "forward"
-        self._shared: dict[str, Tensor] = {}  # gathered tensors that a later round may still use
-        self.held: dict[BlockId, Tensors] = {}
-        retained = of.program.retained
-        if retained is not None and not self._retains:
-            self.held[retained] = work.retained
-        self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # How many events the base block of a side, of a group of heads, waits for: results of other
-        # ranks, and its last step. By the first query head of the group.
-        self._missing: dict[tuple[int, Side], int] = {}
-        self._complete: list[tuple[HeadGroup, Side]] = []  # those that wait for nothing any more
-        self.inputs: dict[int, list[Posted]] = {}
-        self.results: dict[int, list[Posted]] = {}
-        self.strided = True
-        if of.way is not None:
-            self._channels = channels = of.transport.channels(of.way)
-            self.strided = channels.inputs.strided and channels.slow_inputs.strided
-            work.lent = channels.results.lends
-            for of_results, exchange in of.program.receivable:
-                channel = channels.results if of_results else channels.inputs
-                channel.reserve([x for each in expected(exchange, *work.sizes) for x in each])
-            for (of_results, slow), count in of.program.idle.items():
-                channels[2 * slow + of_results].skip(count)
-
-    def arrive(self, number: int) -> Coming:
-        """Posts the gathers of a round."""
-        return [
-            (
-                message,
-                self._teams[SIDE_OF[message[0]]].gather(message, self._work.own, one.part),
-            )
-            for one in self._parts.rounds[number].inputs
-            for message in one.messages
-        ]
-
-    def base(self, number: int, coming: Coming) -> Named:
-        """Tensors of a round's base blocks: the team's, of `coming`, or the own."""
-        while coming:
-            message, wait = coming.pop(0)
-            self._shared.update(zip(message, wait(), strict=True))
-            del wait
-        heads, of_part = self._parts.rounds[number].base
-        held = {**self._work.kept_of[number]} if self._work.kept_of else {}
-        for name, x in self._work.own.items():
-            some = of_part[name]
-            if name not in self._shared:
-                held[name] = x if some is None else x[some]
-            elif name in PER_HEAD:  # of all heads
-                rows = self._shared[name]
-                held[name] = (rows if some is None else rows[some]).contiguous()
-            elif heads.last or name not in OF_KEYS:
-                held[name] = self._shared.pop(name)
-            else:
-                held[name] = self._shared[name]
-        return held
-
-    def take_inputs(self, step: int) -> None:
-        """Waits for the blocks that a step needs."""
-        for posted in self.inputs.pop(step):
-            posted.pending.wait()
-            posted.sends.clear()
-            for message, tensors in posted.arriving:
-                self.held[message.block] = tensors
-
-    def post_inputs(self, step: Step) -> None:
-        """Posts the sends and receives of the blocks that the next steps need."""
-        for exchange in step.inputs:
-            channel = self._channels.slow_inputs if exchange.slow else self._channels.inputs
-            self.inputs.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-
-    def expect_results(self, step: Step) -> None:
-        """Lets other ranks send results while this rank computes, if no results are under way."""
-        for exchange in step.results:
-            if exchange.receives and not exchange.slow and not self.results:
-                if self._work.waits:
-                    self._work.settle()
-                self._channels.results.expect(exchange.sources)
-
-    def reduce(self, step: Step) -> None:
-        """Adds the results that a step needs, and posts the results for blocks of others."""
-        retained = self._parts.retained
-        if step.last and retained is not None and self._retains:
-            held = self.held[retained]
-            if self._channels.inputs.lends:  # the next call's messages take this memory
-                held = tuple([x.clone() for x in held])
-            self._work.retained = held
-        if step.last:
-            for side in self._work.sides:
-                if self._note(step.heads, side):
-                    self._complete.append((step.heads, side))
-        if step.number in self.results:
-            self._take_results(step.number)
-        for exchange in step.results:
-            if exchange.receives and self._work.waits:
-                self._work.settle()
-            channel = self._channels.slow_results if exchange.slow else self._channels.results
-            self.results.setdefault(exchange.needed, []).append(self._post(channel, exchange))
-        if self._complete:
-            self._close()
-
-    def take_results(self) -> None:
-        """Waits for all results that are under way, and adds them to the sums."""
-        for needed in sorted(self.results):
-            self._take_results(needed)
-        if self._complete:
-            self._close()
-
-    def _take_results(self, step: int) -> None:
-        """Waits for the results that a step needs, and adds them to the sums."""
-        for posted in self.results.pop(step):
-            posted.pending.wait()
-            posted.sends.clear()
-            for (move, (owner, side), _), tensors in posted.arriving:
-                if owner != self._parts.own[side]:
-                    self._partial_sums[owner, side] = Packed(move.block.rows, tensors)
-                    continue
-                complete = self._note(move.heads, side)
-                if complete and self._relay:  # added in the pass that writes the results
-                    self._work.close(move.heads, side, Packed(move.block.rows, tensors))
-                    continue
-                self._work.accept(move, tensors)
-                if complete:
-                    self._complete.append((move.heads, side))
-
-    def _note(self, heads: HeadGroup, side: Side) -> bool:
-        """Notes that results for a base block came, or that its last step is done: is it complete?
-
-        A mask may shorten a relay, so that the last results come before the last step.
-        """
-        group = heads.q.start, side
-        missing = self._missing.get(group)
-        if missing is None:
-            missing = self._parts.awaited.get(group, 0) + 1
-        self._missing[group] = missing - 1
-        return missing == 1
-
-    def _close(self) -> None:
-        """Closes base blocks that wait for nothing any more."""
-        for heads, side in self._complete:
-            self._work.close(heads, side, None)
-        self._complete.clear()
-
-    def _post(self, channel: Communicator, exchange: Exchange) -> Posted:
-        strided = channel.strided
-        sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, strided)]
-        described = expected(exchange, *self._work.sizes)
-        device = self._work.q.device
-        buffers = channel.buffers([tensor for each in described for tensor in each], device)
-        arriving, start = [], 0
-        for message, each in zip(exchange.receives, described, strict=True):
-            arriving.append((message, buffers[start : start + len(each)]))
-            start += len(each)
-        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        posted = Posted(channel.exchange(sends, receives), tuple(arriving), sends)
-        if exchange.idle:
-            channel.skip(exchange.idle)
-        return posted
-
-    def _sent(self, message: Message, strided: bool) -> Sequence[Tensor]:
-        move, block, result = message
-        rows = move.block.rows
-        if result:
-            held = self._parts.rows[block]
-            return self._work.results_for(message, held, self._partial_sums.pop(block, None))
-        if block in self.held:
-            held, tensors = self._parts.rows[block], self.held[block]
-        else:
-            tensors = self._work.keys if block[1] else self._work.queries
-            held = ((0, tensors[0].shape[1]),)
-        if rows == held and all(map(Tensor.is_contiguous, tensors)):
-            return tensors
-        return [packed(x, token_dim(x), rows, held, strided=strided) for x in tensors]

@@ -29,6 +29,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     during,
 )
+from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.
@@ -77,6 +78,17 @@ class Operation(NamedTuple):
     names: TensorNames
     part: SomeHeads
     wide: bool
+
+    @classmethod
+    def of(
+        cls,
+        messages: tuple[TensorNames, ...],
+        heads: HeadGroup,
+        whole: HeadGroup,
+        wide: bool = False,
+    ) -> Self:
+        """Args: heads: those that travel. whole: all heads of the tensors."""
+        return cls(messages, sum(messages, ()), SomeHeads.of(heads, whole), wide)
 
 
 class Task(NamedTuple):
@@ -201,6 +213,7 @@ class Program:
         rows: rows of other ranks' blocks that this rank has, by block.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
+        relay: results for a block go from rank to rank.
         idle: how many exchanges are left out before the first one of a channel, by whether it
             carries results and whether it is slow.
     """
@@ -215,6 +228,7 @@ class Program:
     receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
+    relay: bool = False
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
 
@@ -256,6 +270,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
         rows,
         all_exchanges(plan)[0],
+        relay=plan.relay,
     )
 
 
@@ -308,7 +323,7 @@ def gathering_program(
         # gradient if that part sees all.
         found = tuple(sorted(found, key=lambda x: -int(x.work.tiles.kv.stop.max(initial=0))))
     block = (rank, QUERIES), (rank, KEYS)
-    rounds = _rounds(plan, rank, None, plan.groups)
+    rounds = _rounds(plan, rank, plan.groups)
     steps = (
         # Not `last`: results of tasks leave as they are.
         Step(step, heads, tasks=tuple(Task(*block, x.work, heads, x.rows) for x in found))
@@ -323,27 +338,24 @@ def gathering_program(
     )
 
 
-def exchanging_program(
-    steps: Program,
-    plan: Plan,
-    rank: int,
-    members: tuple[int, ...],
-    exchanges: Sequence[tuple[HeadGroup, int]],
-) -> Program:
-    """What `rank` does with the tokens of its team, for its share of the heads.
+def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
+    """What a rank does with the tokens of its team, for its share of the heads.
 
     Args:
         steps: what the rank does between teams, in one round.
-        plan: a plan of `rank` with the exchanges in its team; any mask will do.
-        members: ranks of its team.
-        exchanges: as in `HeadPlacement`.
+        exchange: what its team exchanges.
     """
-    (inner,), found, start = steps.rounds, list[Round](), 0
+    (inner,), exchanges, found, start = steps.rounds, exchange.placement.exchanges, [], 0
     each = len(inner.steps) // sum(count for _, count in exchanges)
-    rounds = _rounds(plan, rank, members, tuple(heads for heads, _ in exchanges))
-    for one, (heads, count) in zip(rounds, exchanges, strict=True):
+    whole = together([heads for heads, _ in exchanges])
+    for index, (heads, count) in enumerate(exchanges):
         within = inner.steps[start : start + count * each]
-        found.append(one._replace(steps=tuple(_within(step, heads, count) for step in within)))
+        inputs, results = (
+            [Operation.of(messages, some, whole) for messages, some in named]
+            for named in (exchange.inputs(heads, index), exchange.results(heads))
+        )
+        part = Round(SomeHeads.of(heads, whole), tuple(inputs), {x.names: x for x in results}, ())
+        found.append(part._replace(steps=tuple(_within(step, heads, count) for step in within)))
         start += count * each
     return replace(steps, rounds=tuple(found))
 
@@ -359,31 +371,19 @@ def _within(step: Step, base: HeadGroup, count: int) -> Step:
     return step._replace(within=replace(step.heads, q=q, kv=kv))
 
 
-@lru_cache(maxsize=64)  # where teams split heads the same for all masks
-def _rounds(
-    plan: Plan, rank: int, members: tuple[int, ...] | None, groups: tuple[HeadGroup, ...]
-) -> tuple[Round, ...]:
-    """Rounds without their steps, one for each group of heads.
-
-    Args: members: ranks of the team of the plan; None: every move of the rank goes to a team.
-    """
+def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round, ...]:
+    """Rounds without their steps, one for each group of heads, of what a rank sends to teams."""
     whole = together(groups)
     found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
     last: tuple[object, ...] | None = None
-    # In a team that splits heads, results leave some steps after the last one.
-    for move in during(plan) if members is None else plan.moves:
+    for move in during(plan):
         kind = move.messages, move.heads, move.wide
         # Most moves equal the move before in all but the block.
-        if (
-            kind == last
-            or move.source != rank
-            or (members is not None and move.target not in members)
-        ):
+        if kind == last or move.source != rank:
             continue
         last, group = kind, move.heads if move.heads in groups else groups[0]
-        names = tuple(name for message in move.messages for name in message)
-        operation = Operation(move.messages, names, SomeHeads.of(move.heads, whole), move.wide)
-        found.setdefault((group, move.result), {})[kind] = operation
+        of_group = found.setdefault((group, move.result), {})
+        of_group[kind] = Operation.of(*kind[:2], whole, move.wide)
     return tuple(
         Round(
             SomeHeads.of(group, whole),

@@ -127,8 +127,8 @@ class Batches:
     def __init__(self, tiles: TileTable, heads: int) -> None:
         """Args: heads: query heads that are computed at a time."""
         self.tiles, self._heads = tiles, heads
-        self._calls: dict[tuple[bool, bool, bool], tuple[KernelCall, ...]] = {}
 
+    @lru_cache(maxsize=1024)  # noqa: B019  (all layers ask for the same)
     def calls(
         self, *, packed: bool, gaps: bool = False, forward: bool = False
     ) -> tuple[KernelCall, ...]:
@@ -137,16 +137,9 @@ class Batches:
         Args: packed: by a kernel that packs; else a call each. gaps: it takes sequences with others
             between them. forward: results are for queries only.
         """
-        way = packed, gaps, forward
-        if way not in self._calls:
-            several = packed and len(self.tiles.joined) > 1
-            found = (
-                _packed(self.tiles, self._units, self._heads, gaps, forward)
-                if several
-                else _singly(self.tiles)
-            )
-            self._calls[way] = tuple(found)
-        return self._calls[way]
+        if packed and len(self.tiles.joined) > 1:
+            return tuple(_packed(self.tiles, self._units, self._heads, gaps, forward))
+        return tuple(_singly(self.tiles))
 
     @cached_property
     def _units(self) -> tuple["_Units", ...]:

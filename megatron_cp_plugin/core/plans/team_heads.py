@@ -9,7 +9,6 @@ from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
-    PER_HEAD,
     RESULTS,
     Block,
     Compute,
@@ -20,6 +19,8 @@ from megatron_cp_plugin.core.plans.plan import (
     Time,
 )
 
+Exchanged = tuple[tuple[TensorNames, ...], HeadGroup]  # messages, and the heads of their tensors
+
 
 class TeamHeads:
     """Makes the plan of ranks from that of teams.
@@ -28,7 +29,7 @@ class TeamHeads:
         theirs.
     """
 
-    def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None) -> None:
+    def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None = None) -> None:
         """Args: of_teams: the teams' plan, each as if it were one rank; of that of the rank alone
         if the plan is of one rank. rank: as of `plan_of`.
         """
@@ -93,11 +94,10 @@ class TeamHeads:
             start, last = starts[index], starts[index + 1] - 1 + late
             before = starts[index - 1] if index else -1
             after = max(last + 1, starts[index + 2] - 1 if index + 2 < len(starts) else 0)
-            for messages in self._inputs(group, index):
-                heads = of_teams.heads if messages[0][0] in PER_HEAD else group
+            for messages, heads in self.inputs(group, index):
                 yield from self._all_to_all(before, start, messages, heads)
-            for messages in self._results(group):
-                yield from self._all_to_all(last, after, messages, group)
+            for messages, heads in self.results(group):
+                yield from self._all_to_all(last, after, messages, heads)
 
     def kept(self) -> Iterator[Kept]:
         if self.of_teams.phase == "backward" and self.placement.keep:
@@ -111,24 +111,27 @@ class TeamHeads:
     def _block(self, block: Block) -> Block:
         return block._replace(owners=self._members(block.owners))
 
-    def _inputs(self, group: HeadGroup, index: int) -> Iterator[tuple[TensorNames, ...]]:
+    def inputs(self, group: HeadGroup, index: int) -> Iterator[Exchanged]:
+        """What is exchanged before a group of heads, the `index`-th, is computed."""
         again = self.of_teams.phase == "forward" or not self.placement.keep
         if self.of_teams.phase == "backward":
             if not index:
-                yield (("delta",), ("lse",)) if again else (("delta",),)
-            yield (("dout",),)
+                rows = (("delta",), ("lse",)) if again else (("delta",),)
+                yield rows, self.of_teams.heads
+            yield (("dout",),), group
         if again:
-            yield (("q",),)
+            yield (("q",),), group
             if group.first:
-                yield (("k",), ("v",))
+                yield (("k",), ("v",)), group
 
-    def _results(self, group: HeadGroup) -> Iterator[tuple[TensorNames, ...]]:
+    def results(self, group: HeadGroup) -> Iterator[Exchanged]:
+        """What is exchanged after it."""
         if self.of_teams.phase == "forward":
-            yield (("out",), ("lse",))
+            yield (("out",), ("lse",)), group
             return
-        yield (("dq",),)
+        yield (("dq",),), group
         if group.last:
-            yield (("dk",), ("dv",))
+            yield (("dk",), ("dv",)), group
 
     def _all_to_all(
         self, posted: int, needed: int, messages: tuple[TensorNames, ...], heads: HeadGroup
