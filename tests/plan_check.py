@@ -16,9 +16,13 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.rows import between
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side
 from megatron_cp_plugin.core.tiles import Mask, Tile
+
+
+class PlanError(Exception):
+    """A plan that computes something else than attention, or never ends."""
+
 
 At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads
 

@@ -3,19 +3,17 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.execution.passes import Backward, Channels, Forward, Teams
+from megatron_cp_plugin.core.execution.passes import Backward, Channels, Forward, RankPart
 from megatron_cp_plugin.core.execution.program import (
-    Program,
     all_exchanges,
     exchanging_program,
     program,
@@ -29,7 +27,7 @@ from megatron_cp_plugin.core.execution.team import (
 )
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
-from megatron_cp_plugin.core.plans.check import PlanError, check_slots
+from megatron_cp_plugin.core.plans.check import fits_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -46,7 +44,6 @@ from megatron_cp_plugin.errors import ConfigError
 Saved = tuple[Tensor, ...]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
-_GRADIENTS = ("dq", "dk", "dv")
 Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
@@ -108,7 +105,6 @@ class Transport:
         Raises: ConfigError if copy engines are wanted where there are none.
         """
         self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
-        self._connected: set[Way] = set()
         if wanted == "peer" and topology.size > 1 and not topology.peer_access:
             raise ConfigError(
                 f"{algorithm} transport peer needs GPUs of one node with access to each other's "
@@ -145,25 +141,19 @@ class Transport:
         """
         if not sends(plan):
             return None
-        return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+        way = Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+        for channel in self.channels(way):
+            channel.connect()
+        return way
 
     def channels(self, way: Way) -> Channels:
         """Those for the messages of a plan."""
-        (inputs, results, *slow), slots = way
-        if slots is not None:
-            # Results are added before the next ones come.
-            fast = [
-                self.topology.peer_channel(inputs, slots),
-                self.topology.peer_channel(results, 1),
-            ]
-        else:
-            fast = [self.topology.channel(inputs), self.topology.channel(results)]
-        between = [self.topology.channel(name) for name in slow]
-        if way not in self._connected:
-            for channel in (*fast, *between):
-                channel.connect()
-            self._connected.add(way)
-        return Channels(*fast, *(between or fast))
+        topology, (inputs, results, *slow), slots = self.topology, *way
+        if slots is None:
+            fast = topology.channel(inputs), topology.channel(results)
+        else:  # results are added before the next ones come
+            fast = topology.peer_channel(inputs, slots), topology.peer_channel(results, 1)
+        return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
 
     def _names(self, plan: Plan) -> list[str]:
         """Channels of inputs and results, and of those that may take several steps."""
@@ -175,7 +165,7 @@ class Transport:
         if not self.pushes:
             return False
         _, one_peer, _ = all_exchanges(plan)
-        possible = one_peer and _fits(plan, slots)
+        possible = one_peer and fits_slots(plan, slots)
         if not possible and self._wanted == "peer":
             raise ConfigError(
                 f"{self._algorithm} transport peer needs each rank to exchange with one other at "
@@ -206,40 +196,20 @@ def redistribute(topology: Topology, plan: Plan, a: Tensor, b: Tensor) -> tuple[
     return a, b
 
 
-@lru_cache(maxsize=256)
-def _fits(plan: Plan, slots: int) -> bool:
-    """Whether no rank needs a block that came by copy engines after its slot is given on."""
-    fast = tuple(move for move in plan.moves if move.needed == move.posted + 1)
-    try:
-        check_slots(replace(plan, moves=fast), slots)
-    except PlanError:
-        return False
-    return True
-
-
 @dataclass(frozen=True, eq=False)
-class Executor:
+class Executor(RankPart):
     """One rank's part of one pass, for all calls with equal settings and shapes.
 
     Attributes:
         plan: the plan of the steps.
-        program: what this rank does in the steps.
-        transport, way: how messages of the steps are sent; `way` is None if there are none.
-        teams: teams of queries and of keys; without teams, the base blocks are the
-            rank's own.
+        transport: how messages of the steps are sent.
         filled: the heads with added zero heads, if teams need more heads than the call has.
         keep: the base blocks stay in memory for the backward.
-        overlap: false waits for each message where it is posted, for measurements.
     """
 
-    call: Call
     plan: Plan
-    program: Program
     topology: Topology
     transport: Transport
-    overlap: bool
-    way: Way | None = None
-    teams: Teams = field(default_factory=dict)
     filled: PaddedHeads | None = None
     keep: bool = False
 
@@ -261,9 +231,8 @@ class Executor:
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
             own = _filled(self.filled, own)
-        channels = None if self.way is None else self.transport.channels(self.way)
-        work = Forward(self.call, self.program, self.teams, channels, own, keep=self.keep)
-        work.run(overlap=self.overlap)
+        work = Forward(self, own, keep=self.keep)
+        work.run()
         out, lse = work.out, work.lse
         if self.filled is not None:
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
@@ -296,10 +265,8 @@ class Executor:
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
         retained = () if self.keep else tuple(rest)
-        channels = None if self.way is None else self.transport.channels(self.way)
-        of_all = self.call, self.program, self.teams, channels
-        work = Backward(*of_all, own, like, kept, retained)
-        work.run(overlap=self.overlap)
+        work = Backward(self, own, like, kept, retained)
+        work.run()
         dq, dk, dv = work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
@@ -310,15 +277,12 @@ class Executor:
 
     def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
         """Empty dq, dk and dv of the own tokens."""
-        if self.filled is None and not self.keep:  # keys may be those of another rank
-            pairs = zip(_GRADIENTS, (q, k, v), strict=True)
-            return {name: torch.empty_like(x) for name, x in pairs}
         heads = [x.shape[2] for x in (q, k, v)]
         if self.filled is not None:
             heads = [self.filled.heads, *[self.filled.sent_kv_heads] * 2]
         return {
-            name: dout.new_empty((*dout.shape[:2], number, x.shape[3]))
-            for name, number, x in zip(_GRADIENTS, heads, (q, k, v), strict=True)
+            name: dout.new_empty((len(dout), x.shape[1], number, x.shape[3]))
+            for name, number, x in zip(("dq", "dk", "dv"), heads, (q, k, v), strict=True)
         }
 
     @cached_property
@@ -349,25 +313,26 @@ def executor_of(
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
-    common = topology, transport, overlap
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
-        return Executor(call, steps, parts, *common, teams=teams)
+        return Executor(call, parts, teams, overlap, None, steps, topology, transport)
     way = transport.way(steps, slots)
     parts = program(steps, transport.topology.rank, call.kernel.windows)
-    teams, filled, keep = {}, None, False
+    filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
         (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
         order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
         team = ExchangingTeam(inward, outward, order)
-        teams, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
+        of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
         parts = exchanging_program(parts, exchange)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
     if way is not None and way.slots is None:
         parts = without_idle(parts)
-    return Executor(call, steps, parts, *common, way, teams, filled, keep)
+    open_channels = None if way is None else partial(transport.channels, way)
+    common = open_channels, steps, topology, transport
+    return Executor(call, parts, of_heads, overlap, *common, filled, keep)
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

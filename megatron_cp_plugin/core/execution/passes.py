@@ -14,6 +14,7 @@ values.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from typing import ClassVar, NamedTuple
@@ -45,6 +46,7 @@ from megatron_cp_plugin.core.execution.program import (
 from megatron_cp_plugin.core.execution.tasks import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.execution.team import (
     Departure,
+    ExchangingTeam,
     GatheringTeam,
     Named,
     Team,
@@ -85,6 +87,23 @@ class Channels(NamedTuple):
     results: Communicator
     slow_inputs: Communicator
     slow_results: Communicator
+
+
+@dataclass(frozen=True, eq=False)
+class RankPart:
+    """What a rank does in a pass, for all calls that are alike.
+
+    Attributes:
+        teams: of queries and of keys; without teams, the base blocks are the rank's own.
+        overlap: false waits for each message where it is posted, for measurements.
+        channels: gives those of messages from rank to rank; None: there are no messages.
+    """
+
+    call: Call
+    program: Program
+    teams: Teams
+    overlap: bool
+    channels: Callable[[], Channels] | None
 
 
 class Packed(NamedTuple):
@@ -140,22 +159,10 @@ class Pass(ABC):
     _round: Round
     retained: Tensors = ()
 
-    def __init__(
-        self,
-        call: Call,
-        program: Program,
-        teams: Teams,
-        channels: Channels | None,
-        own: Named,
-        like: tuple[Tensor, Tensor],
-    ) -> None:
-        """Args:
-        channels: of messages from rank to rank; None: there are none.
-        own: tensors of the rank's tokens.
-        like: tensors that give the batch, the head dims and the dtype of q and v.
-        """
-        q, v = like
-        self._call, self._program, self._teams, self.own = call, program, teams, own
+    def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
+        """Args: own: of the rank's tokens. q, v: give the batch, the head dims and the dtype."""
+        self._call, self._program, self._teams = part.call, part.program, part.teams
+        self._overlap, self.own = part.overlap, own
         self._sizes = len(q), q.shape[3], v.shape[3], q.dtype
         self._wide = accumulation_dtype(q.dtype)
         self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
@@ -172,17 +179,18 @@ class Pass(ABC):
         self._results: dict[int, list[Posted]] = {}
         self.lent = False
         self._strided = True  # messages may be slices of all heads
-        if channels is not None:
+        if part.channels is not None:
+            channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
-            for of_results, exchange in program.receivable:
+            for of_results, exchange in part.program.receivable:
                 room = [x for each in expected(exchange, *self._sizes) for x in each]
                 channels[of_results].reserve(room)
-            for (of_results, slow), count in program.idle.items():
+            for (of_results, slow), count in part.program.idle.items():
                 channels[2 * slow + of_results].skip(count)
 
-    def run(self, *, overlap: bool) -> None:
-        """Goes through all rounds and steps. Args: overlap: messages travel meanwhile."""
+    def run(self) -> None:
+        """Goes through all rounds and steps."""
         rounds, call, held = self._program.rounds, self._call, self._held
         way = {"packed": call.packed, "gaps": call.kernel.gaps, "forward": KEYS not in self.sides}
         coming = self._gather(rounds[0]) if self._teams else None
@@ -195,7 +203,7 @@ class Pass(ABC):
             self.begin(part, base)
             del base
             for step in part.steps:
-                self._cast(step, overlap=overlap)
+                self._cast(step)
                 for task in step.tasks:
                     operands = self.operands(task, held.get(task.query), held.get(task.key))
                     self.compute(*operands, task.work.calls(**way), call)
@@ -203,7 +211,7 @@ class Pass(ABC):
                         self.leave(task.rows, operands[0])
                     del operands
                 self._reduce(step)
-                if not overlap:
+                if not self._overlap:
                     self._take_results()
                     for exchange in step.inputs:
                         self._post(exchange, result=False)
@@ -220,7 +228,7 @@ class Pass(ABC):
         while leaving:
             leaving.pop(0)()
 
-    def _cast(self, step: Step, *, overlap: bool) -> None:
+    def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps."""
         if step.first:
             self.open(step)
@@ -229,7 +237,7 @@ class Pass(ABC):
             posted.sends.clear()
             for message, tensors in posted.arriving:
                 self._held[message.block] = tensors
-        if not overlap:
+        if not self._overlap:
             return
         for exchange in step.inputs:
             self._post(exchange, result=False)
@@ -374,11 +382,12 @@ class Pass(ABC):
         """Sends results for all rows of the base block where `_departure` sends those of some."""
         operation = self._round.results.get(names)
         if operation is not None:
-            return self._teams[SIDE_OF[names[0]]].send(operation, self._targets, tensors)
-        targets = self._round.base.named(names, self._targets)
-        for target, x in zip(targets, tensors, strict=True):
-            target.copy_(x)
-        return []
+            team = self._teams[SIDE_OF[names[0]]]
+            if isinstance(team, ExchangingTeam):
+                return team.send(operation, self._targets, tensors)
+        leaving = self._departure(*names)
+        leaving.add(slice(0, tensors[0].shape[1]), tensors)
+        return leaving.post()
 
     # What the passes sum
 
@@ -481,22 +490,13 @@ class Forward(Pass):
     out: Tensor
     lse: Tensor
 
-    def __init__(
-        self,
-        call: Call,
-        program: Program,
-        teams: Teams,
-        channels: Channels | None,
-        own: Named,
-        *,
-        keep: bool,
-    ) -> None:
+    def __init__(self, part: RankPart, own: Named, *, keep: bool) -> None:
         """Args: own: q, k and v of the rank's tokens. keep: base blocks stay for the backward."""
         q, v = own["q"], own["v"]
-        super().__init__(call, program, teams, channels, own, (q, v))
+        super().__init__(part, own, q, v)
         self.kept: list[Tensor] = []
         self._keep = keep
-        if teams:
+        if part.teams:
             out, lse = self._places(q, v)
             self._targets = {"out": out, "lse": lse}
         # Merges of the base block's outputs, by the first head of each group that is not closed.
@@ -602,22 +602,19 @@ class Backward(Pass):
 
     def __init__(
         self,
-        call: Call,
-        program: Program,
-        teams: Teams,
-        channels: Channels | None,
+        part: RankPart,
         own: Named,
         like: Named,
         kept_of: Sequence[Named],
         retained: Tensors,
     ) -> None:
         """Args: like: memory of dq, dk and dv; without teams `own`. Others: see Pass."""
-        of_q, of_v = like["dq" if teams else "q"], like["dv" if teams else "v"]
-        super().__init__(call, program, teams, channels, own, (of_q, of_v))
+        names = ("dq", "dv") if part.teams else ("q", "v")
+        super().__init__(part, own, *[like[name] for name in names])
         self.kept_of = kept_of
-        if program.retained is not None:
-            self._held[program.retained] = retained
-        if teams:
+        if part.program.retained is not None:
+            self._held[part.program.retained] = retained
+        if part.teams:
             self._targets = dict(like)
         # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups:
         # the heads' slice in the base block, and the sum of dq or of dk and dv.

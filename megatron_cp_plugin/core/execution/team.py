@@ -6,7 +6,6 @@ the next round come, and results of the last round leave.
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim, U ranks.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,9 +51,8 @@ from megatron_cp_plugin.core.tiles import NO_TILES
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
-Waits = list[
-    Callable[[], None]
-]  # functions to be called once, which wait for results and place them
+# Functions to be called once, which wait for results and place them.
+Waits = list[Callable[[], None]]
 
 
 class Departure:
@@ -77,37 +75,6 @@ class Departure:
         return []
 
 
-class Team(ABC):
-    """Ranks that gather each other's tensors over one channel, and send results over another.
-
-    Attributes: order: how the members' tokens are joined.
-    """
-
-    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
-        """Makes a team.
-
-        Args:
-            inward: channel of the inputs.
-            outward: channel of the results.
-            order: how the members' tokens are joined.
-        """
-        self.order = order
-        self._inward, self._outward = inward, outward
-
-    @abstractmethod
-    def gather(
-        self, message: TensorNames, given: Named, part: SomeHeads
-    ) -> Callable[[], Sequence[Tensor]]:
-        """Gathers tensors that travel as one: [B,S,heads,D] -> [B,T,heads,D], [B,H,S] -> [B,H,T].
-
-        Returns: a function that waits for the tensors; to be called once.
-        """
-
-    @abstractmethod
-    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        """Sends results for the team's tokens to their owners, to be written to `targets`."""
-
-
 class Travelling(NamedTuple):
     """The rows of this rank's tokens that travel, and its index in the team."""
 
@@ -119,11 +86,13 @@ class Travelling(NamedTuple):
         return (*blocks[: self.member], own, *blocks[self.member + 1 :])
 
 
-class GatheringTeam(Team):
+class GatheringTeam:
     """Every rank gets the tokens of all ranks, and computes a part of the results for all.
 
     If only some rows travel, `order` joins the rank's own tokens, all of them, and those rows of
     the other ranks.
+
+    Attributes: order: how the members' tokens are joined.
     """
 
     def __init__(
@@ -133,14 +102,22 @@ class GatheringTeam(Team):
         order: Assembly,
         travelling: Travelling | None = None,
     ) -> None:
-        """See Team. Args: travelling: the own rows that travel; None: all tokens travel."""
-        super().__init__(inward, outward, order)
+        """Args:
+        inward, outward: channels of inputs and of results.
+        travelling: the own rows that travel; None: all tokens travel.
+        """
+        self._inward, self._outward, self.order = inward, outward, order
         self._travelling = travelling
 
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
     ) -> Callable[[], Sequence[Tensor]]:
-        """See Team.gather; tensors travel and are put in order as one."""
+        """Gathers tensors, which travel and are put in order as one.
+
+        [B,S,heads,D] -> [B,T,heads,D], [B,H,S] -> [B,H,T].
+
+        Returns: a function that waits for the tensors; to be called once.
+        """
         order, travelling, own = self.order, self._travelling, part.named(message, given)
         of_rows = message[0] in PER_HEAD
         if of_rows:
@@ -163,17 +140,12 @@ class GatheringTeam(Team):
         return finish
 
     def departure(self, operation: Operation, targets: Named) -> Departure:
-        """As `send`, of results that come for some rows at a time.
+        """Sends results, which come for some rows at a time, to the owners of the tokens.
 
-        Partial outputs are merged, gradients summed.
+        There they are written to `targets`: partial outputs merged, gradients summed.
         """
         own = operation.part.named(operation.names, targets)
         return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
-
-    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
-        leaving = self.departure(operation, targets)
-        leaving.add(slice(0, tensors[0].shape[1]), tensors)
-        return leaving.post()
 
 
 class _Scattering(Departure):
@@ -268,7 +240,7 @@ class TeamChannels(NamedTuple):
 
 def gathering_teams(
     steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
-) -> tuple[dict[Side, Team], Program]:
+) -> tuple[dict[Side, GatheringTeam], Program]:
     """Teams that gather queries and keys, and what the rank does with these."""
     # Only moves before the first step: each group of heads has the same rows.
     first = [
@@ -276,7 +248,7 @@ def gathering_teams(
         for move in during(steps)
         if move.needed == 0 and not move.result and rank in (move.source, move.target)
     ]
-    teams, spans = dict[Side, Team](), steps.spans
+    teams, spans = dict[Side, GatheringTeam](), steps.spans
     for side, (owners, own, inward, outward) in channels.items():
         moves = [move for move in first if move.side == side]
         rows = tuple(sorted({move.block.owners[0]: move.block.rows for move in moves}.items()))
@@ -296,7 +268,7 @@ def gathering_teams(
     )
 
 
-def _excerpt(team: Team, places: Ranges) -> Rows:
+def _excerpt(team: GatheringTeam, places: Ranges) -> Rows:
     """The rows that a team puts in order from now on: those of `places`, which tiles have."""
     order, whole = team.order, between(0, team.order.tokens)
     wanted = united(places.extents, longest_gap(order.tokens))
@@ -327,17 +299,22 @@ def _ordered(
     return order, Travelling(members.index(own), rows[own])
 
 
-class ExchangingTeam(Team):
+class ExchangingTeam:
     """U ranks that split the heads: each gets the tokens of all U ranks, for its own heads."""
+
+    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
+        """See GatheringTeam."""
+        self._inward, self._outward, self.order = inward, outward, order
 
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
     ) -> Callable[[], Sequence[Tensor]]:
-        """See Team.gather; `part` selects heads of each rank's share."""
+        """See GatheringTeam.gather; `part` selects heads of each rank's share."""
         (name,) = message
         return self.come(given[name], part.slices[name])
 
     def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
+        """Sends results for all tokens to their owners, where they are written to `targets`."""
         slices, both = operation.part.slices, zip(operation.names, tensors, strict=True)
         return [self.leave(x, targets[name], slices[name]) for name, x in both]
 
@@ -365,6 +342,9 @@ class ExchangingTeam(Team):
             place.copy_(own.movedim(0, 3 - tokens))
 
         return finish
+
+
+Team = GatheringTeam | ExchangingTeam
 
 
 def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:

@@ -20,11 +20,7 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
 )
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-
-
-class PlanError(ContextParallelError):
-    """A plan that computes something else than attention, or never ends."""
+from megatron_cp_plugin.errors import ConfigError
 
 
 @lru_cache(maxsize=64)  # a planner asks for many ranks
@@ -111,35 +107,31 @@ def check_steps(name: str, plan: Plan) -> None:
             )
 
 
-def check_slots(plan: Plan, slots: int) -> None:
-    """Checks that inputs fit into `slots` buffers a rank, which its exchanges use in rotation.
+@lru_cache(maxsize=256)
+def fits_slots(plan: Plan, slots: int) -> bool:
+    """Whether inputs fit into `slots` buffers a rank, which its exchanges use in rotation.
 
-    A block may be computed with, or sent on, until another one comes into its buffer.
-
-    Raises: PlanError.
+    A block may be computed with, or sent on, until another one comes into its buffer. Inputs that
+    take several steps come into other memory.
     """
-    inputs = [move for move in plan.moves if not move.result]
+    inputs = [move for move in plan.moves if not move.result and move.needed == move.posted + 1]
     numbers = {posted: number for number, posted in enumerate(sorted({m.posted for m in inputs}))}
-    for rank in range(plan.size):
-        received: dict[int, list[Move]] = {}
-        for move in inputs:
-            if move.target == rank:
-                received.setdefault(numbers[move.posted] % slots, []).append(move)
-        until: dict[tuple[tuple[int, ...], Side, int], int] = {}  # the last step with the block
-        for moves in received.values():
-            ordered = sorted(moves, key=lambda move: move.posted)
-            for move, after in zip_longest(ordered, ordered[1:]):
-                last = plan.steps if after is None else after.posted - 1
-                until[move.block.owners, move.side, move.heads.q.start] = last
-        for compute in plan.computes:
-            for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS)):
-                last = until.get((block.owners, side, compute.heads.q.start), plan.steps)
-                if compute.rank == rank and compute.step > last:
-                    raise PlanError(
-                        f"rank {rank} needs a block of rank {block.owners[0]} in step "
-                        f"{compute.step}, but its buffer is given on after step {last}"
-                    )
-        for move in inputs:
-            kept = until.get((move.block.owners, move.side, move.heads.q.start), plan.steps)
-            if move.source == rank and move.needed - 1 > kept:
-                raise PlanError(f"rank {rank} sends on what its buffer has no more: {move}")
+    received: dict[tuple[int, int], list[Move]] = {}
+    for move in sorted(inputs, key=lambda move: move.posted):
+        received.setdefault((move.target, numbers[move.posted] % slots), []).append(move)
+    # The last step with a block, by rank, owners, side, and first query head.
+    until: dict[tuple[int, tuple[int, ...], Side, int], int] = {}
+    for (rank, _), moves in received.items():
+        for move, after in zip_longest(moves, moves[1:]):
+            last = plan.steps if after is None else after.posted - 1
+            until[rank, move.block.owners, move.side, move.heads.q.start] = last
+    uses = [
+        (compute.step, compute.rank, block.owners, side, compute.heads.q.start)
+        for compute in plan.computes
+        for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS))
+    ]
+    uses += [
+        (move.needed - 1, move.source, move.block.owners, move.side, move.heads.q.start)
+        for move in inputs
+    ]
+    return all(step <= until.get(tuple(block), plan.steps) for step, *block in uses)
