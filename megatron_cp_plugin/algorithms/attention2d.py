@@ -48,19 +48,16 @@ class Grid:
 
     def row(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's row, ascending."""
-        return self._lines[0][self._places[rank][0]]
+        return self._lines[rank][0]
 
     def column(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's column, ascending."""
-        return self._lines[1][self._places[rank][1]]
-
-    def keys(self, rank: int) -> tuple[int, ...]:
-        """Whose keys the ranks of a rank's column hold."""
-        return self._lines[2][self._places[rank][1]]
+        return self._lines[rank][1]
 
     def crossing(self, query: int, key: int) -> int:
         """The rank in the row of the queries and the column of the keys of such owners."""
-        return self.ranks[self._places[query][0]][self._places[self.key_sources[key]][1]]
+        (row, _), (_, column) = self._places[query], self._places[self.key_sources[key]]
+        return self.ranks[row][column]
 
     @cached_property
     def key_sources(self) -> dict[int, int]:
@@ -68,16 +65,16 @@ class Grid:
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
     @cached_property
-    def _lines(self) -> tuple[list[tuple[int, ...]], ...]:
-        """Rows, columns, and the owners of the keys of each column."""
+    def _lines(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The row and the column of each rank."""
         rows = [tuple(sorted(row)) for row in self.ranks]
         columns = [tuple(sorted(column)) for column in zip(*self.ranks, strict=True)]
-        return rows, columns, [tuple(map(self.key_owners.__getitem__, one)) for one in columns]
+        return {rank: (rows[row], columns[column]) for rank, (row, column) in self._places.items()}
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        ranks = product(range(len(self.ranks)), range(len(self.ranks[0])))
-        return {self.ranks[row][column]: (row, column) for row, column in ranks}
+        ranks = enumerate(self.ranks)
+        return {rank: (row, column) for row, some in ranks for column, rank in enumerate(some)}
 
 
 @lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know their rows and columns
@@ -149,7 +146,8 @@ class GridPlacement(BlockPlacement):
         return self.grid.key_sources[owner]
 
     def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.grid.row(rank), self.grid.keys(rank)
+        keys = map(self.grid.key_owners.__getitem__, self.grid.column(rank))
+        return self.grid.row(rank), tuple(keys)
 
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
         return product(*self.blocks_of(rank))

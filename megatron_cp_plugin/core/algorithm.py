@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import inf
 from typing import cast
-from weakref import WeakMethod
+from weakref import proxy
 
 import torch
 
@@ -71,24 +71,6 @@ def group_counts(size: int) -> list[int]:
     return [0, 1, 2, 4, 8]
 
 
-def cached_method[**P, R](method: Callable[P, R], maxsize: int) -> Callable[P, R]:
-    """A bound method that remembers its last results; positional, hashable arguments.
-
-    Kept in the object that the method is of, it makes no circle of references: what the object
-    holds, such as process groups, is let go of with the last reference to it, and not whenever the
-    garbage collector comes.
-    """
-    weak = WeakMethod(method)
-
-    @lru_cache(maxsize)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = weak()
-        assert bound is not None  # whoever calls has the object
-        return bound(*args, **kwargs)
-
-    return cast("Callable[P, R]", call)
-
-
 class Algorithm(ABC):
     """Softmax attention over a sequence that is split among the ranks of a topology.
 
@@ -107,6 +89,8 @@ class Algorithm(ABC):
         overlap: messages travel during computations.
         topology: the ranks.
         options: as given.
+        compiled: a call, compiled, by the arguments of `_compile`; the same for all calls that are
+            alike.
     """
 
     name: str = ""
@@ -125,19 +109,11 @@ class Algorithm(ABC):
         self.options = options
         self.layout = self.layout_for(options)
         self._checked: set[Phase] = set()
-
-    @cached_property
-    def _on(self) -> Callable[[Layout], "Algorithm"]:
-        return cached_method(self._make_on, 16)
-
-    @cached_property
-    def compiled(self) -> "Callable[..., Compiled]":
-        """A call, compiled, by the arguments of `_compile`; the same for all calls that are alike.
-
-        Raises: ContextParallelError if numbers of tokens or settings do not fit;
-        KernelUnavailableError if the kernel cannot serve them.
-        """
-        return cached_method(self._compile, 64)
+        # Without a circle of references: what this object holds, such as process groups, is let go
+        # of with the last reference to it, and not whenever the garbage collector comes.
+        weak = cast("Algorithm", proxy(self))
+        self._on = lru_cache(16)(partial(type(self)._make_on, weak))
+        self.compiled = lru_cache(64)(partial(type(self)._compile, weak))
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
@@ -156,7 +132,7 @@ class Algorithm(ABC):
         return self if layout == self.layout else self._on(layout)
 
     def _make_on(self, layout: Layout) -> "Algorithm":
-        other = type(self)(self.topology, self.options)
+        other = self.__class__(self.topology, self.options)
         other.layout, other._checked = layout, self._checked
         return other
 
@@ -180,7 +156,11 @@ class Algorithm(ABC):
         scale: float | None,
         kernel_for: Callable[[Problem], SoftmaxKernel],
     ) -> "Compiled":
-        """Args: q, k, v: shapes. Others as of `core.autograd.function.attend`."""
+        """Args: q, k, v: shapes. Others as of `core.autograd.function.attend`.
+
+        Raises: ContextParallelError if numbers of tokens or settings do not fit;
+        KernelUnavailableError if the kernel cannot serve them.
+        """
         mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
         on = self._on(self.layout.within(mask.followed))  # this object holds what this returns
         rank, size = self.topology.rank, self.topology.size
@@ -330,12 +310,14 @@ class Compiled:
     """All that lies between a call and its launches, made once for all calls that are alike.
 
     The executor of a pass is made when it is first asked for.
+
+    Attributes: backwards: executors of backwards that were asked for, by what they want.
     """
 
     def __init__(self, algorithm: Algorithm, call: Call) -> None:
         """Args: algorithm: with the layout of the call's documents."""
         self._algorithm, self._call = algorithm, call
-        self._backward: dict[tuple[bool, bool], Executor] = {}
+        self.backwards: dict[tuple[bool, bool], Executor] = {}
 
     @cached_property
     def forward(self) -> Executor:
@@ -344,11 +326,10 @@ class Compiled:
 
     def backward(self, *, dq: bool = True, dkv: bool = True) -> Executor:
         """The executor of a backward. Args: dq, dkv: as of `Call`."""
-        found = self._backward.get((dq, dkv))
-        if found is None:
+        if (dq, dkv) not in self.backwards:
             call = replace(self._call, dq=dq, dkv=dkv)
-            found = self._backward[dq, dkv] = self._algorithm.executor("backward", call)
-        return found
+            self.backwards[dq, dkv] = self._algorithm.executor("backward", call)
+        return self.backwards[dq, dkv]
 
 
 class PointToPoint(Algorithm):

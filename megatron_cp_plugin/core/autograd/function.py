@@ -145,7 +145,9 @@ def differentiate(
     of_q, of_k, of_v = wanted
     if not any(wanted):
         return None, None, None, dsink
-    executor = ctx.compiled.backward(dq=of_q, dkv=of_k or of_v)
+    of_kv = of_k or of_v
+    known = ctx.compiled.backwards.get((of_q, of_kv))
+    executor = known or ctx.compiled.backward(dq=of_q, dkv=of_kv)
     gradients = executor.differentiate(dout, tuple(saved))
     return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 

@@ -5,7 +5,7 @@ n ranks' blocks come out of a collective operation as [n, ..., S, ...], each pad
 
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -38,82 +38,6 @@ def padded(x: Tensor, dim: int, width: int) -> Tensor:
     return x if not missing else pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
 
 
-class _Table:
-    """The order of many segments as indices: one gather in place of a copy for each.
-
-    A pack of documents that are cut each by itself has some segments a document.
-    """
-
-    def __init__(
-        self, member: Numbers, start: Numbers, length: Numbers, members: int, width: int
-    ) -> None:
-        """Args: member, start, length: of each segment."""
-        self._members, self._width = members, width
-        # Of each assembled row, in ascending order: the member that has it, and where there.
-        segment, within = expanded(length)
-        self._member = torch.from_numpy(member[segment])
-        self._local = torch.from_numpy(start[segment] + within)
-
-    def join(self, gathered: Blocks, dim: int) -> Tensor:
-        if isinstance(gathered, Tensor):
-            widths = (self._width,) * self._members
-            line = gathered.movedim(0, dim).flatten(dim, dim + 1)
-        else:
-            widths = tuple(block.shape[dim] for block in gathered)
-            line = torch.cat(tuple(gathered), dim)
-        return taken(line, dim, _joined(self, widths, line.device))
-
-    def split(self, whole: Tensor, dim: int) -> Tensor:
-        rows = taken(whole, dim, _split(self, whole.device))
-        return rows.unflatten(dim, (self._members, self._width)).movedim(dim, 0)
-
-    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
-        indices = _placed(self, rows.start, rows.stop, values.device)
-        for block, (found, local) in zip(blocks, indices, strict=True):
-            if len(found):
-                # Values may be sums in float32.
-                block.index_copy_(dim, local, values.index_select(dim, found).to(block.dtype))
-
-    def joined(self, widths: Sequence[int]) -> Tensor:
-        """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
-        return torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)[self._member] + self._local
-
-    @property
-    def split_rows(self) -> Tensor:
-        """Of each row of all members: which assembled one it is; of padding any."""
-        rows = torch.zeros(self._members * self._width, dtype=torch.int64, device="cpu")
-        line = torch.arange(len(self._member), device="cpu")
-        rows[self._member * self._width + self._local] = line
-        return rows
-
-    def placed(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Of each member: which of some rows are its own, and where there."""
-        member, local = self._member[rows], self._local[rows]
-        found = [(member == number).nonzero()[:, 0] for number in range(self._members)]
-        return [(own, local[own]) for own in found]
-
-
-@kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
-def _joined(table: _Table, widths: tuple[int, ...], device: torch.device) -> Tensor:
-    return uploaded(table.joined(widths), device)
-
-
-@kept_on_device(maxsize=32)
-def _split(table: _Table, device: torch.device) -> Tensor:
-    return uploaded(table.split_rows, device)
-
-
-@kept_on_device(maxsize=32)
-def _placed(
-    table: _Table, start: int, stop: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    pairs = table.placed(slice(start, stop))
-    lengths = [len(found) for found, _ in pairs for _ in range(2)]
-    line = uploaded(torch.cat([x for pair in pairs for x in pair]), device).long()
-    parts = iter(line.split(lengths))
-    return tuple(zip(parts, parts, strict=True))
-
-
 class Assembly:
     """The order of the tokens of some ranks, whose spans have no gaps: sorted by position.
 
@@ -143,9 +67,10 @@ class Assembly:
     def _arrange(self, member: Numbers, places: Ranges) -> None:
         """Args: member: of each segment, in ascending order of positions. places: in its block."""
         self._member, self._places, self.tokens = member, places, places.total
-        many = len(places) > _FEW * self.members
+        # One gather in place of a copy for each segment: a pack of documents that are cut each by
+        # itself has some segments a document.
+        self._many = many = len(places) > _FEW * self.members
         start, length = places.start, places.lengths
-        self._table = _Table(member, start, length, self.members, self.width) if many else None
         columns = member, start, length, offsets(length)
         # Of each segment its rank, where it starts there, its length, and its assembled row.
         self._segments = () if many else tuple(zip(*(x.tolist() for x in columns), strict=True))
@@ -156,9 +81,17 @@ class Assembly:
             for index, (member, start, length, _) in enumerate(self._segments)
         )
 
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Of each assembled row, in ascending order: the member that has it, and where there."""
+        segment, within = expanded(self._places.lengths)
+        local = self._places.start[segment] + within
+        return torch.from_numpy(self._member[segment]), torch.from_numpy(local)
+
     def within(self, rows: Rows) -> "Assembly":
         """The order of some rows of the assembled block, or of more of them."""
         other = copy(self)
+        other.__dict__.pop("rows", None)
         places, segment = self._places.cut(np.array(rows).T)
         other._arrange(self._member[segment], places)
         other.spans, other.excerpt = self.spans.cut(np.array(rows).T)[0], True
@@ -169,16 +102,26 @@ class Assembly:
         if self._in_order and isinstance(gathered, Tensor):
             whole = gathered.movedim(0, dim).flatten(dim, dim + 1)
             return narrowed(whole, dim, 0, self.tokens)
-        if self._table is not None:
-            return self._table.join(gathered, dim)
+        if self._many:
+            widths = (self.width,) * self.members
+            if isinstance(gathered, Tensor):
+                line = gathered.movedim(0, dim).flatten(dim, dim + 1)
+            else:
+                widths = tuple(block.shape[dim] for block in gathered)
+                line = torch.cat(tuple(gathered), dim)
+            return taken(line, dim, _joined(self, widths, line.device))
         blocks = gathered.unbind() if isinstance(gathered, Tensor) else gathered
         parts = [narrowed(blocks[member], dim, *part) for member, *part, _ in self._segments]
         return torch.cat(parts, dim) if parts else blocks[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
-        if self._table is not None:
-            self._table.place(blocks, dim, rows, values)
+        if self._many:
+            indices = _placed(self, rows.start, rows.stop, values.device)
+            for block, (found, local) in zip(blocks, indices, strict=True):
+                if len(found):
+                    # Values may be sums in float32.
+                    block.index_copy_(dim, local, values.index_select(dim, found).to(block.dtype))
             return
         for member, start, length, row in self._segments:
             low = max(rows.start, row)
@@ -193,8 +136,9 @@ class Assembly:
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of `join`: [..., tokens, ...] -> [n, ..., S, ...]. Padding is undefined."""
-        if self._table is not None:
-            return self._table.split(whole, dim)
+        if self._many:
+            rows = taken(whole, dim, _split(self, whole.device))
+            return rows.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
         # One copy does where blocks are one behind the other in memory too; of rows of statistics,
         # which are small, a second one is cheaper than one for each segment.
         joined = self._in_order or whole.shape[:dim].numel() == 1 or whole.dim() == 3
@@ -209,10 +153,39 @@ class Assembly:
         return whole.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
 
 
+@kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
+def _joined(order: Assembly, widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
+    member, local = order.rows
+    before = torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)
+    return uploaded(before[member] + local, device)
+
+
+@kept_on_device(maxsize=32)
+def _split(order: Assembly, device: torch.device) -> Tensor:
+    """Of each row of all members: which assembled one it is; of padding any."""
+    member, local = order.rows
+    rows = torch.zeros(order.members * order.width, dtype=torch.int64, device="cpu")
+    rows[member * order.width + local] = torch.arange(order.tokens, device="cpu")
+    return uploaded(rows, device)
+
+
+@kept_on_device(maxsize=32)
+def _placed(
+    order: Assembly, start: int, stop: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Of each member: which of some rows are its own, and where there."""
+    member, local = (x[start:stop] for x in order.rows)
+    found = [(member == number).nonzero()[:, 0] for number in range(order.members)]
+    line = uploaded(torch.cat([x for own in found for x in (own, local[own])]), device).long()
+    parts = iter(line.split([len(own) for own in found for _ in range(2)]))
+    return tuple(zip(parts, parts, strict=True))
+
+
 class _Interleaved(Assembly):
     """One span a rank, all with the same step, taken in turns; all of them."""
 
-    _segments, _in_order, _table = (), False, None
+    _segments, _in_order, _many = (), False, False
 
     def __init__(self, members: tuple[Ranges, ...], width: int) -> None:
         self.members, self.width = len(members), width

@@ -203,14 +203,18 @@ class Pass(ABC):
             self.begin(part, base)
             del base
             for step in part.steps:
-                self._cast(step)
+                if step.first:
+                    self.open(step)
+                if step.inputs or step.results or step.number in self._inputs:
+                    self._cast(step)
                 for task in step.tasks:
                     operands = self.operands(task, held.get(task.query), held.get(task.key))
                     self.compute(*operands, task.work.calls(**way), call)
                     if task.rows is not None:
                         self.leave(task.rows, operands[0])
                     del operands
-                self._reduce(step)
+                if step.last or step.results or step.number in self._results:
+                    self._reduce(step)
                 if not self._overlap:
                     self._take_results()
                     for exchange in step.inputs:
@@ -218,7 +222,8 @@ class Pass(ABC):
                 for block in step.dropped:
                     del held[block]
             if self._teams:
-                self._take_results()
+                if self._results:
+                    self._take_results()
                 posted = self.end()
                 while leaving:
                     leaving.pop(0)()
@@ -230,8 +235,6 @@ class Pass(ABC):
 
     def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps."""
-        if step.first:
-            self.open(step)
         for posted in self._inputs.pop(step.number, ()):
             posted.pending.wait()
             posted.sends.clear()
@@ -381,11 +384,15 @@ class Pass(ABC):
     def _send(self, tensors: Tensors, *names: str) -> Waits:
         """Sends results for all rows of the base block where `_departure` sends those of some."""
         operation = self._round.results.get(names)
-        if operation is not None:
-            team = self._teams[SIDE_OF[names[0]]]
-            if isinstance(team, ExchangingTeam):
-                return team.send(operation, self._targets, tensors)
-        leaving = self._departure(*names)
+        if operation is None:
+            targets = self._round.base.named(names, self._targets)
+            for target, x in zip(targets, tensors, strict=True):
+                target.copy_(x)
+            return []
+        team = self._teams[SIDE_OF[names[0]]]
+        if isinstance(team, ExchangingTeam):
+            return team.send(operation, self._targets, tensors)
+        leaving = team.departure(operation, self._targets)
         leaving.add(slice(0, tensors[0].shape[1]), tensors)
         return leaving.post()
 

@@ -22,7 +22,6 @@ from megatron_cp_plugin.core.plans.plan import (
     PER_HEAD,
     QUERIES,
     TENSORS,
-    Kept,
     Move,
     Plan,
     Side,
@@ -235,11 +234,17 @@ class Program:
 @lru_cache(maxsize=256)
 def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
-    own, inner = (rank, _keys_of(plan, rank)), during(plan)
+    kept = [one for one in plan.kept if one.rank == rank]
+    came = [move for move in plan.moves if move.target == rank and not move.result]
+    keys_of = [move.block.owners[0] for move in came if move.needed < 0]
+    keys_of += [one.owners[0] for one in kept if one.rows is None]
+    own, inner = (rank, (*keys_of, rank)[0]), during(plan)
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
-    rows = _rows_that_come(plan, rank)
+    # Of another rank's block that came in the forward.
+    retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
+    rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows, windows)
     last_use = _last_uses(plan, rank, rows)
     steps = [
@@ -267,7 +272,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         own,
         frozenset([move.side for move in of_own if move.source == rank and not move.result]),
         awaited,
-        next(((kept.owners[0], KEYS) for kept in _retained(plan, rank)), None),
+        next(iter(retained), None),
         rows,
         all_exchanges(plan)[0],
         relay=plan.relay,
@@ -393,31 +398,6 @@ def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round
         )
         for group in groups
     )
-
-
-def _keys_of(plan: Plan, rank: int) -> int:
-    """The owner of the keys that a rank holds."""
-    before = [
-        move.block.owners[0] for move in plan.moves if move.needed < 0 and move.target == rank
-    ]
-    kept = [kept.owners[0] for kept in plan.kept if kept.rank == rank and kept.rows is None]
-    return (*before, *kept, rank)[0]
-
-
-def _rows_that_come(plan: Plan, rank: int) -> dict[BlockId, Rows]:
-    """Rows of other ranks' blocks that a rank gets, or retained, by block."""
-    found = {
-        _block_of(move): move.block.rows
-        for move in plan.moves
-        if move.target == rank and not move.result
-    }
-    found |= {(kept.owners[0], KEYS): kept.rows or () for kept in _retained(plan, rank)}
-    return found
-
-
-def _retained(plan: Plan, rank: int) -> list[Kept]:
-    """What a rank keeps of another rank's block that came."""
-    return [kept for kept in plan.kept if kept.rank == rank and kept.rows is not None]
 
 
 def _tasks(
