@@ -215,18 +215,15 @@ def rows_at_distances(
     keys of rank p, and how many rows these keys are; with gaps as `rows_met`.
     """
     seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
-    counts: dict[int, int] = {}
-
-    def count(rows: Rows) -> int:
-        if id(rows) not in counts:  # most are the very same, and long
-            counts[id(rows)] = row_count(rows)
-        return counts[id(rows)]
-
+    # Most are the very same, and long.
+    distinct = {id(rows): rows for some in (*seeing, *seen) for rows in some.values()}
+    counts = {number: row_count(rows) for number, rows in distinct.items()}
     found = []
     for distance in range(size):
         pairs = [((key + distance) % size, key) for key in range(size)]
-        of_queries = [count(seeing[query].get(key, ())) for query, key in pairs]
-        found.append((of_queries, [count(seen[key].get(query, ())) for query, key in pairs]))
+        of_queries = [counts.get(id(seeing[query].get(key)), 0) for query, key in pairs]
+        of_keys = [counts.get(id(seen[key].get(query)), 0) for query, key in pairs]
+        found.append((of_queries, of_keys))
     return found
 
 

@@ -5,6 +5,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import batched
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -225,7 +226,7 @@ class Executor(RankPart):
         tensor as the one that is returned, because attention sinks change it in place.
         """
         given = q, k, v
-        if self.redistributes:
+        if outside(self.plan):
             k, v = redistribute(self.topology, self.plan, k, v)
             given = q, k, v
         own = {"q": q, "k": k, "v": v}
@@ -254,9 +255,7 @@ class Executor(RankPart):
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
         if self.keep:  # of q, k and v only the numbers of heads are here
-            size = len(_KEPT)
-            parts = [rest[start : start + size] for start in range(0, len(rest), size)]
-            kept = [dict(zip(_KEPT, part, strict=True)) for part in parts]
+            kept = [dict(zip(_KEPT, part, strict=True)) for part in batched(rest, len(_KEPT))]
         else:
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
@@ -271,7 +270,7 @@ class Executor(RankPart):
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
             dk, dv = self.filled.own_keys(dk), self.filled.own_keys(dv)
-        if self.redistributes:
+        if outside(self.plan):
             dk, dv = redistribute(self.topology, self.plan, dk, dv)
         return dq, dk, dv
 
@@ -284,11 +283,6 @@ class Executor(RankPart):
             name: dout.new_empty((len(dout), x.shape[1], number, x.shape[3]))
             for name, number, x in zip(("dq", "dk", "dv"), heads, (q, k, v), strict=True)
         }
-
-    @cached_property
-    def redistributes(self) -> bool:
-        """Whether another rank than their owner holds a block of keys."""
-        return bool(outside(self.plan))
 
     @cached_property
     def sends_delta(self) -> bool:
