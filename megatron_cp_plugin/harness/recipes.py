@@ -38,37 +38,18 @@ _READ = {setting.name for setting in SETTINGS}
 # The plugin reads them for the planner's memory alone.
 _OF_MEMORY = {"moe_layer_freq", "vocab_size", "ffn_hidden_size", "rampup_batch_size"}
 
-# What may follow the words of `ignored.yaml`; for the other programs nothing.
-_AFTER = {"slime": r"\b.*", "ms-swift": ".*"}
-
-
-def _ignored() -> dict[str, re.Pattern[str]]:
-    """By program: settings that say nothing about how a model is split or built."""
-    found = yaml.safe_load(Path(__file__).with_name("ignored.yaml").read_text())
-    return {
-        program: re.compile(f"({'|'.join(words.split())}){_AFTER.get(program, '')}")
-        for program, words in found.items()
-    }
-
-
-_IGNORED = _ignored()
+# What a program has of its own.
+_PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("programs.yaml").read_text()
+)
 # All layers are sparse attention of the program's own.
 OWN_SPARSE = "own_sparse_layers"
-# Layers that slime builds of its own code, as Megatron's settings.
-_SLIME_SPECS: Mapping[str, dict[str, object]] = {
-    "glm4": {},
-    "minimax_m2": {},
-    "glm5.glm5": {OWN_SPARSE: True},
-    # Gated delta nets for which it gathers documents whole on all ranks, by `layout="thd"`.
-    "qwen3_5": {},
-    "qwen3_next": {},
-}
-_GATHERED = {"qwen3_5", "qwen3_next"}
-# Flags of MindSpeed, which trains on Ascend NPUs.
-_NPU = {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_naive_l2norm"}
-_PACKED = re.compile(
-    r"packed_sequence_size|enable_(offline|in_batch)_packing|packed_sequence_specs"
-)
+
+
+def _is_ignored(program: Program, name: str) -> bool:
+    """Whether a setting says nothing about how a model is split or built."""
+    about = _PROGRAMS[program]
+    return bool(re.fullmatch(f"({'|'.join(about['ignored'].split())}){about['then']}", name))
 
 
 @dataclass
@@ -217,7 +198,7 @@ def _of_flags(command: Command) -> Recipe:
     own = vars(args) | _number_of_processes(before)
     for flag, values in _flags([Word(text, places.get(text, "")) for text in others]):
         value = values[0].text if values else None
-        if is_slime and _IGNORED["slime"].fullmatch(flag.text.lstrip("-")):
+        if is_slime and _is_ignored("slime", flag.text.lstrip("-")):
             own[flag.text] = value or True
         else:
             recipe.unknown.append(
@@ -245,16 +226,17 @@ def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
     if tokens.isdecimal():
         recipe.tokens = int(tokens) * recipe.size
     recipe.layout = "contiguous" if own.get("--allgather-cp") else "thd"
-    settings |= {"bf16": not settings["fp16"], "use_distributed_optimizer": True, "sft": True}
+    settings |= _PROGRAMS["slime"]["sets"] | {"bf16": not settings["fp16"]}
     if not settings.get("micro_batch_size"):
         settings["micro_batch_size"] = 1
     name = (settings.get("spec") or ("",))[0].removeprefix("slime_plugins.models.")
     if not settings.get("spec"):
         return
-    if name not in _SLIME_SPECS:
+    layers = _PROGRAMS["slime"]["layers"]
+    if name not in layers:
         recipe.unknown.append(f"--spec {name}: its layers ({recipe.places.get('spec')})")
-    settings |= _SLIME_SPECS.get(name, {})
-    if name in _GATHERED:
+    settings |= layers.get(name, {})
+    if name in _PROGRAMS["slime"]["gathered"]:
         recipe.notes.append(
             "slime computes its gated delta nets of whole documents on all ranks: the plugin "
             "serves the other layers"
@@ -313,9 +295,7 @@ def _set(recipe: Recipe, name: str, value: Any, word: Word) -> None:
 
 
 def _of_verl(command: Command) -> Recipe:
-    recipe, known = Recipe("verl"), _FIELDS
-    recipe.settings |= {"bf16": True, "sequence_parallel": True, "use_distributed_optimizer": True}
-    recipe.settings |= {"micro_batch_size": 1, "sft": True, "mtp_num_layers": 0}
+    recipe = Recipe("verl", dict(_PROGRAMS["verl"]["sets"]))
     per_gpu, counts, mtp = None, {}, {}
     for key, value, word in _pairs(command):
         own = re.fullmatch(r"(?:actor_rollout_ref\.actor\.megatron|engine)\.(.+)", key)
@@ -324,14 +304,14 @@ def _of_verl(command: Command) -> Recipe:
             inner = name != own[1]
             if name == "dynamic_context_parallel":
                 continue  # its engine has a loop of its own, whose micro-batches say their ranks
-            if name in _NPU and value:
+            if name in _PROGRAMS["verl"]["of_npus"] and value:
                 recipe.beyond = (
                     f"{word.place}: {name} is a flag of MindSpeed, for NPUs, got it: leave it out "
                     "on GPUs"
                 )
-            elif name in known or name == "use_megatron_fsdp":
+            elif name in _FIELDS or name == "use_megatron_fsdp":
                 _set(recipe, name, value, word)
-            elif inner or not _IGNORED["verl"].fullmatch(name):
+            elif inner or not _is_ignored("verl", name):
                 recipe.unknown.append(f"{word.text} ({word.place})")
         elif key.endswith("model.path") and "ref" in key.split(".")[0] + "ref":
             recipe.model = recipe.model or model_named(str(word.text.partition("=")[2]))
@@ -356,8 +336,7 @@ def _of_verl(command: Command) -> Recipe:
 
 
 def _of_bridge(command: Command) -> Recipe:
-    recipe, known = Recipe("Megatron-Bridge"), _FIELDS
-    recipe.settings |= {"bf16": True, "micro_batch_size": 1}
+    recipe = Recipe("Megatron-Bridge", dict(_PROGRAMS["Megatron-Bridge"]["sets"]))
     words = [word.text for word in command]
     names = [after for word, after in pairwise(words) if word == "--recipe"]
     for key, value, word in _pairs(command):
@@ -365,13 +344,13 @@ def _of_bridge(command: Command) -> Recipe:
         if key in ("recipe", "--recipe", "hf_path") or key.endswith("tokenizer_model"):
             names.append(str(value))
         elif section == "model":
-            if name in known or name in _READ:
+            if name in _FIELDS or name in _READ:
                 _set(recipe, name, value, word)
-            elif not _IGNORED["Megatron-Bridge"].fullmatch(name):
+            elif not _is_ignored("Megatron-Bridge", name):
                 recipe.unknown.append(f"{word.text} ({word.place})")
         elif section in ("train", "ddp", "comm_overlap") and name in _READ:
             _set(recipe, name, value, word)
-        elif _PACKED.search(key) and value:
+        elif value and re.search(_PROGRAMS["Megatron-Bridge"]["packed"], key):
             recipe.settings["sft"] = True
         elif key == "dist.use_decentralized_pg" and value:
             recipe.unknown.append(f"{word.text}: groups without Megatron's parallel state")
@@ -391,9 +370,7 @@ def _is_swift(keys: Sequence[str]) -> bool:
 
 
 def _of_swift(command: Command) -> Recipe:
-    recipe, known = Recipe("ms-swift"), _FIELDS
-    recipe.settings |= {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 1}
-    recipe.settings |= {"mtp_num_layers": 0, "expert_tensor_parallel_size": 1}
+    recipe = Recipe("ms-swift", dict(_PROGRAMS["ms-swift"]["sets"]))
     own: dict[str, Any] = {}
     pairs = [
         (flag.text.lstrip("-"), flag, values[0].text if values else "true", values)
@@ -402,10 +379,10 @@ def _of_swift(command: Command) -> Recipe:
     ] or [(key, word, str(value), []) for key, value, word in _pairs(command)]
     for name, flag, text, values in pairs:
         value = yaml.safe_load(text)
-        if name in known or name in _READ:
+        if name in _FIELDS or name in _READ:
             written = Word(f"{flag.text} {text}", flag.place, all(each.known for each in values))
             _set(recipe, name, value, written)
-        elif _IGNORED["ms-swift"].fullmatch(name):
+        elif _is_ignored("ms-swift", name):
             own[name] = value
         else:
             recipe.unknown.append(f"{flag.text} {text} ({flag.place})")
