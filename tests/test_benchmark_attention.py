@@ -1,14 +1,11 @@
 """The benchmark of attention: its command line, runs on CPU ranks, and its picture."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import bars
 import benchmark_attention
+import pytest
 import rivals
 from benchmark_attention import Row
 

@@ -1,15 +1,12 @@
 """The benchmark of kernels, as far as it runs without a GPU."""
 
-import sys
 from argparse import Namespace
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import benchmark_kernels
 
 from megatron_cp_plugin import registry

@@ -2,15 +2,12 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 from time import perf_counter
 
+import benchmark_rank as benchmark
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import benchmark_rank as benchmark
 
 from megatron_cp_plugin.errors import ConfigError
 

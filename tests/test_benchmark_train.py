@@ -9,11 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import benchmark_train
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import benchmark_train
 from benchmark_train_job import OUT_OF_MEMORY, Plan, Report, is_out_of_memory, read_reports
 
 from tests.integration.megatron_job import Job, run_program

@@ -1,12 +1,11 @@
 """Long runs in parts: the curve is that of one run, whatever was interrupted."""
 
-import importlib
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
+import convergence_long as script
+import convergence_runs as runs
 import pytest
 
 from megatron_cp_plugin.errors import ConfigError
@@ -17,16 +16,8 @@ from tests import forked_launch
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        return importlib.import_module("convergence_long")
-
-
-def test_what_is_trained_again_counts_once(script: ModuleType, tmp_path: Path) -> None:
+def test_what_is_trained_again_counts_once(tmp_path: Path) -> None:
     """The first part died after its checkpoint, the second is still to end."""
-    runs = sys.modules["convergence_runs"]
     training = script.Training(runs.Run(runs.Variant("lasp2"), 2, 2), tmp_path)
     assert (training.done, training.steps()) == (0, ([], []))
     for name, losses in (("from-000000", [6.0, 5.0, 4.5]), ("from-000002", [4.0])):
@@ -44,7 +35,7 @@ def test_what_is_trained_again_counts_once(script: ModuleType, tmp_path: Path) -
         assert training.steps() == (losses, pytest.approx([10 * loss for loss in losses]))
 
 
-def test_a_report_is_drawn_again(script: ModuleType, tmp_path: Path) -> None:
+def test_a_report_is_drawn_again(tmp_path: Path) -> None:
     losses = [5.0 - step / 200 for step in range(300)]
     runs = [
         {"algorithm": "lasp2", "context_parallel_size": cp, "ms_per_iteration": 9.0, "losses": own}
@@ -56,7 +47,7 @@ def test_a_report_is_drawn_again(script: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
-def test_parts_make_up_the_whole(script: ModuleType) -> None:
+def test_parts_make_up_the_whole() -> None:
     words = ["--config", str(ROOT / "configs/tiny_transnormer.yaml"), "--iters", "10"]
     with pytest.raises(ConfigError, match="--iters must be a multiple of --part, got 10 and 3"):
         script.main([*words, "--part", "3"])
@@ -64,9 +55,7 @@ def test_parts_make_up_the_whole(script: ModuleType) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_calls_train_what_one_does(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_calls_train_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "launch", forked_launch.launch)
     data = tmp_path / "text"
     assert prepare_data.main([str(ROOT / "README.md"), "--output", str(data)]) == 0

@@ -1,13 +1,9 @@
 """The pages of the papers: their tables, what writes them, and commands that are to run."""
 
 import re
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import papers_predicted as page
+import pytest
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.shape import Shape

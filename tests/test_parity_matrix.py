@@ -1,23 +1,14 @@
 """The matrix of parity runs: a few of its cells, and that a cell which fails is seen."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+import parity_matrix as matrix
 import pytest
 
 from megatron_cp_plugin.harness.parity import Comparison, Worst
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "parity_matrix.py"
-
-
-@pytest.fixture(scope="module")
-def matrix() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        return importlib.import_module("parity_matrix")
 
 
 # Ranks and samples without a token that counts; the same by tokens, of further tokens; padded
@@ -33,7 +24,7 @@ CELLS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_cells(matrix: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["--output", str(tmp_path), "--only", *CELLS]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines.keys() == CELLS.keys()
@@ -41,7 +32,7 @@ def test_cells(matrix: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
         assert lines[name].startswith(verdict)
 
 
-def cell(matrix: ModuleType, key: str, error: float = 1e-7, problem: str = "") -> object:
+def cell(key: str, error: float = 1e-7, problem: str = "") -> object:
     combination = next(c for c in matrix.COMBINATIONS if c.key == key)
     variant = combination.variants[0]
     worst = [Worst(error)] * 4
@@ -50,13 +41,13 @@ def cell(matrix: ModuleType, key: str, error: float = 1e-7, problem: str = "") -
     return matrix.Cell(combination, variant, outcome)
 
 
-def test_table(matrix: ModuleType) -> None:
-    passed = cell(matrix, "rope-gqa")
-    wrong = cell(matrix, "tp", error=0.5, problem="gradient is off")
+def test_table() -> None:
+    passed = cell("rope-gqa")
+    wrong = cell("tp", error=0.5, problem="gradient is off")
     refused = replace(
-        cell(matrix, "gpt2"), outcome=replace(passed.outcome, failure="exit code 2"), refused="no"
+        cell("gpt2"), outcome=replace(passed.outcome, failure="exit code 2"), refused="no"
     )
-    crashed = replace(cell(matrix, "pp"), outcome=matrix.Outcome(passed.outcome.run, failure="1"))
+    crashed = replace(cell("pp"), outcome=matrix.Outcome(passed.outcome.run, failure="1"))
     assert [c.good for c in (passed, wrong, refused, crashed)] == [True, False, True, False]
     text = matrix.table([passed, wrong, refused, crashed], 5)
     assert "4 of 5 cells run: 1 equal to the unsplit model, 1 refused, 2 failed." in text
@@ -70,7 +61,7 @@ def test_table(matrix: ModuleType) -> None:
         assert row in text
 
 
-def test_keys_are_unique_and_samples_can_be_split(matrix: ModuleType) -> None:
+def test_keys_are_unique_and_samples_can_be_split() -> None:
     keys = [combination.key for combination in matrix.COMBINATIONS]
     assert len(set(keys)) == len(keys)
     assert all(matrix.SEQ_LENGTH % (2 * c.cp) == 0 for c in matrix.COMBINATIONS)
@@ -80,7 +71,7 @@ def test_keys_are_unique_and_samples_can_be_split(matrix: ModuleType) -> None:
     assert all(length % (2 * c.cp) == 0 for c in padded for length in lengths)
 
 
-def test_the_reference_shards_no_parameters(matrix: ModuleType) -> None:
+def test_the_reference_shards_no_parameters() -> None:
     """It has Megatron's own data parallelism, whatever the runs have."""
     row = next(c for c in matrix.COMBINATIONS if c.key == "fsdp")
     assert "use_torch_fsdp2" not in row.config_of(row.reference).megatron
@@ -88,7 +79,7 @@ def test_the_reference_shards_no_parameters(matrix: ModuleType) -> None:
 
 
 def test_rows_of_other_data_have_references_of_their_own(
-    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`documents` and `thd` differ in nothing else, and were once held against one run."""
     trained: list[tuple[str, str]] = []

@@ -1,11 +1,6 @@
 """What the benchmarks read from a profile."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from profiles import by_class, class_of, computing, gaps, longest
 
 SPANS = [

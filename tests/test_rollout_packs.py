@@ -1,15 +1,10 @@
 """The script that counts what shared prefixes save."""
 
-import sys
 from argparse import Namespace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
 import rollout_packs
 
 
