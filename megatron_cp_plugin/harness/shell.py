@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 UNKNOWN = "?"
@@ -39,6 +39,12 @@ _CLOSING = {"(": ")", "{": "}"}
 _OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac"}
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _PREFIXES = ("export", "local", "readonly", "declare", "then", "else", "do", "exec")
+_TOKEN = re.compile(
+    r"""(?P<nothing>[ \t]|\\\n|\#[^\n]*)
+    |<<-?\s*['"]?(?P<document>\w+)['"]?
+    |(?P<operator>\n|&&|\|\||;;|[;|&()])""",
+    re.VERBOSE,
+)
 
 
 def commands(path: Path) -> tuple[list[Command], list[str]]:
@@ -95,17 +101,12 @@ class _Script:
         branches: list[tuple[list[Word] | None, list[list[Word]]]] = [(test, [])]
         depth = 0
         for words in inner:
-            first = words[0].text if words else ""
+            first = words[0].text
             if not depth and first in ("elif", "else"):
                 branches.append((words[1:] if first == "elif" else None, []))
-                rest = words[1:] if first == "else" else []
-                if rest:
-                    branches[-1][1].append(rest)
                 continue
             depth += (first in _OPENS) - (first in _OPENS.values())
-            stripped = words[1:] if first == "then" else words
-            if stripped:
-                branches[-1][1].append(stripped)
+            branches[-1][1].append(words)
         for test_of, body in branches:
             holds = True if test_of is None else self._holds(test_of)
             certain = certain and holds is not None
@@ -145,12 +146,7 @@ class _Script:
             for word in words:
                 name, plus, raw = _ASSIGNMENT.fullmatch(word.text).groups()  # type: ignore[union-attr]
                 parts = self._expand(Word(f'"{raw}"' if _plain(raw) else raw, word.place))
-                joined = Word(
-                    " ".join(part.text for part in parts),
-                    word.place,
-                    all(part.known for part in parts),
-                )
-                self._assign(name, plus, [joined], certain=certain)
+                self._assign(name, plus, [_joined(parts, " ", word.place)], certain=certain)
         elif words[0].text in ("source", ".") and len(words) > 1:
             self._source("".join(part.text for part in self._expand(words[1])), words[1], path)
         elif words[0].text == "printf" and len(words) > 2 and words[1].text == "-v":
@@ -204,32 +200,20 @@ class _Script:
             elif letter == "$":
                 end, found, several = self._variable(raw, at)
                 nothing = nothing or (several and not found)
-                if several or not quoted:
-                    split = (
-                        found
-                        if several
-                        else [
-                            Word(part, one.place or word.place, one.known)
-                            for one in found
-                            for part in one.text.split()
-                        ]
-                    )
-                    for number, one in enumerate(split):
-                        if number:
-                            texts.append([])
-                        texts[-1].append(one)
-                else:
-                    add(" ".join(one.text for one in found), all(one.known for one in found))
+                if quoted and not several:
+                    found = [_joined(found, " ", word.place)]
+                elif not several:
+                    found = [replace(one, text=part) for one in found for part in one.text.split()]
+                for number, one in enumerate(found):
+                    if number:
+                        texts.append([])
+                    texts[-1].append(one)
                 at = end
             else:
                 add(letter)
                 at += 1
         return [
-            Word(
-                "".join(part.text for part in parts),
-                next((part.place for part in parts if part.place), word.place),
-                all(part.known for part in parts),
-            )
+            _joined(parts, "", next((part.place for part in parts if part.place), word.place))
             for parts in texts
             if parts or not (empty or nothing)
         ]
@@ -277,6 +261,11 @@ def _after_pattern(words: list[Word]) -> list[Word]:
     return [] if texts and texts[0] in _OPENS else words
 
 
+def _joined(parts: Sequence[Word], between: str, place: str) -> Word:
+    text = between.join(part.text for part in parts)
+    return Word(text, place, all(part.known for part in parts))
+
+
 def _plain(raw: str) -> bool:
     return not {'"', "'"} & {*raw}
 
@@ -310,36 +299,22 @@ def _tokens(text: str, name: str) -> Iterator[Word]:
     at, line = 0, 1
     pending: list[str] = []  # ends of documents that follow
     while at < len(text):
-        if text.startswith("\\\n", at):
-            at, line = at + 2, line + 1
-            continue
-        letter = text[at]
-        if letter == "\n":
-            yield Word("\n", f"{name}:{line}")
-            at, line = at + 1, line + 1
+        found, place = _TOKEN.match(text, at), f"{name}:{line}"
+        end = found.end() if found else _end_of_word(text, at)
+        if not found:
+            yield Word(text[at:end].replace("\\\n", ""), place)
+        elif found["document"]:
+            pending.append(found["document"])
+        elif found["operator"]:
+            yield Word(found["operator"], place)
+        if text[at] == "\n":
             for last in pending:
-                skipped = re.match(rf".*?^\s*{re.escape(last)}\s*$", text[at:], re.S | re.M)
-                passed = text[at : at + skipped.end()] if skipped else text[at:]
-                at, line = at + len(passed), line + passed.count("\n")
+                document = re.compile(rf".*?^\s*{re.escape(last)}\s*$", re.S | re.M)
+                passed = document.match(text, end)
+                end = passed.end() if passed else len(text)
             pending = []
-        elif letter in " \t":
-            at += 1
-        elif letter == "#":
-            at = len(text) if (end := text.find("\n", at)) < 0 else end
-        elif found := re.match(r"<<-?\s*['\"]?(\w+)['\"]?", text[at:]):
-            pending.append(found[1])
-            at += found.end()
-        elif letter in "()":
-            yield Word(letter, f"{name}:{line}")
-            at += 1
-        elif operator := next((one for one in _OPERATORS if text.startswith(one, at)), ""):
-            yield Word(operator, f"{name}:{line}")
-            at += len(operator)
-        else:
-            end = _end_of_word(text, at)
-            yield Word(text[at:end].replace("\\\n", ""), f"{name}:{line}")
-            line += text.count("\n", at, end)
-            at = end
+        line += text.count("\n", at, end)
+        at = end
 
 
 def _end_of_word(text: str, at: int) -> int:
@@ -363,7 +338,7 @@ def _end_of_word(text: str, at: int) -> int:
 
 
 def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
-    """Tokens by statement; an array's brackets and lines are in one."""
+    """Tokens by statement; an array's brackets and lines are in one, then, else and do alone."""
     found: list[list[Word]] = [[]]
     depth = 0
     for token in tokens:
@@ -372,6 +347,8 @@ def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
             found.append([])
         elif token.text != "\n":
             found[-1].append(token)
+            if len(found[-1]) == 1 and token.text in ("then", "else", "do"):
+                found.append([])
     return [words for words in found if words]
 
 
@@ -379,15 +356,8 @@ def _end(statements: Sequence[list[Word]], at: int) -> int:
     """Which statement ends one that begins with if, for, while or case."""
     depth = 0
     for number in range(at, len(statements)):
-        for word in statements[number]:
-            if word.text in _OPENS and word is statements[number][0]:
-                depth += 1
-            elif word.text in _OPENS.values() and word is statements[number][0]:
-                depth -= 1
-        head = statements[number][0].text
-        rest = statements[number][1:2]
-        if head in ("then", "do", "else") and rest and rest[0].text in _OPENS:
-            depth += 1
+        first = statements[number][0].text
+        depth += (first in _OPENS) - (first in _OPENS.values())
         if not depth:
             return number
     return len(statements) - 1
