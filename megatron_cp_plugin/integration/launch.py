@@ -40,6 +40,7 @@ _EXAMPLE_OF_OURS = (
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml \\\n"
     "      --seq-length 1024"
 )
+_PACKING = ("--sft", "--dataloader-inter-document-masking")
 _RUN_FILE = (
     "YAML file with flags of Megatron and the plugin, or the name of a run file of this "
     "package; flags on the command line override it"
@@ -243,16 +244,18 @@ def _platform(wanted: str) -> tuple[str, str]:
 
 
 def _check_own_path(argv: Sequence[str]) -> None:
-    """Refuses Megatron's own context parallelism without Transformer Engine, as Megatron does.
+    """Refuses what Megatron's own attention needs Transformer Engine for, as Megatron does.
 
-    It does so when a layer is built, in hundreds of lines. A `--spec` may have other attention.
+    It does so when a layer is built or runs, in hundreds of lines. A `--spec` may have other
+    attention.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--transformer-impl", default=None)
     parser.add_argument("--spec", nargs="*", default=None)
     given, _ = parser.parse_known_args(list(argv))
-    if given.context_parallel_size < 2 or given.spec is not None:
+    packing = [flag for flag in _PACKING if flag in argv]
+    if given.spec is not None or (given.context_parallel_size < 2 and not packing):
         return
     if given.transformer_impl == "local":
         got = "--transformer-impl local"
@@ -260,6 +263,11 @@ def _check_own_path(argv: Sequence[str]) -> None:
         got = "none installed"
     else:
         return
+    if given.context_parallel_size < 2:
+        raise ConfigError(
+            f"Megatron's own packed documents need the attention of Transformer Engine, got {got} "
+            f"and {packing[0]}: use --context-parallel-algo zigzag, or leave {packing[0]} out"
+        )
     raise ConfigError(
         f"Megatron's own context parallelism needs the attention of Transformer Engine, got {got} "
         f"and context_parallel_size {given.context_parallel_size}: use --context-parallel-algo "

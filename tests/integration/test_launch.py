@@ -374,6 +374,8 @@ def test_connections_that_megatron_demands(
         ("--context-parallel-size=4", True, None),
         ("--context-parallel-size 4 --spec some stack", False, None),
         ("--context-parallel-size 1", False, None),
+        ("--sft", False, "none installed"),
+        ("--dataloader-inter-document-masking", True, None),
         ("", False, None),
     ],
 )
@@ -385,7 +387,8 @@ def test_megatrons_own_path_on_gpus(
     if got is None:
         assert launch.prepare(flags.split()) == flags.split()
         return
-    with pytest.raises(ConfigError, match=f"Transformer Engine, got {got} and context_parallel_s"):
+    what = "--sft: use --context-parallel-algo zigzag" if "sft" in flags else "context_parallel_s"
+    with pytest.raises(ConfigError, match=f"Transformer Engine, got {got} and {what}"):
         launch.prepare(flags.split())
 
 
