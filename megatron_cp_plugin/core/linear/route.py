@@ -77,22 +77,23 @@ class Route:
         return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
 
     @cached_property
-    def ways(self) -> tuple[tuple[tuple[int, ...], bool] | None, ...]:
+    def ways(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Of each run, by rank, and of the end: the runs that a state passes one after another to
-        get there, and whether it comes from where the route begins; None: a document begins there.
+        get there, none where a document begins; and 0, or -1 if it does not come from where the
+        route begins.
         """
         runs = [run for of_rank in self.runs for run in of_rank]
-        found: list[tuple[tuple[int, ...], bool] | None] = [None] * len(runs)
+        found: list[tuple[tuple[int, ...], int]] = [((), -1)] * len(runs)
         passed: tuple[int, ...] = ()
-        from_begin = True
+        begin = 0
         for number in sorted(range(len(runs)), key=lambda number: runs[number]):
             start, stop = runs[number]
             if self.lasts(start, start):
-                found[number] = passed, from_begin
+                found[number] = passed, begin
             if not self.lasts(start, stop - 1):
-                passed, from_begin = (), False
+                passed, begin = (), -1
             passed += (number,)
-        return *found, (passed, from_begin)
+        return *found, (passed, begin)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -117,18 +117,18 @@ class RunStates:
 
         Returns: [places (and one),B,H,D,E].
         """
-        through = self.through
+        through, wanted = self.through, (*places, *[-1] * to_the_end)
         if isinstance(through, Decay):
             given = route.lengths, self.added.shape[1], self.added.dtype
             through = _logs(through, *given, self.added.device)
         if self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
-            ways = _ways(route, tuple(places), to_the_end, self.added.device)
+            ways = _ways(route, wanted, self.added.device)
             begin = None if first is None else first.unsqueeze(0)
             found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
                 return found
         states, behind = [], dict[int, Tensor]()  # each run is on one way, or on none
-        for runs, which in _asked(route, places, to_the_end):
+        for runs, which in (route.ways[number] for number in wanted):
             begin = None if which < 0 else first
             state = torch.zeros_like(self.added[0]) if begin is None else begin.to(self.added)
             for run in runs:
@@ -164,17 +164,9 @@ class Ways(NamedTuple):
         )
 
 
-def _asked(
-    route: Route, places: Sequence[int], to_the_end: bool
-) -> list[tuple[tuple[int, ...], int]]:
-    """Ways to runs, and to the end if wanted: the runs, and 0, or -1 where the beginning is 0."""
-    ways = [route.ways[number] for number in (*places, *[-1] * to_the_end)]
-    return [((), -1) if way is None else (way[0], 0 if way[1] else -1) for way in ways]
-
-
 @kept_on_device(maxsize=128)
-def _ways(route: Route, places: tuple[int, ...], to_the_end: bool, device: torch.device) -> Ways:
-    return Ways.of(_asked(route, places, to_the_end), device)
+def _ways(route: Route, wanted: tuple[int, ...], device: torch.device) -> Ways:
+    return Ways.of([route.ways[number] for number in wanted], device)
 
 
 @kept_on_device(maxsize=64)
