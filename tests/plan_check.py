@@ -6,10 +6,11 @@ once, and ranks that post messages in the order of the plan never wait for each 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from megatron_cp_plugin.core.blocks.rows import between
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side
-from megatron_cp_plugin.core.tiles import Mask, Tile
+from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
 
 
 class PlanError(Exception):
@@ -93,6 +95,17 @@ def _named(slices: Slices, tokens: int) -> Tensor:
             pairs = pairs.triu()
         named[q_start:q_stop, k_start:k_stop] += pairs
     return named
+
+
+def table_of(tiles: Sequence[Tile]) -> TileTable:
+    """These tiles, none of which has `document_bounds`."""
+    q, kv = (
+        Ranges(np.array([(x.start, x.stop, x.step or 1) for x in side]).T)
+        for side in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
+    )
+    causal, reverse, joined = np.array([(tile.causal, tile.reverse, False) for tile in tiles]).T
+    window = np.array([tile.window for tile in tiles])
+    return TileTable(q, kv, causal, reverse, window, joined)
 
 
 def _pairs_of(tile: Tile) -> Tensor:

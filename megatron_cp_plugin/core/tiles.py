@@ -8,7 +8,7 @@ lies between two staircases: row i sees the local keys m(i) to n(i). Both are pi
 grow by one a row, so a few rectangles and triangles cover what is between them exactly.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -169,19 +169,6 @@ class TileTable:
     joined: Flags
 
     @classmethod
-    def of(cls, tiles: Iterable[Tile]) -> Self:
-        """The same tiles, none of which has `document_bounds`."""
-        tiles = tuple(tiles)
-        q, kv = (
-            np.array([(x.start, x.stop, x.step or 1) for x in side], np.int64).reshape(-1, 3).T
-            for side in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
-        )
-        flags = np.array([(tile.causal, tile.reverse, False) for tile in tiles], np.bool_)
-        causal, reverse, joined = flags.reshape(-1, 3).T
-        window = np.array([tile.window for tile in tiles], np.int64)
-        return cls(Ranges(q), Ranges(kv), causal, reverse, window, joined)
-
-    @classmethod
     def together(cls, *tables: Self) -> Self:
         """The tiles of one table after another."""
         q, kv = (joined(x) for x in ([x.q for x in tables], [x.kv for x in tables]))
@@ -256,7 +243,8 @@ class TileTable:
         return replace(self, q=q, kv=kv)
 
 
-NO_TILES = TileTable.of(())
+_NO = np.zeros(0, np.bool_)
+NO_TILES = TileTable(Ranges.of(()), Ranges.of(()), _NO, _NO, np.zeros(0, np.int64), _NO)
 
 
 def _shift(starts: Numbers, some: Sequence[tuple[int, int]]) -> Numbers:

@@ -10,8 +10,9 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
-from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_tiles
+from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
+from tests.plan_check import table_of
 from tests.random_tests import TILE_KINDS, examples
 
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def whole_documents(tile: Tile) -> list[Tile]:
 
 def batches(tiles: list[Tile], heads: int) -> Batches:
     """The calls of some tiles."""
-    return Batches(TileTable.of(tiles), heads)
+    return Batches(table_of(tiles), heads)
 
 
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):

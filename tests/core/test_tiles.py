@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout,
 from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_pairs, plan_tiles
+from megatron_cp_plugin.core.tiles import NO_TILES, Mask, Tile, TileTable, plan_pairs, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
@@ -250,4 +250,4 @@ def test_tables() -> None:
     for rows, cols in ((8, 2), (0, 2), (8, 0)):
         moved = [(one.q, one.kv) for one in table.moved(rows, cols)]
         assert moved == [(slice(rows, rows + 64), slice(cols, cols + 64))]
-    assert not TileTable.of(())
+    assert not NO_TILES

@@ -17,11 +17,12 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
+from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.kernel_calls import backward_of, forward_of
 from tests.kernels.test_kernels import resolved
 from tests.oracle import relative_error
+from tests.plan_check import table_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_CPU = pytest.param("reference", CPU, id="reference")
@@ -231,7 +232,7 @@ def test_tiles_of_all_kinds(
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
         seen[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     assert seen.max() == 1
-    work = Batches(TileTable.of(tiles), 4)
+    work = Batches(table_of(tiles), 4)
     calls = work.calls(packed=True, gaps=gaps)
     assert gaps == any(isinstance(call, Batch) and call.apart for call in calls)
     assert len(calls) < len(tiles) / 4
@@ -305,15 +306,15 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
         attend_block(total, q, k, v, calls, call)
         return total.result()
 
-    want = attend(Batches(TileTable.of(tiles), 4))
+    want = attend(Batches(table_of(tiles), 4))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = attend(Batches(TileTable.of(tiles), 4))
+        got = attend(Batches(table_of(tiles), 4))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    graph, work = torch.cuda.CUDAGraph(), Batches(TileTable.of(tiles), 4)
+    graph, work = torch.cuda.CUDAGraph(), Batches(table_of(tiles), 4)
     with (
         pytest.raises(ContextParallelError, match="run the same call once before it"),
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
