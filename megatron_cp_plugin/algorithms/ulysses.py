@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.call import (
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
+from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
@@ -80,26 +80,12 @@ class Ulysses(Algorithm):
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.within(group) for group in exchanged for part in inner)
         layout = Grouped(self.layout, size)
-        of_teams = self.between(layout, groups, of_group, mask, phase)
+        # The teams, as if each were one rank.
+        nodes = nodes_for(self.name, self.topology, self.rules.route, size)
+        of_teams = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
-
-    def between(
-        self,
-        layout: Grouped,
-        groups: tuple[HeadGroup, ...],
-        shape: Shape,
-        mask: Mask,
-        phase: Phase,
-    ) -> BlockPlacement:
-        """Where the blocks of whole teams meet.
-
-        Args: layout, groups, shape: of teams, as if each were one rank; the shape is that of one
-            exchange.
-        """
-        nodes = nodes_for(self.name, self.topology, self.rules.route, layout.members)
-        return ring_placement(layout, nodes, groups, shape, mask, phase, self.rules)
 
     def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""

@@ -5,7 +5,7 @@ tokens, or those of its team. The steps of a round compute with them and with ot
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -488,26 +488,16 @@ def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, 
         to = sent_to.setdefault((result, posted, needed, source), target)
         one_peer = one_peer and moves[0].source == source and to == target
         slow = slow or needed > posted + 1
-    unequal = {result for result in (False, True) if not _equal_for_all(plan, received, result)}
     largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
-    for (result, *_), moves in received.items():
-        if result in unequal:
+    for result in (False, True):
+        of_kind = {key: moves for key, moves in received.items() if key[0] == result}
+        kinds = {tuple([(m.messages, m.tokens, m.wide) for m in one]) for one in of_kind.values()}
+        exchanges = len({key[1:3] for key in of_kind})
+        if len(kinds) <= 1 and len(of_kind) == plan.size * exchanges:  # equal for all ranks
+            continue
+        for moves in of_kind.values():
             kind = result, *[(move.messages, move.heads, move.wide) for move in moves]
             pairs = zip(largest.get(kind, moves), moves, strict=True)
             largest[kind] = tuple([a if a.tokens >= b.tokens else b for a, b in pairs])
     receivable = [(moves[0].result, Exchange.of(0, 1, (), moves)) for moves in largest.values()]
     return tuple(receivable), one_peer, slow
-
-
-def _equal_for_all(
-    plan: Plan, received: Mapping[tuple[bool, int, int, int], Sequence[Move]], result: bool
-) -> bool:
-    """Whether every exchange of inputs, or of results, brings equal amounts to all ranks."""
-    of_kind = [key for key in received if key[0] == result]
-    if len(of_kind) != plan.size * len({(posted, needed) for _, posted, needed, _ in of_kind}):
-        return False
-    kinds = {
-        tuple([(move.messages, move.tokens, move.wide) for move in received[key]])
-        for key in of_kind
-    }
-    return len(kinds) <= 1
