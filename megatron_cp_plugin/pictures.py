@@ -24,11 +24,15 @@ def check_picture(path: Path) -> None:
     need("report", repr(path.name), "matplotlib")
 
 
-def write_picture(figure: Figure, path: Path) -> None:
-    """Writes what matplotlib has drawn. Args: path: as `check_picture` takes it."""
+def write_picture(figure: Figure, path: Path, *, tight: bool = False) -> None:
+    """Writes what matplotlib has drawn.
+
+    Args: path: as `check_picture` takes it. tight: with what stands beyond the edges, and no more.
+    """
     import matplotlib
 
     # Text stays text in an SVG, and two runs write the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan"}):
         metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=120, metadata=metadata)
+        bbox = "tight" if tight else None
+        figure.savefig(path, dpi=120, metadata=metadata, bbox_inches=bbox)

@@ -107,16 +107,27 @@ class Picture:
     @property
     def times(self) -> tuple[float, ...]:
         """Share of the time that each step takes, if it takes as long as its largest cell."""
-        longest = [max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps]
+        longest = self._longest
         return tuple(one / (sum(longest) or 1.0) for one in longest)
+
+    @property
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """By step and rank: how much of the time of the step the rank computes."""
+        return tuple(
+            tuple(cell.pairs / (most or 1.0) if cell else 0.0 for cell in step)
+            for step, most in zip(self.steps, self._longest, strict=True)
+        )
 
     @property
     def idle_share(self) -> float:
         """Idle share of all ranks' time if a step takes as long as its largest cell."""
-        largest = (max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps)
         work = sum(cell.pairs for step in self.steps for cell in step if cell)
-        time = sum(largest)
+        time = sum(self._longest)
         return 1 - work / (self.size * time) if time else 0.0
+
+    @property
+    def _longest(self) -> list[float]:
+        return [max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps]
 
     @property
     def summary(self) -> tuple[str, str]:
