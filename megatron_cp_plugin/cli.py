@@ -236,7 +236,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         return _draw_times(arguments)
     if arguments.tokens:
         return _draw_tokens(arguments)
-    from megatron_cp_plugin.planner.drawing import picture, table, table_width
+    from megatron_cp_plugin.planner.drawing import picture, table
     from megatron_cp_plugin.planner.figures import save
 
     drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
@@ -247,9 +247,10 @@ def _draw(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    console = Console()
-    console = Console(width=max(console.width, table_width(drawn)))
-    console.print(table(drawn))
+    console, shown = Console(), table(drawn)
+    unbroken = console.measure(shown, options=console.options.update(max_width=10_000)).maximum
+    console = Console(width=max(console.width, unbroken))
+    console.print(shown)
     if arguments.output:
         console.print(f"wrote {arguments.output}")
     return 0

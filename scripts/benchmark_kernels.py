@@ -44,7 +44,7 @@ from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
-from megatron_cp_plugin.planner.trace import alone
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -186,7 +186,7 @@ def passes_of_a_rank(
     n_heads, kv_heads = heads
     algorithm = registry.create(
         name,
-        alone(size - 1, (0,) * size, peer_access=False),
+        DryRunGroup(size - 1, (0,) * size, peer_access=False),
         dict(pair.split("=", 1) for pair in pairs),
     )
     algorithm.check(algorithm.options, size=size, heads=n_heads, kv_heads=kv_heads, causal=True)

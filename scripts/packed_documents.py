@@ -34,7 +34,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.costs import planned
+from megatron_cp_plugin.planner.layer import planned
 
 
 @dataclass(frozen=True)

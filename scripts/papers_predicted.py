@@ -14,7 +14,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from textwrap import wrap
@@ -30,13 +30,15 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.baselines import BASELINES, Baseline
-from megatron_cp_plugin.planner.costs import cost, planned
+from megatron_cp_plugin.planner.costs import cost
+from megatron_cp_plugin.planner.dry_run import Event, Memory, Tile
+from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_of_stage
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
 from megatron_cp_plugin.planner.step import Step, nodes_of, only, step
-from megatron_cp_plugin.planner.trace import Event, Memory, Tile, trace_softmax
+from megatron_cp_plugin.planner.trace import trace_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
@@ -926,14 +928,9 @@ def distflash_merges() -> list[str]:
         for algo in ("distflash", "zigzag"):
             row = [f"{algo}, {kilo}K"]
             for size in (2, 4, 8, 16):
-                found = trace_softmax(
-                    partial(registry.create, algo, options={}),
-                    size - 1,
-                    (0,) * size,
-                    Shape(1, kilo * K, 32, 32, 128),
-                    Mask(),
-                    peer_access=True,
-                )
+                shape = Shape(1, kilo * K, 32, 32, 128)
+                layer = Layer(algo, (), shape, Mask(), (0,) * size, peer_access=True)
+                found = trace_of(layer.on(size - 1), shape, Mask())
                 both = (*found.forward, *found.backward)
                 row.append(f"{_merging(found.forward):.1%}, {_merging(both):.1%}")
             rows.append(row)

@@ -51,15 +51,7 @@ def planning_ms(spec: str, size: int, seq_len: int, documents: int, packs: int =
     def seconds(mask: Mask) -> float:
         gc.disable()
         start = time.thread_time()
-        peak_of(
-            lambda _: algorithm,
-            size // 2,
-            nodes,
-            shape,
-            mask,
-            kernel_called("flash4"),
-            peer_access=size <= _NODE,
-        )
+        peak_of(algorithm, shape, mask, kernel_called("flash4"))
         gc.enable()
         return time.thread_time() - start
 

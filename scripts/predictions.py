@@ -26,13 +26,14 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
+from megatron_cp_plugin.planner.dry_run import Tile
 from megatron_cp_plugin.planner.event_simulation import Timeline, play
+from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Links, Machine, Pass, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
 from megatron_cp_plugin.planner.simulate import simulate, tile_seconds, traces_of
 from megatron_cp_plugin.planner.step import Step, step
-from megatron_cp_plugin.planner.trace import Tile
 from megatron_cp_plugin.tokens import tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +134,8 @@ def rank_alone(
     machine = replace(
         machine, inside=arrival, between=arrival, copy=None, group_share=1.0, between_total=None
     )
-    traces = traces_of(algo, tuple(options.items()), shape, mask, nodes, (rank,), False)
+    layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access=False)
+    traces = traces_of(layer, (rank,))
     # No rank of the node shares a network card with it. An arrival is launched as a copy for each
     # block, and an event.
     host = replace(machine.host, group=2 * machine.host.operation)

@@ -21,7 +21,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.planner.costs import planned
+from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.tokens import tokens_of
 
 type Rollout = np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -14,7 +14,8 @@ from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.partial import merge_into
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.trace import Memory, trace_softmax
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, Memory
+from megatron_cp_plugin.planner.trace import trace_of
 
 
 @pytest.mark.parametrize("spec", benchmark_kernels.MERGING)
@@ -36,13 +37,10 @@ def test_a_rank_alone_computes_and_merges_its_share(
     assert out[0].shape == (1, 16, 4, 16)  # type: ignore[index]
     assert [x.shape[2] for x in backward()] == [4, 2, 2]  # type: ignore[attr-defined]
     counts = before, len(merged)
-    trace = trace_softmax(
-        lambda topology: registry.create(spec, topology, {}),
-        3,
-        (0,) * 4,
+    trace = trace_of(
+        registry.create(spec, DryRunGroup(3, (0,) * 4, peer_access=False), {}),
         Shape(1, 64, 4, 2, 16, 4),
         Mask(),
-        peer_access=False,
     )
     expected = [event.name for event in trace.forward if isinstance(event, Memory)].count("merge")
     assert expected >= 3

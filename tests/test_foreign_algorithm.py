@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.candidates import Question, candidates
+from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.costs import cost, peak
 from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.planner.machine import Machine
@@ -186,8 +186,8 @@ def test_auto_tries_numbers_that_are_worth_it() -> None:
             seed: int = number(0, lambda size: [0, size])
             other: int = 5
 
-    question = Question(Shape(1, 96, 4, 2, 8), Mask(), VirtualWorld(6).topology(0))
-    tried = {one.options for one in candidates(question)[0] if one.algo == "mine"}
+    question = (Shape(1, 96, 4, 2, 8), Mask(), VirtualWorld(6).topology(0))
+    tried = {one.options for one in candidates(*question)[0] if one.algo == "mine"}
     assert {(("ranks", "any"), ("seed", 6)), ()} <= tried
     assert not any("other" in dict(options) for options in tried)
 

@@ -28,6 +28,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
+from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import (
     Host,
     Kernels,
@@ -452,7 +453,10 @@ class _Calibration:
             torch.autograd.grad(out, (q, k, v), dout)
             times.append((middle - begin, perf_counter() - middle))
         shape = Shape(1, whole, heads, kv_heads, dim)
-        known = host_seconds("zigzag", {}, shape, Mask(), machine, self.topology.nodes)
+        nodes = self.topology.nodes
+        peer_access = machine.copy is not None and len(set(nodes)) == 1
+        layer = Layer("zigzag", (), shape, Mask(), nodes, peer_access)
+        known = host_seconds(layer, machine)
         call, backward = (
             max(0.0, median(column) - one)
             for column, one in zip(zip(*times, strict=True), known, strict=True)

@@ -6,28 +6,32 @@ saved for the backward, and what kernels need within (`SoftmaxKernel.workspace`)
 has a formula of its own for it.
 """
 
+from __future__ import annotations
+
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
-from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.communication.devices import register_fused
-from megatron_cp_plugin.core.kernel import Gradients, KernelCall, SoftmaxKernel, Statistics
+from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
+from megatron_cp_plugin.planner.layer import AnyAlgorithm, Layer, passes
 from megatron_cp_plugin.planner.meta import OnMeta, run
+from megatron_cp_plugin.planner.sizes import SizesWithin
 
-# By bytes of an element.
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_BOTH_ENDS = 16  # of so many ranks the first and the last are looked at, of more the last
+_ALL, _FEW_TEAMS = 64, 4  # ranks, and teams of them, that stand for more
+_USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
 
 
 class Peak(NamedTuple):
@@ -47,49 +51,75 @@ class Peak(NamedTuple):
 
 
 def peak_of(
-    make: Callable[[Topology], Algorithm],
-    rank: int,
-    nodes: Sequence[int],
-    shape: Shape,
-    mask: Mask,
-    kernel: SoftmaxKernel,
-    *,
-    peer_access: bool,
+    algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask, kernel: SoftmaxKernel
 ) -> Peak:
     """The peak memory of a rank in one attention layer.
 
     Args:
-        make: makes the algorithm. nodes: the node of each rank. kernel: of the tiles, which need
-            not be able to run here. peer_access: whether the ranks reach each other's memory.
+        algorithm: on a `DryRunGroup`. kernel: of the tiles, which need not be able to run here.
     """
-    topology = DryRunGroup(rank, nodes, peer_access=peer_access)
-    algorithm = make(topology)
-    layout = algorithm.layout.within(mask.followed)
-    q, k, v, dout = on_meta(shape, layout.length(rank, len(nodes), shape.seq_len))
-    compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, _Sizes(kernel)))
-    with AllocationTracker([q, k, v, dout]):
-        saved = compiled.forward.attend(q, k, v)[2]
-        compiled.backward().differentiate(dout, saved)  # receive buffers have their final size now
-        del saved
-    with AllocationTracker([q, k, v, dout, *topology.slabs()]) as living:
-        out, lse, saved = compiled.forward.attend(q, k, v)
+    topology = algorithm.topology
+    assert isinstance(topology, DryRunGroup)
+    # Any rate below 1: so states are weighted, as most models have them.
+    both = passes(algorithm, shape, mask, SizesWithin(kernel), rate=0.5)
+    with AllocationTracker(both.inputs):
+        both.backward(both.forward()[2])  # receive buffers have their final size now
+    with AllocationTracker([*both.inputs, *topology.slabs()]) as living:
+        out, lse, saved = both.forward()
         forward, living.most = living.most, 0
         del lse
         between = living.now
-        gradients = compiled.backward().differentiate(dout, saved)
+        gradients = both.backward(saved)
     del out, gradients
     peer = topology.peer_bytes
     return Peak(forward + peer, living.most + peer, between, peer)
 
 
-def on_meta(shape: Shape | LinearShape, tokens: int) -> list[Tensor]:
-    """q, k, v and dout of so many tokens, without storage."""
-    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
-    heads, dims = (shape.heads, kv_heads, kv_heads, shape.heads), (shape.head_dim, shape.value_dim)
-    return [
-        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
-        for n, d in zip(heads, (dims[0], *dims, dims[1]), strict=True)
-    ]
+def peak_bytes(layer: Layer, kernel: str) -> int:
+    """Bytes of the GPU that needs most, beside q, k, v and dout.
+
+    Of more than 64 ranks, where these exchange block by block, it is that of 32 and of 64 (or of
+    four and eight teams or nodes) with as many tokens each, and goes on in a straight line: what a
+    rank holds at a time grows by as much with every further one, or not at all. Spans count as a
+    causal mask there, or a full one. Who helps by work depends on the whole mask: there no fewer
+    ranks stand for all.
+
+    Args: kernel: name of one; where it is none of ours `flash4` stands for it.
+
+    Raises: ConfigError if the algorithm cannot serve this.
+    """
+    size, shape, mask = layer.size, layer.shape, layer.mask
+    if size <= _ALL or isinstance(shape, LinearShape):
+        return _most(layer, kernel)
+    layer, at_once = layer.pinned()
+    rows = layer.number("rows")
+    step = lcm(layer.nodes.count(layer.nodes[0]), layer.number("ulysses") * rows)
+    few = step * max(_FEW_TEAMS, _ALL // 2 // step)
+    if at_once or 2 * few >= size:
+        return _most(layer, kernel)
+    algorithm = layer.on(0)
+    assert isinstance(algorithm, Algorithm)
+    if isinstance(algorithm.placement(shape, mask, "forward"), WorkPlacement):
+        return _most(layer, kernel)
+    if mask.slices is not None:
+        layer = replace(layer, mask=Mask(mask.causal))
+    grid = "cols" in dict(layer.options)
+    low, high = (
+        _most(layer.of_fewer(count, {"cols": count // rows} if grid else {}), kernel)
+        for count in (few, 2 * few)
+    )
+    return high + max(0, high - low) * (size - 2 * few) // few
+
+
+def _most(layer: Layer, kernel: str) -> int:
+    """Of the ranks that are looked at."""
+    last = layer.size - 1  # sees the most
+    ranks = {0, last} if last < _BOTH_ENDS else {last}
+    if isinstance(layer.shape, LinearShape):
+        ranks = {layer.size // 2}  # as all
+    tiles = kernel_called(kernel if kernel in kernel_names() else _USUAL)
+    found = (peak_of(layer.on(rank), layer.shape, layer.mask, tiles) for rank in ranks)
+    return max(max(one.forward, one.backward) for one in found)
 
 
 class AllocationTracker(OnMeta):
@@ -126,118 +156,3 @@ class AllocationTracker(OnMeta):
     def _freed(self, key: int, size: int) -> None:
         self._living.discard(key)
         self.now -= size
-
-
-class SizesOnly(SoftmaxKernel):
-    """Makes what a kernel would make, of tensors without storage; subclasses say what a call is."""
-
-    name = "sizes"
-    rectangular_causal = windows = packs = gaps = True
-    places_outputs = places_gradients = True
-
-    @abstractmethod
-    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
-        """What there is to a call beside its results. Args: statistics: None: it is a forward."""
-
-    def unsupported(self, problem: object) -> str | None:
-        return None
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        q, v = call.q, call.v
-        if call.into is None:
-            batch, tokens, heads, _ = q.shape
-            out = q.new_empty((batch, tokens, heads, v.shape[3]))
-            lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
-        else:
-            out, lse = call.into
-        self.called(call, None)
-        return out, lse
-
-    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        dq, dk, dv = call.into or [x.new_empty(x.shape) for x in (call.q, call.k, call.v)]
-        self.called(call, statistics)
-        return dq, dk, dv
-
-
-class _Sizes(SizesOnly):
-    """With the memory that a kernel takes within."""
-
-    def __init__(self, kernel: SoftmaxKernel) -> None:
-        self.rectangular_causal, self.windows = kernel.rectangular_causal, kernel.windows
-        self.packs, self.gaps = kernel.packs, kernel.gaps
-        self.places_outputs = kernel.places_outputs
-        self.places_gradients = kernel.places_gradients
-        self._kernel = kernel
-
-    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
-        _take(call.q, self._kernel.workspace(call, statistics))
-
-
-class OnePass:
-    """Merges, sums and row sums as they are on GPUs: they take no memory beside their results."""
-
-    def merge_into(
-        self, out: Tensor, lse: Tensor, a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor
-    ) -> None:
-        pass
-
-    def merge_all_into(self, out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
-        pass
-
-    def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
-        pass
-
-    def merge_rows_into(
-        self, out: Tensor, lse: Tensor, to: Tensor, b: Tensor, b_lse: Tensor, of: Tensor | None
-    ) -> None:
-        pass
-
-    def add_rows_into(self, total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
-        pass
-
-    def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
-
-    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
-        batch, tokens, heads, _ = out.shape
-        return out.new_empty((batch, heads, tokens), dtype=torch.float32)
-
-    def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
-        return torch.empty_like(dout)
-
-    def passed_along(
-        self,
-        added: Tensor,
-        through: Tensor,
-        first: Tensor | None,
-        bounds: Tensor,
-        order: Tensor,
-        begins: Tensor,
-    ) -> Tensor:
-        return added.new_empty((len(begins), *added.shape[1:]))
-
-    def logit_statistics(
-        self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
-    ) -> tuple[Tensor, ...]:
-        rows = logits.shape[:-1]
-        return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(2 + entropy))
-
-    def logit_gradients_(
-        self,
-        logits: Tensor,
-        wanted: Tensor,
-        lse: Tensor,
-        dloss: Tensor,
-        scale: Tensor | None,
-        entropy: Tensor | None,
-        dentropy: Tensor | None,
-    ) -> None:
-        pass
-
-
-register_fused("meta", OnePass)
-
-
-def _take(like: Tensor, size_bytes: int) -> None:
-    """Takes some memory for a moment."""
-    like.new_empty(size_bytes, dtype=torch.uint8)

@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.planner.layer import checked
 
 Options = tuple[tuple[str, object], ...]
 
@@ -26,19 +27,6 @@ Options = tuple[tuple[str, object], ...]
 _ROUNDING = frozenset(("gradients", "partials"))
 # Its default is whatever the machine can do.
 _AS_POSSIBLE = frozenset(("transport",))
-
-
-class Question(NamedTuple):
-    """An attention layer and the ranks that compute it.
-
-    Attributes: layouts: names of those that the tokens may have; None: all that need nothing of
-        whoever cuts the batches.
-    """
-
-    shape: Shape
-    mask: Mask
-    topology: Topology
-    layouts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,28 +60,40 @@ def label(algo: str, options: Options) -> str:
     return " ".join((algo, *(f"{name}={value}" for name, value in options)))
 
 
-def candidates(question: Question) -> tuple[list[Candidate], list[Refusal]]:
+def candidates(
+    shape: Shape, mask: Mask, topology: Topology, layouts: tuple[str, ...] | None = None
+) -> tuple[list[Candidate], list[Refusal]]:
     """All that serve a layer of softmax attention, each once, in an order that is always the same.
 
     Of several that do the same the one with the fewest options is taken. Of what an algorithm
     refuses the first is named; combinations of options that contradict each other are not.
+
+    Args: layouts: names of those that the tokens may have; None: all that need nothing of whoever
+        cuts the batches.
     """
+
+    def is_open(layout: Layout) -> bool:
+        if layouts is not None:
+            return layout.name in layouts
+        cut_by_callers = layout.name == PaddedDocuments.name
+        return not cut_by_callers and (not layout.follows_documents or bool(mask.followed))
+
     found: dict[tuple[Placement, ...], Candidate] = {}
     refused: dict[str, Refusal] = {}
     for algo in registry.available("softmax"):
         cls = registry.algorithm_class(algo)
         assert issubclass(cls, Algorithm)
-        for options, given in _combinations(cls, question.topology.size):
-            layout = cls.layout_for(options)
-            if not _is_open(layout, question):
+        for options, given in _combinations(cls, topology.size):
+            if not is_open(cls.layout_for(options)):
                 continue
             try:
-                candidate = _candidate(cls, options, given, question)
+                algorithm = checked(cls(topology, options), shape, mask)
+                placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
             except ContextParallelError as error:
                 if len(given) < 2:
                     refused.setdefault(algo, Refusal(label(algo, given), str(error)))
                 continue
-            found.setdefault(candidate.placements, candidate)
+            found.setdefault(placements, Candidate(algo, given, algorithm.layout, placements))
     return list(found.values()), list(refused.values())
 
 
@@ -117,33 +117,6 @@ def linear_candidates(
                 continue
             found.append((algo, given, layout))
     return found, [Refusal(name, why) for why, name in refused.items()]
-
-
-def _candidate(
-    cls: type[Algorithm], options: Algorithm.Options, given: Options, question: Question
-) -> Candidate:
-    """Raises: ContextParallelError if the algorithm cannot serve this."""
-    shape, mask, topology = question.shape, question.mask, question.topology
-    cls.check(
-        options,
-        size=topology.size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        causal=mask.causal,
-    )
-    algorithm = cls(topology, options).within(mask.followed)
-    if mask.special and not algorithm.windows:
-        raise ContextParallelError(f"{cls.name} does not support {mask.special}")
-    placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
-    return Candidate(cls.name, given, algorithm.layout, placements)
-
-
-def _is_open(layout: Layout, question: Question) -> bool:
-    """Whether the tokens may have this layout."""
-    if question.layouts is not None:
-        return layout.name in question.layouts
-    cut_by_callers = layout.name == PaddedDocuments.name
-    return not cut_by_callers and (not layout.follows_documents or bool(question.mask.followed))
 
 
 @lru_cache(maxsize=128)  # many questions are of as many ranks

@@ -20,10 +20,10 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.planner.call_memory import peak_bytes
 from megatron_cp_plugin.planner.candidates import (
     Candidate,
     Options,
-    Question,
     Refusal,
     candidates,
     label,
@@ -31,8 +31,8 @@ from megatron_cp_plugin.planner.candidates import (
 )
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
+from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.peak import peak_bytes
 from megatron_cp_plugin.planner.simulate import Timeline, simulate
 
 # Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
@@ -252,7 +252,7 @@ def _candidates(
     registered: _Classes,
 ) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
     topology = DryRunGroup(0, nodes, peer_access=peer)
-    found, refused = candidates(Question(shape, mask, topology, layouts))
+    found, refused = candidates(shape, mask, topology, layouts)
     return tuple(found), tuple(refused)
 
 
@@ -501,10 +501,8 @@ def with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -
 
 def peak_of_row(row: Row, kind: Kind, place: Place) -> int:
     """Of a GPU, beside q, k, v and dout."""
-    nodes, peer = place.nodes, place.peer
-    return peak_bytes(
-        row.algo, dict(row.options), kind.shape, kind.mask, nodes, place.kernel, peer_access=peer
-    )
+    layer = Layer(row.algo, row.options, kind.shape, kind.mask, place.nodes, place.peer)
+    return peak_bytes(layer, place.kernel)
 
 
 def too_large(combination: Combination, place: Place) -> str | None:

@@ -28,18 +28,6 @@ _ERROR, _EXPERTS_ERROR = 0.05, 0.3
 _QUIET_SECONDS = 1.0  # between two lines of progress
 
 
-class _Progress:
-    """Says on standard error what a long plan looks at."""
-
-    def __init__(self) -> None:
-        self._last = monotonic()
-
-    def __call__(self, words: str) -> None:
-        if monotonic() - self._last > _QUIET_SECONDS:
-            self._last = monotonic()
-            print(f"plan: {words}", file=sys.stderr, flush=True)
-
-
 def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None) -> None:
     """Prints which algorithm is the fastest for a layer, and why.
 
@@ -50,6 +38,7 @@ def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None
     choice = choose([Kind("attention", shape, mask)], place)
     print(table(choice))
     print(sentence(choice))
+    _say_what_is_assumed(mask)
     if path is not None:
         megatron = {"context_parallel_size": size, "seq_length": shape.seq_len}
         megatron |= _of_documents(mask)
@@ -71,7 +60,15 @@ def plan_model(
     machine = machine_named(name)
     sequences = batch or max(1, STEP_TOKENS // tokens)
     job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
-    found = proposals(job, _PROPOSALS, _Progress())
+    said = monotonic()
+
+    def progress(words: str) -> None:
+        nonlocal said
+        if monotonic() - said > _QUIET_SECONDS:
+            said = monotonic()
+            print(f"plan: {words}", file=sys.stderr, flush=True)
+
+    found = proposals(job, _PROPOSALS, progress)
     best, flop = found[0], job.model.flop(tokens, visible_pairs(tokens, mask))
     error = _EXPERTS_ERROR if job.model.experts else _ERROR
     within = sum(one.rate >= best.rate * (1 - error) for one in found)
@@ -134,6 +131,7 @@ def plan_model(
     if best.split.context > 1:
         print(table(best.choice))
         print(sentence(best.choice))
+    _say_what_is_assumed(mask)
     if path is not None:
         chosen = best.choice.best
         linear = "transnormer" if job.model.linear else None
@@ -154,6 +152,14 @@ def _experts(job: Job, split: Split) -> str:
         f"and {between:.1f} between nodes in each pass of a layer; all experts are taken to get "
         "equally many"
     )
+
+
+def _say_what_is_assumed(mask: Mask) -> None:
+    if mask.documents:
+        print(
+            f"documents: {len(mask.documents) + 1}, one random draw of their lengths; with another "
+            "one the order may be another where algorithms are close"
+        )
 
 
 def _of_documents(mask: Mask) -> dict[str, bool]:

@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import Peak, peak_of
+from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.plan_json import to_json
 
 
@@ -115,33 +112,8 @@ def peak(
         KernelUnavailableError: No kernel has that name.
     """
     mask, options = mask or Mask(), options or {}
-    planned(algo, size, shape, mask, options)
-    return peak_of(
-        lambda topology: registry.create(algo, topology, options),
-        rank,
-        (0,) * size,
-        shape,
-        mask,
-        kernel_called(kernel),
-        peer_access=peer_access,
-    )
-
-
-def planned(
-    algo: str, size: int, shape: Shape, mask: Mask, options: Mapping[str, object]
-) -> Algorithm:
-    """An algorithm that makes plans, on one node, and serves this. Raises: as `cost`."""
-    algorithm = registry.create(algo, VirtualWorld(size).topology(0), options)
-    algorithm.check(
-        algorithm.options,
-        size=size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        causal=mask.causal,
-    )
-    if mask.special and not algorithm.windows:
-        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
-    return algorithm
+    layer = Layer(algo, tuple(options.items()), shape, mask, (0,) * size, peer_access)
+    return peak_of(layer.on(rank), shape, mask, kernel_called(kernel))
 
 
 def document(

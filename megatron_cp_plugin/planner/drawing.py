@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.costs import planned
+from megatron_cp_plugin.planner.layer import planned
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -481,17 +481,3 @@ def _travel(drawn: Picture, step: int, rank: int) -> Iterator[str]:
     back = [f"{t.text} to {t.target}" for t in results if t.before == step + 1]
     if back:
         yield "→ " + ", ".join(back)
-
-
-def table_width(drawn: Picture) -> int:
-    """Columns of a terminal that show the table unbroken."""
-
-    def width(index: int, rank: int) -> int:
-        cell = drawn.steps[index][rank]
-        lines = [cell.text if cell else "waits", *_travel(drawn, index, rank)]
-        return max(map(len, lines))
-
-    ranks, steps = range(drawn.size), range(len(drawn.steps))
-    return 8 + sum(
-        3 + max(len(f"step {index}"), *(width(index, rank) for rank in ranks)) for index in steps
-    )

@@ -1,9 +1,10 @@
-"""A single rank without peers: its messages go nowhere, but can be observed.
+"""A single rank without peers: its messages go nowhere, but are noted, as all that it launches.
 
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.planner.machine import Pass
 
 ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
 
@@ -40,7 +42,51 @@ class Wait(NamedTuple):
     number: int
 
 
-Note = Callable[[Post | Wait], None]
+class Tile(NamedTuple):
+    """An attention kernel.
+
+    Attributes:
+        rows, columns: Of a document, in the mean over pairs: harmonic, because what a kernel loses
+            is in inverse proportion.
+        area: Pairs of a query and a key, for each head.
+    """
+
+    phase: Pass
+    batch: int
+    rows: float
+    columns: float
+    area: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+
+
+class Linear(NamedTuple):
+    """A part of a kernel of linear attention."""
+
+    phase: Pass
+    flop: float
+
+
+class Memory(NamedTuple):
+    """An operation that is bound by memory. Attributes: name: of torch's operator, or ours."""
+
+    name: str
+    bytes: int
+
+
+Event = Tile | Linear | Memory | Post | Wait
+# What is being recorded in this thread, if anything.
+recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
+
+
+def note(event: Event) -> None:
+    """Records what a rank does."""
+    events = recording.get()
+    if events is not None:
+        events.append(event)
 
 
 class DryRunGroup(Topology):
@@ -52,18 +98,17 @@ class DryRunGroup(Topology):
         nodes: Sequence[int],
         *,
         peer_access: bool,
-        note: Note = lambda event: None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """Stands for one rank.
 
         Args:
             rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
-                ranks of one node reach each other's memory. note: is told of what is posted and
-                waited for. ranks: global, of the group; None: these are all.
+                ranks of one node reach each other's memory. ranks: global, of the group; None:
+                these are all.
         """
         super().__init__(rank, len(nodes))
-        self._nodes, self._peer_access, self._note = tuple(nodes), peer_access, note
+        self._nodes, self._peer_access = tuple(nodes), peer_access
         self._ranks = tuple(range(len(nodes))) if ranks is None else ranks
         self._channels: dict[str, Communicator] = {}
 
@@ -77,7 +122,7 @@ class DryRunGroup(Topology):
             yield from topology.slabs()
 
     def channel(self, name: str) -> Communicator:
-        posting = _Posting((name, self._ranks), self._note)
+        posting = _Posting((name, self._ranks))
         return self._channels.setdefault(name, _Channel(self.rank, posting))
 
     @property
@@ -85,7 +130,7 @@ class DryRunGroup(Topology):
         return self._peer_access and self.size > 1 and len(set(self._nodes)) == 1
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        posting = _Posting((f"{name} by copy engines", self._ranks), self._note)
+        posting = _Posting((f"{name} by copy engines", self._ranks))
         return _PeerChannel(self.rank, posting, slots)
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
@@ -93,7 +138,6 @@ class DryRunGroup(Topology):
             ranks.index(self.rank),
             [self._nodes[rank] for rank in ranks],
             peer_access=self._peer_access,
-            note=self._note,
             ranks=tuple(self._ranks[rank] for rank in ranks),
         )
 
@@ -113,11 +157,11 @@ class DryRunGroup(Topology):
 
 
 class _Posting:
-    """Tells of the operations of a channel. What is sent lives until the wait."""
+    """Notes the operations of a channel. What is sent lives until the wait."""
 
-    def __init__(self, channel: ChannelId, note: Note) -> None:
-        self.channel, self.ranks = channel[0], channel[1]
-        self._note, self._number = note, 0
+    def __init__(self, channel: ChannelId) -> None:
+        self.channel, self.ranks = channel
+        self._number = 0
 
     def exchange(
         self, operation: Operation | None, sends: Sequence[Send], receives: Sequence[Receive]
@@ -151,12 +195,12 @@ class _Posting:
     ) -> Pending[T]:
         channel, number = (self.channel, self.ranks), self._number
         self._number += 1
-        self._note(Post(channel, number, operation, sends, receives, size_bytes))
+        note(Post(channel, number, operation, sends, receives, size_bytes))
         living = [sent]
 
         def finish() -> T:
             living.clear()
-            self._note(Wait(channel, number))
+            note(Wait(channel, number))
             return result
 
         return Pending(finish)

@@ -23,9 +23,9 @@ from megatron_cp_plugin.core.plans.plan import row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.planner.dry_run import Tile as Kernel
 from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
-from megatron_cp_plugin.planner.trace import Tile as Kernel
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_cp_plugin.core.comm import Operation
-from megatron_cp_plugin.planner.dry_run import ChannelId, Post, Wait
-from megatron_cp_plugin.planner.machine import Machine, Pass, Rate
-from megatron_cp_plugin.planner.trace import (
-    FUSED,
+from megatron_cp_plugin.planner.dry_run import (
+    ChannelId,
     Event,
     Linear,
     Memory,
+    Post,
     Tile,
-    Trace,
+    Wait,
 )
+from megatron_cp_plugin.planner.machine import Machine, Pass, Rate
+from megatron_cp_plugin.planner.trace import Trace
 
 Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
 
@@ -132,6 +133,9 @@ def play(
     return _Run(machine, nodes, traces, kernel, captured=captured).timeline()
 
 
+_FUSED = frozenset(("merge", "sum", "rows", "delta"))  # names of what `sizes.OnePass` notes
+
+
 def launched(machine: Machine, events: Sequence[Event]) -> float:
     """Seconds of the host for launching events."""
     return sum(_launch_seconds(machine, event) for event in events)
@@ -150,7 +154,7 @@ def _launch_seconds(machine: Machine, event: Event) -> float:
         return 0.0
     if isinstance(event, Linear):
         return host.kernel
-    return host.fused if event.name in FUSED else host.operation
+    return host.fused if event.name in _FUSED else host.operation
 
 
 # Operations that write in another order than they read, or by places in an index.

@@ -18,7 +18,6 @@ from megatron_cp_plugin.core.comm import unrecorded
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels import resolver
-from megatron_cp_plugin.planner.call_memory import DTYPES
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import (
     Choice,
@@ -28,6 +27,7 @@ from megatron_cp_plugin.planner.choose import (
     too_large,
     with_memory,
 )
+from megatron_cp_plugin.planner.layer import DTYPES
 
 _FEWEST, _MOST = 4, 6  # candidates
 _NEAR = 1.3  # times the best simulated time: those beyond are taken only to have the fewest

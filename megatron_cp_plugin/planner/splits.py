@@ -16,11 +16,11 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.dry_run import Tile
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
 from megatron_cp_plugin.planner.step import Step, check_split, nodes_of, only, step
-from megatron_cp_plugin.planner.trace import Tile
 
 STEP_TOKENS = 2**22  # of a step, where nobody says
 _CLOSER = 6  # whose attention is simulated, and not only estimated

@@ -144,13 +144,10 @@ def measure(monkeypatch, algo: str, size: int, heads: int, kv_heads: int, **opti
     with weighing([*inputs, out, lse, *saved]) as backward:
         gradients = compiled.backward().differentiate(dout, saved)
     expected = predicted.peak_of(
-        lambda topology: create(algo, topology, options),
-        0,
-        (0,) * size,
+        create(algo, predicted.DryRunGroup(0, (0,) * size, peer_access=False), options),
         Shape(1, TOKENS * size, heads, kv_heads, DIM),
         Mask(),
         Idle(),
-        peer_access=False,
     )
     between = storages([out, *saved], but=inputs)
     assert expected == (forward.peak_bytes, between + backward.peak_bytes, between, 0)
@@ -229,13 +226,12 @@ def test_blocks_over_peer_memory(algo, size, options, tokens: int, kv_heads: int
 
     def peak(peer_access: bool) -> predicted.Peak:
         return predicted.peak_of(
-            lambda topology: create(algo, topology, options),
-            size - 1,
-            (0,) * size,
+            create(
+                algo, predicted.DryRunGroup(size - 1, (0,) * size, peer_access=peer_access), options
+            ),
             shape,
             Mask(),
             Idle(),
-            peer_access=peer_access,
         )
 
     blocks, gathered = peak(True), peak(False)
@@ -266,13 +262,10 @@ def test_plans_take_no_more_than_what_they_replaced(name: str, tokens: int) -> N
     for kv_heads, gib in zip((32, 8), BEFORE[name], strict=True):
         for rank in range(2):
             peak = predicted.peak_of(
-                lambda topology: create(algo, topology, options),
-                rank,
-                (0, 0),
+                create(algo, predicted.DryRunGroup(rank, (0, 0), peer_access=True), options),
                 Shape(1, tokens, 32, kv_heads, DIM),
                 Mask(),
                 Flash4(),
-                peer_access=True,
             )
             found = max(peak.forward, peak.backward) / 2**30
             assert found < (gib + 0.005) * tokens / 2**17 + 0.005  # these are rounded

@@ -14,7 +14,8 @@ from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.call_memory import DryRunGroup, OnePass, SizesOnly
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
+from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly
 from megatron_cp_plugin.registry import create
 
 SHAPE = Shape(1, 4096, 16, 8, 32)

@@ -25,8 +25,8 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
-from megatron_cp_plugin.planner.dry_run import Post, Wait
-from megatron_cp_plugin.planner.trace import Tile, trace_softmax
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
+from megatron_cp_plugin.planner.trace import trace_of
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error
 
@@ -215,13 +215,10 @@ def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str
     """Of three rounds. c: is let come, C: has come, .: is computed, l: is sent, L: has left."""
     both = "cCc.lCc.lLC.lL"
     expected = ["cCc.Cc.C." if algo == "allgather" else both, both]  # its queries stay
-    trace = trace_softmax(
-        lambda topology: create(algo, topology, {"chunks": 3}),
-        0,
-        (0, 0),
+    trace = trace_of(
+        create(algo, DryRunGroup(0, (0, 0), peer_access=False), {"chunks": 3}),
         Shape(1, 32, 6, 6, 8),
         Mask(),
-        peer_access=False,
     )
     inward, posted = {"keys", "queries", "inward"}, dict[tuple[object, int], bool]()
     for events, steps in zip(trace, expected, strict=True):

@@ -18,7 +18,7 @@ from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner import estimate
-from megatron_cp_plugin.planner.candidates import Question, candidates
+from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
@@ -60,13 +60,15 @@ def test_candidates_serve_and_differ(
     if tokens > 4:
         masks.append(Mask(documents=(tokens // 3, tokens // 2)))
     mask, nodes = data.draw(st.sampled_from(masks)), tuple(r // per_node for r in range(size))
-    question = Question(
-        Shape(1, tokens, heads, kv_heads, 16), mask, DryRunGroup(0, nodes, peer_access=True)
+    question = (
+        Shape(1, tokens, heads, kv_heads, 16),
+        mask,
+        DryRunGroup(0, nodes, peer_access=True),
     )
-    found, refused = candidates(question)
+    found, refused = candidates(*question)
     assert found
     assert len({one.placements for one in found}) == len(found)
-    assert candidates(question) == (found, refused)
+    assert candidates(*question) == (found, refused)
     for one in found:
         cls = registry.algorithm_class(one.algo)
         options = registry.read_options(one.algo, dict(one.options))
@@ -82,10 +84,8 @@ def test_candidates_serve_and_differ(
 def test_a_rank_finds_all_its_pairs(size: int) -> None:
     """`pairs_of` leaves none out of those that `place` gives a rank."""
     nodes = tuple(rank // 3 for rank in range(size))
-    question = Question(
-        Shape(1, 64 * size, 12, 12, 16), Mask(), DryRunGroup(0, nodes, peer_access=True)
-    )
-    for one in candidates(question)[0]:
+    question = (Shape(1, 64 * size, 12, 12, 16), Mask(), DryRunGroup(0, nodes, peer_access=True))
+    for one in candidates(*question)[0]:
         for placement in one.placements:
             if isinstance(placement, HeadPlacement):
                 placement = placement.of_teams
@@ -104,9 +104,7 @@ def test_a_rank_finds_all_its_pairs(size: int) -> None:
 def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     """So near that the one that is the fastest by a simulation is not left out."""
     shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
-    found, _ = candidates(
-        Question(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
-    )
+    found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
     estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
     for one in found[:: len(found) // 12]:
         estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
@@ -125,8 +123,8 @@ def test_blocks_that_lie_alike_are_looked_at_once(
 ) -> None:
     """With the same estimates as if each pair of blocks was planned by itself."""
     shape, nodes = Shape(1, 24 * 96, 12, 4, 64), tuple(rank // 8 for rank in range(24))
-    question = Question(shape, mask, DryRunGroup(0, nodes, peer_access=False))
-    found = [one.placements for one in candidates(question)[0]]
+    question = (shape, mask, DryRunGroup(0, nodes, peer_access=False))
+    found = [one.placements for one in candidates(*question)[0]]
     kernel = next(iter(H200.kernels))
     alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
     estimates = [(alike.least(one), alike.passes(one)) for one in found]
@@ -140,9 +138,7 @@ def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     tokens = 2**16
     mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
     shape, where = Shape(1, tokens, 8, 8, 128), place(16)
-    found, _ = candidates(
-        Question(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
-    )
+    found, _ = candidates(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
     ring = next(one for one in found if one.algo == "ring" and not one.options)
     estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
     estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
@@ -239,7 +235,7 @@ def test_documents_may_have_their_own_layout() -> None:
     topology = DryRunGroup(0, (0,) * 4, peer_access=True)
     documents = Mask(documents=random_documents(GQA.seq_len, 1024))
     layouts = [
-        {one.layout.name for one in candidates(Question(GQA, mask, topology))[0]}
+        {one.layout.name for one in candidates(GQA, mask, topology)[0]}
         for mask in (Mask(), documents)
     ]
     assert layouts == [{"zigzag", "contiguous", "cyclic"}, {*layouts[0], "documents"}]
@@ -306,7 +302,7 @@ def test_a_choice_does_not_depend_on_earlier_ones() -> None:
 
     def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
         shape, nodes = Shape(1, 12288, 16, kv_heads, 64), place(size, per_node=4).nodes
-        found, _ = candidates(Question(shape, mask, DryRunGroup(0, nodes, peer_access=False)))
+        found, _ = candidates(shape, mask, DryRunGroup(0, nodes, peer_access=False))
         estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
         return [
             (one.name, estimator.passes(one.placements)) for one in found if len(one.options) < 2

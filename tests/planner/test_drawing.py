@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.planner.drawing import _ranks, picture, table_width
+from megatron_cp_plugin.planner.drawing import _ranks, picture
 from megatron_cp_plugin.planner.figures import figure, save
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +55,11 @@ def written(made: Figure) -> list[Text]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_all_that_travels_is_shown(algo: str, mask: str, phase: Phase) -> None:
+def test_all_that_travels_and_is_computed_is_shown(algo: str, mask: str, phase: Phase) -> None:
     size, seq_len = 4, SEQ_LEN
     drawn = picture(algo, size, seq_len=seq_len, mask=MASKS[mask], phase=phase)
+    pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
+    assert pairs == pytest.approx(visible_pairs(seq_len, MASKS[mask]))
     shown = {(t.before, t.source, t.target, t.kind == "results") for t in drawn.transfers}
     for collective in drawn.collectives:
         for source, target in permutations(collective.ranks, 2):
@@ -184,17 +186,6 @@ def test_a_file_has_the_plan(tmp_path: Path) -> None:
     assert {"distflash", "queries", "keys and values", "partial outputs and lse"} <= set(found)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_every_algorithm_can_be_drawn(algo: str, causal: bool, tmp_path: Path) -> None:
-    mask = Mask(causal)
-    drawn = picture(algo, 4, seq_len=64, mask=mask)
-    pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
-    assert pairs == pytest.approx(visible_pairs(64, mask))
-    save(drawn, tmp_path / "plan.svg")
-    assert "<svg" in (tmp_path / "plan.svg").read_text()
-
-
 def test_who_waits_and_how_long() -> None:
     drawn = picture("distflash", 8, options={"last_step": "owner"})
     assert drawn.waiting == 4
@@ -279,7 +270,9 @@ def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     assert draw("--algo", "ring", "--size", "24") == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line[1:6].strip().isdigit() for line in lines if line.startswith("│")) == 24
-    assert max(map(len, lines)) <= table_width(picture("ring", 24))
+    own = picture("ring", 24)
+    texts = [cell.text if cell else "waits" for step in own.steps for cell in step]
+    assert all(any(text in line for line in lines) for text in texts)
 
 
 def test_options_and_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner import costs
 from megatron_cp_plugin.planner import simulate as simulator
-from megatron_cp_plugin.planner.dry_run import Post, Wait
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, Memory, Post, Tile, Wait
 from megatron_cp_plugin.planner.event_simulation import play
+from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.planner.machine import (
     Host,
     Kernels,
@@ -25,7 +25,7 @@ from megatron_cp_plugin.planner.machine import (
     Rate,
 )
 from megatron_cp_plugin.planner.simulate import simulate
-from megatron_cp_plugin.planner.trace import Memory, Tile, Trace, trace_softmax
+from megatron_cp_plugin.planner.trace import Trace, trace_of
 
 FLOPS, BYTES = 1e12, 1e9
 KERNELS = Kernels(
@@ -137,7 +137,7 @@ def test_the_host_launches_one_thing_after_another():
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4)])
 def test_ranks_send_what_the_plan_says(algo, heads):
     shape = Shape(1, 4096, *heads, 16)
-    algorithm = costs.planned(algo, 4, shape, Mask(), {})
+    algorithm = planned(algo, 4, shape, Mask(), {})
     found = simulate(algo, {}, shape, Mask(), machine(), (0,) * 4)
     for phase, time in zip(PHASES, (found.forward, found.backward), strict=True):
         plan = algorithm.plan(shape, Mask(), phase)
@@ -152,13 +152,10 @@ def test_ranks_send_what_the_plan_says(algo, heads):
 def test_all_pairs_are_computed_once(algo, peer, mask):
     shape, pairs = Shape(1, 2048, 4, 4, 8), 0.0
     for rank in ALL:
-        trace = trace_softmax(
-            lambda topology: registry.create(algo, topology, {}),
-            rank,
-            (0,) * 4,
+        trace = trace_of(
+            registry.create(algo, DryRunGroup(rank, (0,) * 4, peer_access=peer), {}),
             shape,
             mask,
-            peer_access=peer,
         )
         pairs += sum(e.area * e.heads for e in trace.forward if isinstance(e, Tile))
     visible = visible_pairs(2048, mask) * 4

@@ -1,0 +1,199 @@
+"""A layer of attention on ranks that need not exist: its algorithm, and its two passes.
+
+Tensors are on torch's meta device, where they have sizes but no storage, so the algorithm's own
+code runs for one rank of any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.algorithms.attention2d import (
+    GatheredPlacement,
+    GridAlgorithm,
+    GridRingPlacement,
+)
+from megatron_cp_plugin.algorithms.ulysses import Ulysses
+from megatron_cp_plugin.algorithms.usp import Usp
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled, PointToPoint
+from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.kernel import SoftmaxKernel
+from megatron_cp_plugin.core.linear.algorithm import (
+    LinearAlgorithm,
+    LinearCall,
+    LinearShape,
+    LinearTensors,
+)
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
+from megatron_cp_plugin.planner.sizes import LinearSizes
+
+AnyAlgorithm = Algorithm | LinearAlgorithm
+# By bytes of an element.
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An algorithm for a layer, and where its ranks are.
+
+    Attributes: options: as `registry.create`. shape: of the whole problem. nodes: of each rank.
+        peer_access: the ranks of one node reach each other's memory.
+    """
+
+    algo: str
+    options: tuple[tuple[str, object], ...]
+    shape: Shape | LinearShape
+    mask: Mask
+    nodes: tuple[int, ...]
+    peer_access: bool
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes)
+
+    def on(self, rank: int) -> AnyAlgorithm:
+        """The algorithm of a rank. Raises: ConfigError if it cannot serve this."""
+        shape, options = self.shape, dict(self.options)
+        topology = DryRunGroup(rank, self.nodes, peer_access=self.peer_access)
+        if isinstance(shape, LinearShape):
+            linear = registry.create_linear(self.algo, topology, options)
+            linear.check(linear.options, size=self.size, heads=shape.heads)
+            return linear
+        return checked(registry.create(self.algo, topology, options), shape, self.mask)
+
+    def of_fewer(self, count: int, options: Mapping[str, object]) -> Layer:
+        """The first ranks, with as many tokens each.
+
+        Args: options: that those have besides.
+
+        Raises: ConfigError for spans, of which the first tokens may see others than later ones.
+        """
+        if self.mask.slices is not None:
+            raise ConfigError(
+                "spans are simulated on up to 16 ranks where these exchange block by block: use "
+                "an algorithm whose ranks gather"
+            )
+        tokens = self.shape.seq_len // self.size * count
+        documents = tuple(start for start in self.mask.documents if start < tokens)
+        return replace(
+            self,
+            options=tuple((dict(self.options) | dict(options)).items()),
+            shape=replace(self.shape, seq_len=tokens),
+            mask=replace(self.mask, documents=documents),
+            nodes=self.nodes[:count],
+        )
+
+    def pinned(self) -> tuple[Layer, bool]:
+        """With options that depend on the number of ranks set to what they are for so many.
+
+        Returns: the layer, and whether ranks meet in collective operations only, so that each
+            stands for the others.
+        """
+        algorithm, shape, mask, options = self.on(0), self.shape, self.mask, dict(self.options)
+        at_once, names = False, registry.option_names(self.algo)
+        if isinstance(algorithm, LinearAlgorithm) or isinstance(shape, LinearShape):
+            return self, getattr(algorithm, "collective", False)
+        if isinstance(algorithm, Ulysses):
+            team = algorithm.degree(shape.kv_heads)
+            at_once = team == self.size
+            options["chunks"] = len(algorithm.exchanged_groups(shape, mask))
+            if "ulysses" in names:
+                options["ulysses"] = team
+                if isinstance(algorithm, Usp) and algorithm.options.route == "grid":
+                    options["rows"] = algorithm.grid_shape(shape, team)[0]
+        elif isinstance(algorithm, PointToPoint):
+            options["chunks"] = len(algorithm.head_groups(shape, mask))
+            if isinstance(algorithm, GridAlgorithm):
+                at_once = algorithm.kind(mask) is GatheredPlacement
+                if "rows" in names:
+                    options["rows"], options["cols"] = algorithm.grid_shape(shape)
+                    if algorithm.kind(mask) is GridRingPlacement:
+                        options["chunks"] = 0
+        return replace(self, options=tuple(options.items())), at_once
+
+    def number(self, option: str) -> int:
+        """The value of an option; 1 if it is not given."""
+        return int(str(dict(self.options).get(option, 1)))
+
+
+def checked(algorithm: Algorithm, shape: Shape, mask: Mask) -> Algorithm:
+    """The algorithm, for documents as they are. Raises: ConfigError if it cannot serve this."""
+    algorithm.check(
+        algorithm.options,
+        size=algorithm.topology.size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        causal=mask.causal,
+    )
+    if mask.special and not algorithm.windows:
+        raise ConfigError(f"{algorithm.name} does not support {mask.special}: leave it out")
+    return algorithm.within(mask.followed)
+
+
+def planned(
+    algo: str, size: int, shape: Shape, mask: Mask, options: Mapping[str, object]
+) -> Algorithm:
+    """A softmax algorithm that makes plans, on one node. Raises: ConfigError as `Layer.on`."""
+    topology = DryRunGroup(0, (0,) * size, peer_access=False)
+    return checked(registry.create(algo, topology, options), shape, mask)
+
+
+class Passes(NamedTuple):
+    """The two passes of a rank.
+
+    Attributes: inputs: q, k, v and dout. forward: what it returns last is what `backward` takes.
+    """
+
+    inputs: list[Tensor]
+    forward: Callable[[], tuple[Any, Any, Any]]
+    backward: Callable[[Any], Any]
+
+
+def passes(
+    algorithm: AnyAlgorithm,
+    shape: Shape | LinearShape,
+    mask: Mask,
+    kernel: SoftmaxKernel,
+    rate: float = 1.0,
+) -> Passes:
+    """Of the rank of the algorithm's topology.
+
+    Args: kernel: of softmax attention. rate: by which states of linear attention decay; 1: they do
+        not.
+    """
+    topology, dims = algorithm.topology, (shape.head_dim, shape.value_dim)
+    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
+    if isinstance(algorithm, Algorithm):
+        algorithm = algorithm.within(mask.followed)
+    tokens = algorithm.layout.length(topology.rank, topology.size, shape.seq_len)
+    heads = (shape.heads, kv_heads, kv_heads, shape.heads)
+    q, k, v, dout = inputs = [
+        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
+        for n, d in zip(heads, (dims[0], *dims, dims[1]), strict=True)
+    ]
+    if isinstance(algorithm, LinearAlgorithm):
+        decay = Decay((rate,) * shape.heads)
+        linear = algorithm, LinearCall(shape.seq_len, mask.causal, decay, LinearSizes())
+        return Passes(
+            inputs,
+            lambda: linear[0].forward(LinearTensors(q, k, v), linear[1]),
+            lambda saved: linear[0].backward(dout, None, saved, linear[1]),
+        )
+    assert isinstance(shape, Shape)
+    compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, kernel))
+    return Passes(
+        inputs,
+        lambda: compiled.forward.attend(q, k, v),
+        lambda saved: compiled.backward().differentiate(dout, saved),
+    )

@@ -1,0 +1,243 @@
+"""Kernels and fused operations that compute nothing: they make their results, and are noted.
+
+B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_cp_plugin.core.communication.devices import register_fused
+from megatron_cp_plugin.core.kernel import (
+    Gradients,
+    KernelCall,
+    Packing,
+    SoftmaxKernel,
+    Statistics,
+)
+from megatron_cp_plugin.core.linear.kernel import (
+    BackwardPass,
+    Cache,
+    ForwardPass,
+    LinearInputs,
+    LinearKernel,
+)
+from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.tiles import pairs_within
+from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
+from megatron_cp_plugin.planner.dry_run import Linear, Memory, Tile, note, recording
+from megatron_cp_plugin.planner.machine import Pass
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class SizesOnly(SoftmaxKernel):
+    """Makes what a kernel would make, of tensors without storage."""
+
+    name = "sizes"
+    rectangular_causal = windows = packs = gaps = True
+    places_outputs = places_gradients = True
+
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        """What there is to a call beside its results. Args: statistics: None: it is a forward."""
+        if recording.get() is None:
+            return
+        (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
+        packing = call.packing or Packing.adjacent((0, rows), (0, columns))
+        phase: Pass = "forward" if statistics is None else "backward"
+        rows, columns = packing.edges[:, 1] - packing.edges[:, 0]
+        pairs = pairs_within(rows, columns, call.causal, call.window)
+        area = float(pairs.sum())
+        # Of a document: harmonic means over pairs. Nothing is seen of empty ones.
+        by_row, by_column = (float((pairs / n.clip(1)).sum()) for n in (rows, columns))
+        size = (area / by_row, area / by_column) if area else (1.0, 1.0)
+        note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
+
+    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
+        q, v = call.q, call.v
+        if call.into is None:
+            batch, tokens, heads, _ = q.shape
+            out = q.new_empty((batch, tokens, heads, v.shape[3]))
+            lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+        else:
+            out, lse = call.into
+        self.called(call, None)
+        return out, lse
+
+    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+        dq, dk, dv = call.into or [x.new_empty(x.shape) for x in (call.q, call.k, call.v)]
+        self.called(call, statistics)
+        return dq, dk, dv
+
+
+class SizesWithin(SizesOnly):
+    """With the memory that a kernel takes within."""
+
+    def __init__(self, kernel: SoftmaxKernel) -> None:
+        self.rectangular_causal, self.windows = kernel.rectangular_causal, kernel.windows
+        self.packs, self.gaps = kernel.packs, kernel.gaps
+        self.places_outputs = kernel.places_outputs
+        self.places_gradients = kernel.places_gradients
+        self._kernel = kernel
+
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        call.q.new_empty(self._kernel.workspace(call, statistics), dtype=torch.uint8)
+
+
+_InPlace = Callable[..., None]
+
+
+def _noted(name: str, size: Callable[..., int]) -> _InPlace:
+    """An operation without results of its own. Args: size: bytes that it reads and writes."""
+
+    def operation(self: object, *args: Tensor) -> None:
+        note(Memory(name, size(*args)))
+
+    return operation
+
+
+class OnePass:
+    """Merges, sums and row sums as they are on GPUs: each one pass over memory, of which they take
+    none beside their results.
+    """
+
+    merge_into: _InPlace = _noted("merge", _bytes)
+    merge_all_into: _InPlace = _noted("merge", _bytes)
+    sum_into: _InPlace = _noted("sum", _bytes)
+    merge_rows_into: _InPlace = _noted(
+        "merge", lambda out, lse, to, *_: int(3 * len(to) / out.shape[1] * _bytes(out, lse))
+    )
+    add_rows_into: _InPlace = _noted(
+        "sum", lambda total, to, *_: int(3 * len(to) / total.shape[1] * _bytes(total))
+    )
+
+    def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
+        found = x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
+        note(Memory("rows", 2 * _bytes(found)))
+        return found
+
+    def delta_of(self, dout: Tensor, out: Tensor) -> Tensor:
+        batch, tokens, heads, _ = out.shape
+        note(Memory("delta", _bytes(dout, out)))
+        return out.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+    def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
+        return torch.empty_like(dout)
+
+    def passed_along(
+        self,
+        added: Tensor,
+        through: Tensor,
+        first: Tensor | None,
+        bounds: Tensor,
+        order: Tensor,
+        begins: Tensor,
+    ) -> Tensor:
+        return added.new_empty((len(begins), *added.shape[1:]))
+
+    def logit_statistics(
+        self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, ...]:
+        rows = logits.shape[:-1]
+        return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(2 + entropy))
+
+    def logit_gradients_(self, *args: Tensor | None) -> None:
+        pass
+
+
+register_fused("meta", OnePass)
+
+
+# ---- linear attention, with the shapes of fla's kernels
+
+
+def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
+    """So many for each batch entry."""
+    batch, _, heads, dim = q.shape
+    shape = (count, batch, heads, dim, v.shape[3])
+    return q.new_empty(shape, dtype=dtype or accumulation_dtype(q.dtype))
+
+
+def _flop(q: Tensor, v: Tensor) -> float:
+    """Of a pass: a product for the state and one for the output of every token."""
+    return 4.0 * q.numel() * v.shape[3]
+
+
+def _segments(q: Tensor, runs: Runs) -> int:
+    """Of a batch entry, whose runs are one document each."""
+    batch, tokens, heads, _ = q.shape
+    return len(runs) * segments_of(tokens // len(runs), batch * tokens, heads)
+
+
+class _Forward(ForwardPass):
+    """Of a forward."""
+
+    def __init__(self, given: LinearInputs) -> None:
+        q, _, v, _, runs = given
+        self._q, self._v = q, v
+        self._flop = _flop(q, v)
+        note(Linear("forward", self._flop / 3))
+        self._segments = _segments(q, runs)
+        self._ends = _states(q, v, self._segments)
+        self.states = _states(q, v, len(runs))
+
+    def intra(self) -> None:
+        note(Linear("forward", self._flop * 2 / 3))
+        self._before = _states(self._q, self._v, self._segments)
+        self._out = torch.empty_like(self._v)
+
+    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
+        if incoming is not None:
+            note(Memory("earlier tokens", _bytes(self._q, self._v, self._v)))
+            self._before = _states(self._q, self._v, self._segments)
+        return self._out, (self._before,)
+
+
+class _Backward(BackwardPass):
+    """Of a backward."""
+
+    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
+        q, k, v, _, runs = given
+        self._of, self._runs = (q, k, v), runs
+        self._flop = _flop(q, v)
+        note(Linear("backward", self._flop / 3))
+        self._segments = _segments(q, runs)
+        self._dstarts = _states(q, v, self._segments)
+        self.dstates = _states(q, v, len(runs))
+
+    def intra(self) -> None:
+        note(Linear("backward", self._flop * 2 / 3))
+        self._before_chunks = self._of_chunks()
+
+    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._of
+        dends, dafter_chunks = _states(q, v, self._segments), self._of_chunks()
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+        del self._before_chunks
+        dv = torch.empty_like(v)
+        del dends, dafter_chunks
+        return dq, dk, dv
+
+    def _of_chunks(self) -> Tensor:
+        q, _, v = self._of
+        runs = len(self._runs)
+        return _states(q, v, runs * -(-q.shape[1] // runs // CHUNK), q.dtype)
+
+
+class LinearSizes(LinearKernel):
+    """Computes nothing; the state of a run takes a third of a pass."""
+
+    name = "sizes"
+    forward, backward = _Forward, _Backward
+
+    def unsupported(self, problem: object) -> str | None:
+        return None
