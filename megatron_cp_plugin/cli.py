@@ -334,8 +334,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
 
 
 def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
-    from megatron_cp_plugin.planner.baselines import BASELINES
-    from megatron_cp_plugin.planner.costs import document
+    from megatron_cp_plugin.planner.costs import BASELINES, document
     from megatron_cp_plugin.registry import algorithm_class, available
 
     options = dict(arguments.option)
@@ -360,7 +359,7 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
             refused.append(f"{algo}: {error}")
     if not arguments.algo:
         for one in BASELINES:
-            found = one.cost(arguments.size, shape, mask)
+            found = one.cost(arguments.size, shape)
             table.append(_cost_cells(arguments, one.name, found, ""))
     if arguments.json:
         written = document(arguments.algo, arguments.size, shape, mask, options)

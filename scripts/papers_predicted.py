@@ -29,8 +29,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.baselines import BASELINES, Baseline
-from megatron_cp_plugin.planner.costs import cost
+from megatron_cp_plugin.planner.costs import BASELINES, Baseline, cost
 from megatron_cp_plugin.planner.dry_run import Event, Memory, Tile
 from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
@@ -1035,7 +1034,7 @@ def burst_table1() -> list[str]:
         ("", "`ring:backward=kv:gradients=model`", (RING[0], RING[1])),
     ):
         if isinstance(found, Baseline):
-            got = found.cost(size, shape, Mask(causal=False))
+            got = found.cost(size, shape)
         else:
             got = cost(found[0], size, shape, Mask(causal=False), found[1])
         cells = (f"{x / unit:.2f}" for x in (got.forward_bytes, got.backward_bytes))

@@ -21,8 +21,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.baselines import BASELINES
-from megatron_cp_plugin.planner.costs import Cost, cost
+from megatron_cp_plugin.planner.costs import BASELINES, Cost, cost
 from megatron_cp_plugin.registry import create
 
 SIZES = (4, 8, 16, 32, 64)
@@ -120,7 +119,7 @@ def baseline_rows(shape: Shape, sizes: Sequence[int]) -> list[list[str]]:
     """As `rows`, of what the papers compare with."""
     found = []
     for baseline in BASELINES:
-        costs = (baseline.cost(size, shape, Mask()) for size in sizes)
+        costs = (baseline.cost(size, shape) for size in sizes)
         found.append([baseline.name, *(f"{units(one, shape):.2f}" for one in costs)])
     return found
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.planner.baselines import BASELINES
+from megatron_cp_plugin.planner.costs import BASELINES
 from scripts import traffic_table
 from scripts.traffic_table import LINES, Line, sent
 from tests.oracle import expected_attention

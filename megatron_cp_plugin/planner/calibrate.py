@@ -6,7 +6,7 @@ B batch, S tokens, H query heads, G KV heads, D head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -337,31 +337,29 @@ class _Calibration:
         times = []
         for size in self.sizes.messages:
             x = torch.zeros(size // 4, device=self.device)
-            blocks = x.expand(comm.size, -1).contiguous()
-            given: Mapping[Operation, Callable[[], Pending[Tensor]]] = {
-                "all_gather": partial(comm.all_gather, x),
-                "reduce_scatter": partial(comm.reduce_scatter, blocks),
-                "all_to_all": partial(comm.all_to_all, blocks),
-            }
-            begin = given[operation]
-            seconds = self._together(partial(_finished, begin))
+            given = x if operation == "all_gather" else x.expand(comm.size, -1).contiguous()
+            begin = partial(getattr(comm, operation), given)
+            seconds = self._together(lambda begin=begin: begin().wait())  # type: ignore[misc]
             times.append((float(size * (comm.size - 1)), seconds))
         return fit_rate(times)
 
     def _copies(self) -> Rate:
         """By copy engines, round all ranks of the node at a time."""
-        comm, size = self.topology.peer_channel("calibration", 1), self.topology.size
-        after, before = (comm.rank + 1) % size, (comm.rank - 1) % size
         times = []
         for message in self.sizes.messages:
             x = torch.zeros(message, dtype=torch.uint8, device=self.device)
-
-            def body(x: Tensor = x) -> None:
-                (y,) = comm.buffers([(tuple(x.shape), x.dtype)], self.device)
-                comm.exchange([(x, after)], [(y, before)]).wait()
-
-            times.append((float(message), self._together(body)))
+            times.append((float(message), self._together(partial(self._push, x))))
         return fit_rate(times)
+
+    def _push(self, x: Tensor) -> None:
+        comm = self.topology.peer_channel("calibration", 1)
+        (y,) = comm.buffers([(tuple(x.shape), x.dtype)], self.device)
+        self._round(comm, x, y).wait()
+
+    def _round(self, comm: Communicator, x: Tensor, y: Tensor) -> Pending[None]:
+        """x goes to the next rank, and y comes from the one before."""
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        return comm.exchange([(x, after)], [(y, before)])
 
     # -- the host, and what the process group takes of a GPU
 
@@ -372,7 +370,7 @@ class _Calibration:
         comm, rows = self.topology.channel("share"), 4096
         kernel = resolve("auto", Problem(self.device, self.dtype, *self.dims))
         q, k, v, _ = self._inputs(rows, rows)
-        scale, others = q.shape[3] ** -0.5, (comm.rank + 1) % comm.size
+        scale = q.shape[3] ** -0.5
         x, y = (torch.zeros(2**28, dtype=torch.uint8, device=self.device) for _ in "ab")
 
         def alone() -> None:
@@ -384,8 +382,7 @@ class _Calibration:
                 self._meet()
                 start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
                 torch.cuda._sleep(10**7)
-                before = (comm.rank - 1) % comm.size
-                pending = comm.exchange([(x, others)], [(y, before)])
+                pending = self._round(comm, x, y)
                 torch.cuda._sleep(10**6)  # until all ranks are there
                 start.record()
                 alone()
@@ -409,24 +406,12 @@ class _Calibration:
         of_backward = self._launching(lambda: kernel.backward(call, dout, statistics))
         of_group = of_peer = 0.0
         if self.topology.size > 1:
-            comm = self.topology.channel("share")
-            after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            y = torch.zeros_like(x)
-
-            def exchange() -> None:
-                comm.exchange([(x, after)], [(y, before)]).wait()
-
+            comm, y = self.topology.channel("share"), torch.zeros_like(x)
             self._meet()
-            of_group = self._launching(exchange)
+            of_group = self._launching(lambda: self._round(comm, x, y).wait())
             if peer:
-                pushed = self.topology.peer_channel("calibration", 1)
-
-                def push() -> None:
-                    (z,) = pushed.buffers([(tuple(x.shape), x.dtype)], self.device)
-                    pushed.exchange([(x, after)], [(z, before)]).wait()
-
                 self._meet()
-                of_peer = self._launching(push)
+                of_peer = self._launching(lambda: self._push(x))
         operation = self._launching(lambda: x.add_(1), 100)
         found = operation, of_kernel, of_backward, of_peer, of_group
         return Host(*(max(times) for times in zip(*self.topology.gather(found), strict=True)))
@@ -467,10 +452,6 @@ class _Calibration:
             call=max(one for one, _ in found),
             call_backward=max(one for _, one in found),
         )
-
-
-def _finished(begin: Callable[[], Pending[Tensor]]) -> None:
-    begin().wait()
 
 
 def fit_rate(times: Sequence[tuple[float, float]]) -> Rate:

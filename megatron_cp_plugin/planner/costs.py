@@ -12,7 +12,7 @@ from typing import Any
 from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import Peak, peak_of
 from megatron_cp_plugin.planner.layer import Layer, planned
@@ -29,10 +29,9 @@ class Cost:
         messages: It sends, in both passes together.
         idle: Share of the forward's time in which ranks wait, a step being as long as its largest
             block.
-        forward_flop: Of the whole layer.
         grid: Rows and columns, if there are any.
         heads: Query heads that are computed: more than there are where ranks could not split them,
-            filled up with zeros. Bytes and FLOP are those of all.
+            filled up with zeros. Bytes are those of all.
     """
 
     layout: str
@@ -40,7 +39,6 @@ class Cost:
     backward_bytes: int
     messages: int
     idle: float
-    forward_flop: int
     grid: tuple[int, int] | None
     heads: int
 
@@ -68,19 +66,14 @@ def cost(
     algorithm = planned(algo, size, shape, mask, options)
     each = [algorithm.traffic(shape, mask, rank) for rank in range(size)]
     most = max(each, key=lambda traffic: traffic.forward_bytes + traffic.backward_bytes)
-    computed = algorithm.computed(shape)
     return Cost(
         algorithm.layout.name,
         most.forward_bytes,
         most.backward_bytes,
         most.forward_messages + most.backward_messages,
         algorithm.plan(shape, mask).idle,
-        2
-        * shape.batch
-        * (computed.query_width + computed.out_width)
-        * visible_pairs(shape.seq_len, mask),
         algorithm.grid_shape(shape) if isinstance(algorithm, GridAlgorithm) else None,
-        computed.heads,
+        algorithm.computed(shape).heads,
     )
 
 
@@ -160,3 +153,55 @@ def document(
         "idle": plans[0].idle,
         "peak_bytes": [found._asdict() for found in peaks],
     }
+
+
+# ---- other ways to split a layer, which the papers compare context parallelism with. They are not
+# algorithms of this package; Megatron runs the first one, nothing here the second.
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Another way to split a layer; bytes are those of a rank in rings, which a collective
+    operation cannot undercut: (P-1)/P of the tensor.
+
+    Attributes:
+        name: As it is printed.
+        forward, backward: Tensors of all tokens, as wide as the hidden states, that go round.
+    """
+
+    name: str
+    forward: int
+    backward: int
+
+    def cost(self, size: int, shape: Shape) -> Cost:
+        """What a layer costs, the hidden states being as wide as the output of attention.
+
+        Args:
+            size: Number of ranks.
+            shape: The whole problem.
+        """
+        whole = shape.batch * shape.seq_len * shape.out_width * shape.element_bytes
+        one = whole * (size - 1) // size
+        return Cost(
+            "",
+            self.forward * one,
+            self.backward * one,
+            (self.forward + self.backward) * (size - 1),
+            0.0,
+            None,
+            shape.heads,
+        )
+
+
+# Tensor parallelism with sequence parallelism: before attention and before the MLP the hidden
+# states are gathered and after them summed and scattered, the same in the backward, where two
+# are gathered again for the gradients of weights. So the MLP is in it, which costs context
+# parallelism nothing. Sources: Korthikanti et al.; DISTFLASHATTN, appendix C: 10 N d and 14 N d.
+BASELINES = (
+    Baseline("tensor + sequence parallel", 4, 6),
+    Baseline("the same, full recompute", 4, 10),
+    # K and V go round; in the backward again, and dK and dV of all tokens are all-reduced. It
+    # computes all scores whatever the mask, of as many KV heads as query heads. Sources: Li et al.,
+    # section 3.2.2; BurstAttention, section 3.2: 2 and 6 B Z N d.
+    Baseline("Ring Self-Attention", 2, 6),
+)

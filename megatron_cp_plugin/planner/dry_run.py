@@ -160,47 +160,31 @@ class _Posting:
     """Notes the operations of a channel. What is sent lives until the wait."""
 
     def __init__(self, channel: ChannelId) -> None:
-        self.channel, self.ranks = channel
+        self.channel = channel
         self._number = 0
 
-    def exchange(
-        self, operation: Operation | None, sends: Sequence[Send], receives: Sequence[Receive]
-    ) -> Pending[None]:
-        """Messages. Args: operation: as of `Post`."""
-        return self._post(operation, self._sizes(sends), self._sizes(receives), 0, sends, None)
-
-    def skip(self, count: int) -> None:
-        """Exchanges of others, which begin once this rank is so far; it does not wait for them."""
-        for _ in range(count):
-            self._post("exchange", (), (), 0, None, None)
-
-    def gather(
-        self, operation: Operation, x: Tensor, block: Tensor, result: Tensor
-    ) -> Pending[Tensor]:
-        """A collective operation of x. Args: block: of x, that goes to each other rank."""
-        sent = _bytes(block) * (len(self.ranks) - 1)
-        return self._post(operation, (), (), sent, x, result)
-
-    def _sizes(self, messages: Sequence[Send | Receive]) -> tuple[tuple[int, int], ...]:
-        return tuple((self.ranks[rank], _bytes(x)) for x, rank in messages)
-
-    def _post[T](
+    def __call__[T](
         self,
         operation: Operation | None,
-        sends: tuple[tuple[int, int], ...],
-        receives: tuple[tuple[int, int], ...],
-        size_bytes: int,
-        sent: object,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
         result: T,
+        sent: Tensor | None = None,
+        block: Tensor | None = None,
     ) -> Pending[T]:
-        channel, number = (self.channel, self.ranks), self._number
+        """Args: sent: by a collective operation. block: of it, that goes to each other rank."""
+        number, ranks = self._number, self.channel[1]
         self._number += 1
-        note(Post(channel, number, operation, sends, receives, size_bytes))
-        living = [sent]
+        leave, come = (
+            tuple((ranks[rank], _bytes(x)) for x, rank in each) for each in (sends, receives)
+        )
+        of_block = 0 if block is None else _bytes(block) * (len(ranks) - 1)
+        note(Post(self.channel, number, operation, leave, come, of_block))
+        living = [sends, sent]
 
         def finish() -> T:
             living.clear()
-            note(Wait(channel, number))
+            note(Wait(self.channel, number))
             return result
 
         return Pending(finish)
@@ -210,28 +194,31 @@ class _Channel(Communicator):
     """Results take memory when an operation is posted."""
 
     def __init__(self, rank: int, posting: _Posting) -> None:
-        super().__init__(posting.channel, rank, len(posting.ranks), posting.ranks[rank])
+        name, ranks = posting.channel
+        super().__init__(name, rank, len(ranks), ranks[rank])
         self._posting = posting
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return self._posting.exchange("exchange", sends, receives)
+        return self._posting("exchange", sends, receives, None)
 
     def skip(self, count: int) -> None:
-        self._posting.skip(count)
+        # Exchanges of others, which begin once this rank is so far; it does not wait for them.
+        for _ in range(count):
+            self._posting("exchange", (), (), None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting.gather("all_gather", x, x, x.new_empty((self.size, *x.shape)))
+        return self._posting("all_gather", (), (), x.new_empty((self.size, *x.shape)), x, x)
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting.gather("reduce_scatter", x, x[0], x.new_empty(x.shape[1:]))
+        return self._posting("reduce_scatter", (), (), x.new_empty(x.shape[1:]), x, x[0])
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting.gather("all_to_all", x, x[0], x.new_empty(x.shape))
+        return self._posting("all_to_all", (), (), x.new_empty(x.shape), x, x[0])
 
 
 class _PeerChannel(SlottedCommunicator):
     def __init__(self, rank: int, posting: _Posting, slots: int) -> None:
-        name, ranks = posting.channel, posting.ranks
+        name, ranks = posting.channel
         super().__init__(name, rank, len(ranks), ranks[rank], slots)
         self._slab = torch.empty(0, dtype=torch.uint8, device="meta")
         self._posting = posting
@@ -245,7 +232,7 @@ class _PeerChannel(SlottedCommunicator):
         self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
 
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return self._posting.exchange(None, sends, receives)
+        return self._posting(None, sends, receives, None)
 
 
 def _bytes(x: Tensor) -> int:

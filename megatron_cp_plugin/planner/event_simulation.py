@@ -24,7 +24,7 @@ from megatron_cp_plugin.planner.dry_run import (
     Tile,
     Wait,
 )
-from megatron_cp_plugin.planner.machine import Machine, Pass, Rate
+from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.trace import Trace
 
 Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
@@ -46,13 +46,12 @@ class PassTime:
 
     Attributes:
         seconds: until the last rank's stream of computation is done; of a backward, from the end of
-            the forward on. computing: of these, the mean over ranks in which it computes.
-        exposed_communication: in which the rank that is done last waits for messages. bytes: by
-            link ("copy", "inside", "between"), of the rank that sends most over all of them.
+            the forward on.
+        exposed_communication: of these, in which the rank that is done last waits for messages.
+        bytes: by link ("copy", "inside", "between"), of the rank that sends most over all of them.
     """
 
     seconds: float
-    computing: float
     exposed_communication: float
     bytes: Mapping[str, int]
 
@@ -413,11 +412,10 @@ class _Run:
         """A rank's part of an exchange by copy engines."""
         operation, rank = self.operations[key], self.ranks[number]
         post, _ = operation.posts[number]
-        assert self.machine.copy is not None
         end = start
         if post.sends:
             size = sum(size for _, size in post.sends)
-            end = self._move(start, number, post.sends[0][0], size, self.machine.copy, "copies")
+            end = self._move(start, number, post.sends[0][0], size, "copies")
         rank.copies = operation.copied[number] = end
         rank.queue.pop(0)
         for member in operation.copied.keys() - operation.done.keys():
@@ -427,30 +425,30 @@ class _Run:
                 arrivals = (operation.copied[source] for source in sources)
                 operation.done[member] = max([operation.copied[member], *arrivals])
 
-    def _move(
-        self, start: float, source: int, target: int, size: int, rate: Rate, lane: str
-    ) -> float:
+    def _move(self, start: float, source: int, target: int, size: int, lane: str) -> float:
         """A message over links that are free then. Returns: when it has come."""
-        resources = self._resources(source, target)
-        if resources[0][0] == "card out":
+        machine, inside = self.machine, self.nodes[source] == self.nodes[target]
+        rate = (machine.inside if inside else machine.between).exchange
+        resources = [("out", source), ("in", target)]
+        if lane == "copies":
+            assert machine.copy is not None
+            rate = machine.copy
+        elif not inside:
+            resources = [("card out", self.cards[source]), ("card in", self.cards[target])]
             size = round(size * self.crowd)
+            if machine.between_total:
+                resources.append(("fabric", 0))
         begin = max([start, *(self.free.get(one, 0.0) for one in resources)])
         end = begin + rate.time(size)
         for one in resources[:2]:
             self.free[one] = end
         # What comes from ranks that are not simulated is in the others' part of what is sent.
-        if ("fabric", 0) in resources and self.machine.between_total and source in self.ranks:
+        if ("fabric", 0) in resources and machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
-            self.free["fabric", 0] = begin + size * others / self.machine.between_total
+            self.free["fabric", 0] = begin + size * others / machine.between_total
         name = f"to {target}" if lane == "copies" else f"{source} to {target}"
         self.intervals.append(Interval(source, lane, name, begin, end))
         return end
-
-    def _resources(self, source: int, target: int) -> list[tuple[str, int]]:
-        if self.nodes[source] == self.nodes[target]:
-            return [("out", source), ("in", target)]
-        found = [("card out", self.cards[source]), ("card in", self.cards[target])]
-        return [*found, ("fabric", 0)] if self.machine.between_total else found
 
     def _exchange(self, key: Key) -> None:
         """Messages of all ranks of a channel; each rank is done when its own are."""
@@ -464,18 +462,14 @@ class _Run:
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
             for target, size in _joined(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
-                inside = self.nodes[number] == self.nodes[target]
-                rate = (self.machine.inside if inside else self.machine.between).exchange
-                end = self._move(start, number, target, size, rate, channel[0])
+                end = self._move(start, number, target, size, channel[0])
                 for m in {number, target} & ends.keys():
                     ends[m] = max(ends[m], end)
                     moving[m] = min(moving.get(m, start), start)
         for number, (post, _) in operation.posts.items():
             for source, size in _joined(post.receives):
                 if source not in ends:  # it is not simulated, and comes when this rank does
-                    inside = self.nodes[number] == self.nodes[source]
-                    rate = (self.machine.inside if inside else self.machine.between).exchange
-                    end = self._move(begin[number], source, number, size, rate, channel[0])
+                    end = self._move(begin[number], source, number, size, channel[0])
                     ends[number] = max(ends[number], end)
         for m, end in ends.items():
             operation.done[m] = end
@@ -548,25 +542,19 @@ class _Run:
         middle, end = max(rank.ended for rank in ranks), max(rank.stream for rank in ranks)
         last = max(ranks, key=lambda rank: rank.ended), max(ranks, key=lambda rank: rank.stream)
         return Timeline(
-            self._pass("forward", 0.0, middle, last[0].waited["forward"]),
-            self._pass("backward", middle, end, last[1].waited["backward"]),
+            self._pass("forward", middle, last[0].waited["forward"]),
+            self._pass("backward", end - middle, last[1].waited["backward"]),
             tuple(self.intervals),
             len(self.ranks),
         )
 
-    def _pass(self, phase: Pass, start: float, stop: float, waited: float) -> PassTime:
-        spans = (
-            min(end, stop) - max(begin, start)
-            for rank in self.ranks.values()
-            for begin, end in rank.busy
-            if end > start and begin < stop
-        )
+    def _pass(self, phase: Pass, seconds: float, waited: float) -> PassTime:
         sent: dict[int, dict[str, int]] = {rank: {} for rank in self.ranks}
         for (rank, of, link), size in self.sent.items():
             if of == phase:
                 sent[rank][link] = size
         most = max(sent.values(), key=lambda links: sum(links.values()))
-        return PassTime(stop - start, sum(spans) / len(self.ranks), waited, most)
+        return PassTime(seconds, waited, most)
 
 
 def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:

@@ -131,7 +131,6 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
     def one(a: PassTime, b: PassTime) -> PassTime:
         return PassTime(
             line(a.seconds, b.seconds),
-            line(a.computing, b.computing),
             line(a.exposed_communication, b.exposed_communication),
             {link: round(line(a.bytes.get(link, 0), b.bytes[link])) for link in b.bytes},
         )

@@ -267,5 +267,5 @@ def _optimizer(model: Model, split: Split, machine: Machine) -> float:
 
 def only(seconds: float) -> Timeline:
     """A layer of attention of which only the time is known."""
-    nothing = PassTime(0.0, 0.0, 0.0, {})
-    return Timeline(PassTime(seconds, seconds, 0.0, {}), nothing, (), 0)
+    nothing = PassTime(0.0, 0.0, {})
+    return Timeline(PassTime(seconds, 0.0, {}), nothing, (), 0)

@@ -78,4 +78,3 @@ def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> Non
     assert found.heads == filled.heads
     ring = cost("zigzag", size, shape)
     assert ring.heads == heads
-    assert found.forward_flop * heads == ring.forward_flop * filled.heads

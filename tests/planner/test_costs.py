@@ -7,7 +7,6 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
-from megatron_cp_plugin.planner.baselines import BASELINES
 from megatron_cp_plugin.planner.costs import cost, peak
 from megatron_cp_plugin.registry import available
 
@@ -23,16 +22,14 @@ def test_an_unbalanced_ring_waits_and_the_others_do_not(size: int) -> None:
         assert cost(algo, size, shape).idle == pytest.approx(0, abs=1e-3)
 
 
-def test_work_and_bytes() -> None:
+def test_bytes() -> None:
     found = cost("zigzag", 4, SHAPE, Mask(causal=False))
-    assert found.forward_flop == 4 * 4096**2 * 32 * 128
     # K and V of 1024 tokens, 8 heads, bfloat16, to the next rank, three times.
     assert found.forward_bytes == 3 * 2 * 1024 * 8 * 128 * 2
 
 
-def test_a_window_leaves_less_to_compute_and_to_send() -> None:
+def test_a_window_leaves_less_to_send() -> None:
     whole, windowed = (cost("distflash", 8, SHAPE, mask) for mask in (None, Mask(window=64)))
-    assert windowed.forward_flop < whole.forward_flop / 10
     assert windowed.forward_bytes < whole.forward_bytes
     # Of each of a rank's two chunks of 256 tokens the last 63: to all ranks, or to one that sees
     # them.
@@ -80,17 +77,11 @@ def test_plan_shows_what_the_papers_compare_with(capsys: pytest.CaptureFixture[s
     assert tensor[1:6] == [f"{4 * whole:.1f}", f"{6 * whole:.1f}", "70", "0.0%", ""]
     assert rows["the same, full recompute"][2] == f"{10 * whole:.1f}"
     assert ring[1:3] == [f"{2 * whole:.1f}", f"{6 * whole:.1f}"]
-    # It computes what the mask hides.
-    found = {one.name: one.cost(8, SHAPE, Mask()).forward_flop for one in BASELINES}
-    assert found["Ring Self-Attention"] == pytest.approx(
-        2 * found["tensor + sequence parallel"], rel=0.05
-    )
 
 
 def test_documents_leave_less_to_do_and_ranks_waiting() -> None:
     mask = Mask(documents=random_documents(SHAPE.seq_len, SHAPE.seq_len // 16))
     whole, packed = (cost("distflash", 8, SHAPE, given) for given in (None, mask))
-    assert packed.forward_flop < whole.forward_flop / 4
     assert packed.forward_bytes < whole.forward_bytes / 4
     assert packed.idle > 0.2
     assert cost("ulysses", 8, SHAPE, mask).idle == 0  # every rank has all documents
