@@ -37,8 +37,8 @@ def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None
     place = Place(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
     choice = choose([Kind("attention", shape, mask)], place)
     print(table(choice))
-    print(sentence(choice))
     _say_what_is_assumed(mask)
+    print(sentence(choice))
     if path is not None:
         megatron = {"context_parallel_size": size, "seq_length": shape.seq_len}
         megatron |= _of_documents(mask)
@@ -128,10 +128,10 @@ def plan_model(
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
     print(f"GiB of the GPU that needs most: {memory}")
+    _say_what_is_assumed(mask)
     if best.split.context > 1:
         print(table(best.choice))
         print(sentence(best.choice))
-    _say_what_is_assumed(mask)
     if path is not None:
         chosen = best.choice.best
         linear = "transnormer" if job.model.linear else None

@@ -24,8 +24,9 @@ LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
 def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: str) -> None:
     path = tmp_path / "run.yaml"
     assert cli.main([*LAYER.split(), *documents.split(), "--yaml", str(path)]) == 0
-    *_, said, wrote = capsys.readouterr().out.splitlines()
+    *table, said, wrote = capsys.readouterr().out.splitlines()
     assert said.startswith("auto chose ")
+    assert ("one random draw of their lengths" in table[-1]) == bool(documents)
     assert wrote == f"wrote {path}"
     written = yaml.safe_load(path.read_text())
     megatron = {"context_parallel_size": 4, "seq_length": 32768}
