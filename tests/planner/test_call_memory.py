@@ -288,4 +288,4 @@ def test_gathered_states_grow_with_ranks_and_passed_ones_do_not() -> None:
         return peak_bytes(layer, "fla") / GIB
 
     assert gib("lasp", 512) == gib("lasp", 8)
-    assert gib("lasp2", 1024) > gib("lasp2", 512) + 512 * 2**20 / GIB  # of 1 MiB each
+    assert gib("lasp2", 1024) == gib("lasp2", 512) + 512 * 2**20 / GIB  # of 1 MiB each
