@@ -160,7 +160,6 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
         pytest.param(154, "allgather", {}, marks=pytest.mark.slow),
         pytest.param(155, "attention2d", {}, marks=pytest.mark.slow),
         (156, "attention2d", {"variant": "no", "rows": 16}),
-        (157, "attention2d", {"variant": "overlap"}),
         pytest.param(158, "ulysses", {}, marks=pytest.mark.slow),
         (159, "usp", {"ulysses": 8}),
     ],
@@ -174,6 +173,15 @@ def test_sixty_four_ranks(tokens: int, name: str, options: dict[str, object]) ->
     mask = Mask(documents=(20, 70, 71, 130) if "layout" in options else ())
     for phase in PHASES:
         check(algorithm(name, 64, **options).plan(shape, mask, phase))
+
+
+def test_ranks_of_a_grid_compute_in_several_steps() -> None:
+    for phase in PHASES:
+        plan = algorithm("attention2d", 9, variant="overlap").plan(
+            Shape(1, 157, 4, 4, 8), Mask(), phase
+        )
+        assert len({one.step for one in plan.computes if one.rank == 0}) > 1
+        check(plan)
 
 
 def test_nodes_of_any_numbering() -> None:

@@ -196,47 +196,36 @@ def test_sliding_windows(tmp_path: Path) -> None:
         assert_same_training(job.succeeded(), reference.succeeded())
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 "
+LATENT += "--q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+LATENT += "--v-head-dim 12 --tensor-model-parallel-size 2"
+LINEAR = "--position-embedding-type none --cp-linear-model transnormer"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "more"),
+    ("algorithm", "size", "model", "more", "ranks"),
     [
-        ("zigzag", ""),
-        (
-            "ring",
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        ),
-        ("attention2d", "--use-distributed-optimizer --overlap-grad-reduce"),
+        ("zigzag", 4, ROPE, "", 1),
+        ("ring", 4, ROPE, RECOMPUTED, 1),
+        ("attention2d", 4, ROPE, "--use-distributed-optimizer --overlap-grad-reduce", 1),
+        ("lasp2", 4, TINY, LINEAR, 1),
+        ("ring", 2, TINY, LATENT, 2),
+        # In a pipeline, whose last stage embeds tokens too.
+        ("distflash", 2, ROPE, "--mtp-num-layers 1 --pipeline-model-parallel-size 2", 2),
     ],
 )
-def test_unmodified_script_of_a_checkout(checkout_script: Path, algorithm: str, more: str) -> None:
-    """Of any version: its own Megatron is the reference."""
-    program, flags = (*LAUNCHER, str(checkout_script)), (*ROPE, *more.split())
-    reference = run(*flags, "--context-parallel-algo", "megatron", program=program)
-    job = run(*flags, *algo(algorithm, 4), ranks=4, program=program)
-    assert_same_training(job.succeeded(), reference.succeeded())
-
-
-def test_unmodified_script_with_linear_attention(checkout_script: Path) -> None:
-    program = (*LAUNCHER, str(checkout_script))
-    flags = (*TINY, "--position-embedding-type", "none", "--cp-linear-model", "transnormer")
-    reference = run(*flags, *algo("lasp2", 1), program=program)
-    job = run(*flags, *algo("lasp2", 4), ranks=4, program=program)
-    assert_same_training(job.succeeded(), reference.succeeded())
-
-
-def test_unmodified_script_with_latent_attention(checkout_script: Path) -> None:
-    program = (*LAUNCHER, str(checkout_script))
-    flags = [*TINY, *"--multi-latent-attention --position-embedding-type rope".split()]
-    flags += "--q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8".split()
-    flags += "--v-head-dim 12 --rotary-scaling-factor 4 --tensor-model-parallel-size 2".split()
-    reference = run(*flags, "--context-parallel-algo", "megatron", ranks=2, program=program)
-    job = run(*flags, *algo("ring", 2), ranks=4, program=program)
-    assert_same_training(job.succeeded(), reference.succeeded())
-
-
-def test_unmodified_script_with_multi_token_prediction(checkout_script: Path) -> None:
-    """In a pipeline, whose last stage embeds tokens too."""
-    program = (*LAUNCHER, str(checkout_script))
-    flags = (*ROPE, *"--mtp-num-layers 1 --pipeline-model-parallel-size 2".split())
-    reference = run(*flags, "--context-parallel-algo", "megatron", ranks=2, program=program)
-    job = run(*flags, *algo("distflash", 2), ranks=4, program=program)
+def test_unmodified_script_of_a_checkout(
+    checkout_script: Path,
+    algorithm: str,
+    size: int,
+    model: tuple[str, ...],
+    more: str,
+    ranks: int,
+) -> None:
+    """Of any version: its own Megatron is the reference, or one rank of linear attention."""
+    program, flags = (*LAUNCHER, str(checkout_script)), (*model, *more.split())
+    alone = algo("lasp2" if more == LINEAR else "megatron", 1)
+    reference = run(*flags, *alone, ranks=ranks, program=program)
+    job = run(*flags, *algo(algorithm, size), ranks=ranks * size, program=program)
     assert_same_training(job.succeeded(), reference.succeeded())
