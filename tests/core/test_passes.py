@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, relative_error
+from tests.pairwise import pairwise
 
 SIZE, SEQ_LEN = 4, 480
 # Divisible by 8, as the thd layout wants them.
@@ -42,34 +43,32 @@ class Spy(Reference):
         return self._called("backward").backward(*given)
 
 
+CALLS = [
+    # One call a step: what is split by documents is full, or causal as one's own block.
+    ("ring", {"layout": "thd"}, 4),
+    ("zigzag", {"layout": "thd", "backward": "kv"}, 4),
+    ("zigzag", {"layout": "thd", "backward": "query"}, 4),
+    ("distflash", {"layout": "thd"}, 4),
+    # A chunk of one query is a full tile.
+    ("allgather", {"layout": "thd", "chunks": 1}, 2),
+    ("ulysses", {"layout": "thd", "chunks": 1}, 1),
+    ("usp", {"layout": "thd", "ulysses": 2, "chunks": 1}, 2),
+    # Two, where some are full and some causal.
+    ("attention2d", {"layout": "thd", "rows": 2, "chunks": 1}, 2),
+    ("attention2d", {"layout": "contiguous", "rows": 2, "chunks": 1}, 2),
+    ("zigzag", {}, 5),
+    ("distflash", {}, 4),
+    ("ring", {}, 4),
+    ("zigzag", {"layout": "documents"}, 5),
+]
+
+
 @pytest.mark.parametrize(
-    ("algo", "options", "most"),
-    [
-        # One call a step: what is split by documents is full, or causal as one's own block.
-        ("ring", {"layout": "thd"}, 4),
-        ("zigzag", {"layout": "thd", "backward": "kv"}, 4),
-        ("zigzag", {"layout": "thd", "backward": "query"}, 4),
-        ("distflash", {"layout": "thd"}, 4),
-        # A chunk of one query is a full tile.
-        ("allgather", {"layout": "thd", "chunks": 1}, 2),
-        ("ulysses", {"layout": "thd", "chunks": 1}, 1),
-        ("usp", {"layout": "thd", "ulysses": 2, "chunks": 1}, 2),
-        # Two, where some are full and some causal.
-        ("attention2d", {"layout": "thd", "rows": 2, "chunks": 1}, 2),
-        ("attention2d", {"layout": "contiguous", "rows": 2, "chunks": 1}, 2),
-        ("zigzag", {}, 5),
-        ("distflash", {}, 4),
-        ("ring", {}, 4),
-        ("zigzag", {"layout": "documents"}, 5),
-    ],
-    ids=str,
+    ("case", "window", "gaps"), pairwise(CALLS, (None, 20), (False, True)), ids=str
 )
-@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
-@pytest.mark.parametrize("window", [None, 20], ids=["", "window"])
-def test_calls_of_a_pass(
-    algo: str, options: dict, most: int, window: int | None, gaps: bool
-) -> None:
+def test_calls_of_a_pass(case: tuple[str, dict, int], window: int | None, gaps: bool) -> None:
     """Of the rank with most. A window has an upper edge, a lower one, and full tiles between."""
+    algo, options, most = case
     mask = Mask(window=window, documents=DOCUMENTS)
     expected = expected_attention(
         seq_len=SEQ_LEN,
@@ -100,26 +99,25 @@ def test_calls_of_a_pass(
     assert 0 < max(max(counts.values()) for counts in calls) <= most * (3 if window else 1)
 
 
-@pytest.mark.parametrize("gaps", [False, True], ids=["copied", "gaps"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("algo", "options"),
-    [
-        ("zigzag", {}),
-        ("zigzag", {"backward": "query"}),
-        ("distflash", {}),
-        ("allgather", {}),
-        ("allgather", {"transport": "group"}),
-        ("attention2d", {"rows": 2}),
-        ("attention2d", {"rows": 2, "transport": "group"}),
-        ("attention2d", {"variant": "no", "rows": 2}),
-        ("ulysses", {}),
-        ("usp", {"ulysses": 2}),
-    ],
-    ids=str,
-)
-def test_dtypes_that_models_have(algo: str, options: dict, dtype: torch.dtype, gaps: bool) -> None:
+WAYS = [
+    ("zigzag", {}),
+    ("zigzag", {"backward": "query"}),
+    ("distflash", {}),
+    ("allgather", {}),
+    ("allgather", {"transport": "group"}),
+    ("attention2d", {"rows": 2}),
+    ("attention2d", {"rows": 2, "transport": "group"}),
+    ("attention2d", {"variant": "no", "rows": 2}),
+    ("ulysses", {}),
+    ("usp", {"ulysses": 2}),
+]
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(("way", "dtype", "gaps"), pairwise(WAYS, DTYPES, (False, True)), ids=str)
+def test_dtypes_that_models_have(way: tuple[str, dict], dtype: torch.dtype, gaps: bool) -> None:
     """Sums and merges are in float32, what travels and is returned is not."""
+    algo, options = way
     expected = expected_attention(
         seq_len=SEQ_LEN,
         heads=4,
