@@ -8,7 +8,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +21,19 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.arguments import add_megatron_arguments
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Comparison, Recording, Tolerances, compare
 from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.gated_delta_net import served
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import TINY, run_warm
-from tests.integration.ranks import ALONE, Place
-from tests.oracle import relative_error
+from tests.integration.ranks import ALONE
+from tests.integration.recurrent_layers import Projection, check_documents, with_weights
 
 JOB = Path(__file__).with_name("gated_delta_net_job.py")
 WORDS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -228,16 +223,6 @@ def test_layers_that_a_script_makes_by_itself() -> None:
         ours.module(**ours.params)
 
 
-class Projection(nn.Linear):
-    """Stands for Megatron's parallel linear layers, on one tensor-parallel rank."""
-
-    def __init__(self, inputs: int, outputs: int, **others: object) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Megatron's layer with stand-ins for fla's kernels."""
@@ -276,10 +261,7 @@ def delta_net(kind: type, place: Any, **params: object) -> Any:
     parts = megatron.GatedDeltaNetSubmodules(Projection, WrappedTorchNorm, Projection)
     groups: Any = SimpleNamespace(cp=place, tp=ALONE)
     layer = kind(config, parts, pg_collection=groups, **params)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in layer.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) / 2
-    return layer
+    return with_weights(layer)
 
 
 @pytest.mark.parametrize(
@@ -293,36 +275,11 @@ def delta_net(kind: type, place: Any, **params: object) -> Any:
     ],
 )
 def test_each_document_is_a_sequence(
-    on_cpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    algo: str,
-    options: dict[str, str],
-    size: int,
+    on_cpu: None, algo: str, options: dict[str, str], size: int
 ) -> None:
-    """Outputs and all gradients are those of Megatron's own layer on one document at a time."""
-    tokens, starts = 48, (8, 24)
-    generator = torch.Generator().manual_seed(1)
-    x, dout = (torch.randn(tokens, 2, 8, generator=generator) for _ in range(2))
+    def of_rank(place: Any, runtime: Runtime) -> Any:
+        return delta_net(served(megatron.GatedDeltaNet), place, runtime=runtime)
+
     whole = delta_net(megatron.GatedDeltaNet, ALONE)
-    given = x.clone().requires_grad_()
-    edges = pairwise((0, *starts, tokens))
-    want = torch.cat([whole(given[start:stop], None)[0] for start, stop in edges])
-    wanted = torch.autograd.grad(want, [given, *whole.parameters()], dout)
     config = ContextParallelConfig(algo, size, options=tuple(options.items()))
-    cut = config.layout.within(starts)
-
-    def body(topology: Topology) -> list[Tensor]:
-        runtime = Runtime(config)
-        runtime._topology = lambda group: topology  # type: ignore[method-assign]
-        place = Place(topology.rank, size)
-        layer = delta_net(served(megatron.GatedDeltaNet), place, runtime=runtime)
-        mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
-        out, _ = layer(mine, packed_seq_params=DocumentMask(seq_len=tokens, starts=starts))
-        part = shard(dout, 0, cut, topology.rank, size)
-        assert list(layer.state_dict()) == list(whole.state_dict())
-        return [out.detach(), *torch.autograd.grad(out, [mine, *layer.parameters()], part)]
-
-    out, dx, *gradients = zip(*run_virtual(size, body), strict=True)
-    found = [unshard(list(out), 0, cut), unshard(list(dx), 0, cut), *map(sum, gradients)]
-    for got, want_ in zip(found, (want.detach(), *wanted), strict=True):
-        assert relative_error(got, want_) < 1e-5
+    check_documents(whole, of_rank, config, tokens=48, bound=1e-5)

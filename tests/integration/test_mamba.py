@@ -7,7 +7,6 @@ recurrence that stands for mamba-ssm's kernels.
 import importlib
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,21 +18,16 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
-from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.mamba import served
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
 from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 from tests.integration.ranks import ALONE, Place
-from tests.oracle import relative_error
+from tests.integration.recurrent_layers import Projection, check_documents, with_weights
 
 JOB = Path(__file__).with_name("mamba_job.py")
 WORDS = "--position-embedding-type rope --normalization RMSNorm --spec mamba_job stack "
@@ -96,16 +90,6 @@ def test_beside_model_parallelism(tmp_path: Path, model: str, split: str, patter
     assert any("mixer.A_log" in name for name in comparison.gradients)
 
 
-class Projection(nn.Linear):
-    """Stands for Megatron's parallel linear layers, on one tensor-parallel rank."""
-
-    def __init__(self, inputs: int, outputs: int, **others: object) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Megatron's layer with stand-ins for mamba-ssm's kernels."""
@@ -139,11 +123,8 @@ def mixer(kind: type, place: Any, **params: Any) -> Any:
     )
     parts = mamba_mixer.MambaMixerSubmodules(Projection, Projection)
     groups: Any = SimpleNamespace(cp=place, tp=ALONE)
-    layer = kind(config, parts, 8, layer_number=1, pg_collection=groups, **params).double()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in layer.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator).double() / 2
-    return layer
+    layer = kind(config, parts, 8, layer_number=1, pg_collection=groups, **params)
+    return with_weights(layer.double())
 
 
 @pytest.mark.parametrize(
@@ -160,34 +141,19 @@ def mixer(kind: type, place: Any, **params: Any) -> Any:
 def test_each_document_is_a_sequence(
     on_cpu: None, algo: str, options: dict[str, str], size: int, wide: bool
 ) -> None:
-    """Outputs and all gradients are those of Megatron's own layer on one document at a time."""
-    tokens, starts = 60 if size == 5 else 48, (8, 24)
-    generator = torch.Generator().manual_seed(1)
-    x, dout = (torch.randn(tokens, 2, 8, generator=generator).double() for _ in range(2))
-    whole = mixer(mamba_mixer.MambaMixer, ALONE, D_has_hdim=wide)
-    given = x.clone().requires_grad_()
-    edges = pairwise((0, *starts, tokens))
-    want = torch.cat([whole(given[start:stop])[0] for start, stop in edges])
-    wanted = torch.autograd.grad(want, [given, *whole.parameters()], dout)
-    config = ContextParallelConfig(algo, size, options=tuple(options.items()))
-    cut = config.layout.within(starts)
+    tokens = 60 if size == 5 else 48
 
-    def body(topology: Topology) -> list[Tensor]:
-        runtime = Runtime(config)
-        runtime._topology = lambda group: topology  # type: ignore[method-assign]
-        place = Place(topology.rank, size)
-        layer = mixer(served(mamba_mixer.MambaMixer), place, runtime=runtime, D_has_hdim=wide)
-        mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
-        packed = DocumentMask(seq_len=tokens, starts=starts, padding=((tokens - 2, tokens),))
-        out, _ = layer(mine, packed_seq_params=packed)
-        part = shard(dout, 0, cut, topology.rank, size)
-        assert list(layer.state_dict()) == list(whole.state_dict())
-        return [out.detach(), *torch.autograd.grad(out, [mine, *layer.parameters()], part)]
+    def of_rank(place: Any, runtime: Runtime) -> Any:
+        return mixer(served(mamba_mixer.MambaMixer), place, runtime=runtime, D_has_hdim=wide)
 
-    out, dx, *gradients = zip(*run_virtual(size, body), strict=True)
-    found = [unshard(list(out), 0, cut), unshard(list(dx), 0, cut), *map(sum, gradients)]
-    for got, want_ in zip(found, (want.detach(), *wanted), strict=True):
-        assert relative_error(got, want_) < 1e-6  # Megatron takes rates in float32
+    check_documents(
+        mixer(mamba_mixer.MambaMixer, ALONE, D_has_hdim=wide),
+        of_rank,
+        ContextParallelConfig(algo, size, options=tuple(options.items())),
+        tokens=tokens,
+        padding=((tokens - 2, tokens),),
+        bound=1e-6,  # Megatron takes rates in float32
+    )
 
 
 def test_what_layers_refuse(on_cpu: None) -> None:
