@@ -21,7 +21,9 @@ from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.settings import Settings
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _SPANS, _POSITIONS = "attention_spans", "attention_positions"
@@ -95,8 +97,9 @@ class Batches:
             The same dict, without these two.
 
         Raises:
-            ContextParallelError: The batch is not whole; on all ranks, if it is the first one. Or
-                the first one's attention_mask is another.
+            ContextParallelError: The batch is not whole; on all ranks, if it is the first one. The
+                first one's attention_mask is another. The layout follows documents, and there are
+                none, nor spans.
         """
         self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
         if self.checks.is_first(group) and self.spans is None:
@@ -110,6 +113,8 @@ class Batches:
         if whole:
             self._check_whole(whole, group)
         follows = self.runtime.follows_documents
+        if follows and whole and self.spans is None and batch.get("cu_seqlens") is None:
+            check("batch", Settings(None, self.runtime.config))
         documents = _documents_of(batch) if follows else ()
         spans = replace(self.spans, starts=documents) if follows and self.spans else None
         for key, value in batch.items():

@@ -29,7 +29,7 @@ from megatron_cp_plugin.paths import check_folder
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
 # whether a script can start with them, with and without an algorithm; validated arguments; those of
 # a script that trains; the configuration of a model, of a layer of linear attention, of a model for
-# `serve`; and that of a recurrent layer.
+# `serve`; that of a recurrent layer; and a batch that says of no documents.
 Door = Literal[
     "sizes",
     "arguments",
@@ -41,6 +41,7 @@ Door = Literal[
     "linear layer",
     "serve",
     "recurrent layer",
+    "batch",
 ]
 
 
@@ -758,6 +759,11 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda s: s.graphs != "none" and isinstance(s.cp.layout, Balanced),
          f"{_GRAPHS} needs the same layout for all batches, got one that follows documents: leave "
          "the option layout=documents or --cuda-graph-impl out", ("arguments", "validated")),
+    # Whether batches have spans only a script knows.
+    Rule(lambda s: isinstance(s.cp.layout, Balanced),
+         "the option layout=documents follows the documents or attention_spans of each batch, got "
+         "one without: add --dataloader-inter-document-masking or --sft, or leave the option out",
+         ("batch",)),
     # Before and after Megatron's own checks.
     Rule(_without_transformer_engine, "Megatron's hybrid models have layers of Transformer Engine, "
          "which is not installed, got --hybrid-layer-pattern {s.hybrid_layer_pattern}: install it, "

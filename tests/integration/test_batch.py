@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.layout import LAYOUTS
+from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
@@ -36,7 +36,7 @@ EXPECTED = {
 
 
 def runtime(layout: str) -> Runtime:
-    config: Any = SimpleNamespace(algo="any", layout=LAYOUTS[layout])
+    config: Any = SimpleNamespace(algo="any", layout=NAMED[layout])
     return Runtime(config)
 
 
@@ -116,6 +116,19 @@ def test_what_tells_of_documents_is_not_cut() -> None:
     local = shard("zigzag", batch, 2, 0)
     assert local["tokens"].numel() < N
     assert local["cu_seqlens"] is batch["cu_seqlens"]
+
+
+def test_a_layout_of_documents_needs_some() -> None:
+    """Else a run whose flags pack none would train on attention over whole sequences."""
+    batch = {"tokens": torch.arange(N).view(1, N), "cu_seqlens": None}
+    with pytest.raises(ContextParallelError, match=r"layout=documents follows .* got one without"):
+        shard("documents", batch, 2, 0)
+    for some in (
+        {"cu_seqlens": torch.tensor([0, N])},
+        {"attention_spans": [(0, N, 0, N, "causal")]},
+        {"tokens": None},  # inside a pipeline
+    ):
+        assert "tokens" in shard("documents", batch | some, 2, 0)
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,11 @@ def test_a_layout_that_follows_spans_cuts_by_those_of_the_batch() -> None:
         tokens = cut(attention_spans=spans)
         layout = config.layout.within(Slices.of(spans, 16))
         assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
-        assert tokens.tolist() != cut().tolist()
+        whole = {"cu_seqlens": torch.tensor([[0, 16]])}
+        assert tokens.tolist() != cut(**whole).tolist()
         model(cut(attention_spans=spans))
         with pytest.raises(ContextParallelError, match="by no spans, and the model got 2 spans"):
-            model(cut(), packed_seq_params=attention_spans(spans))
+            model(cut(**whole), packed_seq_params=attention_spans(spans))
 
     on_ranks(2, rank)
 

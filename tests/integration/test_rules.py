@@ -464,6 +464,7 @@ CASES: dict[str, Case] = {
         near=({"seq_length": 64}, GRAPHS, replace(RING, size=2)),
     ),
     "needs the same layout for all batches": Case(GRAPHS, config=FOLLOWING, near=(ZIGZAG,)),
+    "follows the documents or": Case({}, config=FOLLOWING, near=(ZIGZAG, BY_DOCUMENTS)),
     "which is not installed": Case(
         {"hybrid_layer_pattern": "*-"}, near=({"spec": ("mine", "spec")},)
     ),
