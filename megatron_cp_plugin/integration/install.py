@@ -21,8 +21,7 @@ from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import describe
-from megatron_cp_plugin.integration.chunked_logits import serve_programs
-from megatron_cp_plugin.integration.chunked_loss import serve_loss
+from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced

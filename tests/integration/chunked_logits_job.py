@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.chunked_logits import Head
+from megatron_cp_plugin.integration.chunked_loss import Head
 from tests.integration.cut_batches_job import Batch, make_config, make_model, set_up
 
 LENGTHS = (13, 2, 27, 6)
@@ -207,8 +207,8 @@ def refusals(model: Callable[[], Any]) -> dict[str, str]:
         "softmax": lambda x: torch.log_softmax(x, -1),
         "an id": lambda x: x[:, :, 3],
         "bfloat16": lambda x: x.to(torch.bfloat16),
-        "top-p": lambda x: slime(x[0], x._rows[0], None, False, -1, torch.ones(1)),
-        "labels": lambda x: x.log_probs(x._rows[:, 1:]),
+        "top-p": lambda x: slime(x[0], x._rows[0, :, 0], None, False, -1, torch.ones(1)),
+        "labels": lambda x: x.log_probs(x._rows[:, 1:, 0]),
     }
     said = {}
     for name, taken in tries.items():

@@ -1,9 +1,12 @@
-"""--cp-chunked-loss: a run in Megatron's loop is the same with it and without it."""
+"""Losses in chunks: a run is the same with them, and programs have their log-probabilities."""
 
 import argparse
+import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +26,10 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import (
-    PendingLogits,
+    Head,
     acceptance_counts,
     serve_loss,
+    serve_programs,
 )
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
@@ -43,6 +47,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 HYBRID = Path(__file__).with_name("hybrid_job.py")
 ROWS = Path(__file__).with_name("logit_rows_job.py")
 LAUNCH = Path(launch.__file__)
+PROGRAMS = Path(__file__).with_name("chunked_logits_job.py")
+BOUNDS = {"log-probs": 2e-5, "entropy": 2e-5, "gradients": 1e-4}
 CHUNKS = ("--cp-chunked-loss", "7")
 
 
@@ -232,7 +238,7 @@ def test_right_predictions_are_counted_as_megatron_counts_them(group: dist.Proce
     assert acceptance_counts(count, logits, labels, mask, *others) == want
     model.config.mtp_num_layers = 1
     serve_loss(model, 5)
-    pending = PendingLogits(hidden, None)
+    pending = Head(model.output_layer, hidden, None)
     model.compute_language_model_loss(labels, pending)
     assert acceptance_counts(count, pending, labels, mask, *others) == want
 
@@ -256,3 +262,52 @@ def test_another_output_layer_is_refused() -> None:
     model.output_layer = nn.Linear(2, 2)
     with pytest.raises(ContextParallelError, match="a plain ColumnParallelLinear, got Linear: "):
         serve_loss(model, 512)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
+def test_programs(tensor: int, context: int, tmp_path: Path) -> None:
+    """What verl, slime, NeMo-RL and SkyRL do with logits gives what all logits give."""
+    words = str(tensor), str(context)
+    job = run_warm(tmp_path, *words, ranks=tensor * context, script=PROGRAMS).succeeded()
+    said = "megatron_cp_plugin: context parallelism by zigzag layout=thd on {} rank(s), thd layout"
+    assert said.format(context) in job.text, job.text
+    for process in job.processes:
+        found = json.loads(process.stdout.split("FOUND")[-1].splitlines()[0])
+        refused = found.pop("refused")
+        assert found.pop("sum") < 1e-2
+        assert found.pop("losses") < 1e-5
+        assert len(found) == 8
+        for name, errors in found.items():
+            for what, bound in BOUNDS.items():
+                assert errors[what] <= bound, f"{name}: {what} is off by {errors[what]:.1e}"
+        for name, words_of_it in {
+            "max": "got .max: leave chunked_loss out",
+            "softmax": "got log_softmax: leave chunked_loss out",
+            "an id": "got indexing",
+            "bfloat16": "got to(torch.bfloat16)",
+            "top-p": "got a mask of the ids that the rollout kept (top-p)",
+            "labels": "need labels [1, ",
+            "nothing": "chunked_loss must be at least 1, got 0: leave it out for all logits",
+            "two sizes": "chunked_loss=8) after zigzag (layout=thd, chunked_loss=7): leave one",
+        }.items():
+            assert words_of_it in refused[name], (name, refused[name])
+            assert "\n" not in refused[name]
+
+
+def test_a_program_without_its_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("slime", "slime.utils", "slime.utils.ppo_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    message = "chunked_loss needs slime.utils.ppo_utils.calculate_log_probs_and_entropy, which this"
+    with pytest.raises(ContextParallelError, match=message):
+        serve_programs()
+
+
+def test_a_model_that_predicts_more_tokens_is_refused() -> None:
+    layer = object.__new__(ColumnParallelLinear)
+    vars(layer).update(bias=None, gather_output=False)
+    config = SimpleNamespace(mtp_num_layers=2)
+    model: Any = SimpleNamespace(output_layer=layer, config=config, mtp_process=True)
+    with pytest.raises(ContextParallelError, match="got mtp_num_layers=2: leave one of the two"):
+        serve_loss(model, 5, for_programs=True)
