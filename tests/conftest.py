@@ -47,7 +47,7 @@ LONGEST = """
     integration/test_mistakes test_documented_commands integration/test_resume
     integration/test_packed_documents test_parity_matrix test_invariance
     integration/test_rollouts_in_megatron integration/test_auto
-    integration/test_gated_delta_net integration/test_inputs test_benchmark_train
+    integration/test_recurrent integration/test_inputs test_benchmark_train
     kernels/test_kernels integration/test_launch integration/test_latent_attention
     integration/test_linear_models integration/test_chunked_loss
     integration/test_endings test_convergence_long test_convergence_smoke

@@ -21,7 +21,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.agree import COMPARED_TOGETHER, same_on_all_ranks
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.inputs import SplitInputs
 from tests.integration.megatron_job import run
 from tests.integration.test_batch import KEYS, Trained, runtime, train_on
 from tests.oracle import expected_attention, relative_error
@@ -117,7 +117,7 @@ def known(at: int) -> tuple[int, str | None] | None:
 def batches(number: int) -> tuple[int, str]:
     """How many forward passes came to their ends, and what was said then."""
     group, made, model = dist.new_group(), Batches(runtime("contiguous")), Trained()
-    serve_inputs(model, made, group)
+    SplitInputs(model, made, group)
     whole = {name: torch.arange(64.0, device="cuda")[None] for name in KEYS}
     for _ in range(number - 1):
         train_on(made, model, group, dict(whole))

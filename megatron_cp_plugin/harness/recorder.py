@@ -34,7 +34,6 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.wrappers import unwrapped
 
 # What identifies a run, by the names of Megatron's arguments.
 _SETTINGS = (
@@ -280,7 +279,7 @@ def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     found = {}
     for index, chunk in enumerate(model):
         prefix = f"chunk{index}." if len(model) > 1 else ""
-        for name, parameter in unwrapped(chunk).named_parameters():
+        for name, parameter in compat.unwrapped(chunk).named_parameters():
             if parameter.requires_grad:
                 found[prefix + name] = parameter
     return found

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_cp_plugin.integration.compat import unwrapped
 from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
-from megatron_cp_plugin.integration.wrappers import unwrapped
 
 
 @dataclass(frozen=True)

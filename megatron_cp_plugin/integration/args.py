@@ -7,7 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, override
 
@@ -21,7 +21,11 @@ from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
-# The value of --context-parallel-algo that means "Megatron's own path, untouched".
+# Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
+# that a script starts, is refused by Megatron's parser instead of training without the algorithm.
+ALGORITHM = "--context-parallel-algo"
+
+# Its value that means "Megatron's own path, untouched".
 MEGATRON = "megatron"
 
 # Tokens of a packed document, where nobody says.
@@ -41,21 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def add_algorithm(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Makes Megatron's parser take `algorithm_flag`, and returns it."""
-    parser.add_argument("--context-parallel-algo", help=argparse.SUPPRESS)
-    return parser
-
-
-def algorithm_flag(algo: str) -> tuple[str, str]:
-    """What Megatron's command line says of the plugin.
-
-    A process that reads the same command line without the plugin, such as a worker that
-    a script starts, is refused by Megatron's parser instead of training without the algorithm.
-    """
-    return "--context-parallel-algo", algo
-
-
 def document_lengths(given: str | int | None, name: str) -> Lengths:
     """How long packed documents are.
 
@@ -70,6 +59,14 @@ def document_lengths(given: str | int | None, name: str) -> Lengths:
         return lengths_of(str(MEAN_DOCUMENT if given is None else given))
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{name} {error}: leave it out for {MEAN_DOCUMENT}") from None
+
+
+# Flags that say nothing without an algorithm of the plugin, or without a choice of one.
+_OF_ALGORITHMS = (
+    *("--cp-kernel", "--cp-options", "--cp-linear-model", "--cp-recompute-attention"),
+    *("--cp-chunked-loss", "--cp-send-latents"),
+)
+_OF_AUTO = ("--cp-machine", "--cp-mean-document", EXAMPLE_SPANS, "--cp-explain")
 
 
 @dataclass(frozen=True)
@@ -116,28 +113,20 @@ class PluginFlags:
             self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
-        any_algorithm, auto = "an algorithm of the plugin", "--context-parallel-algo auto"
-        given = {
-            "--cp-kernel": (self.kernel != "auto", any_algorithm),
-            "--cp-options": (bool(self.options), any_algorithm),
-            "--cp-linear-model": (self.linear_model is not None, any_algorithm),
-            "--cp-recompute-attention": (self.recompute_attention, any_algorithm),
-            "--cp-chunked-loss": (self.chunked_loss is not None, any_algorithm),
-            "--cp-send-latents": (self.send_latents, any_algorithm),
-            "--cp-machine": (self.machine is not None, auto),
-            "--cp-mean-document": (self.mean_document is not None, auto),
-            EXAMPLE_SPANS: (self.example_spans is not None, auto),
-            "--cp-explain": (self.explain, auto),
-        }
-        for name, (asked, needed) in given.items():
-            if asked and not (self.is_auto or (needed == any_algorithm and self.algo is not None)):
-                example, got = (
-                    ("auto", self.algo or MEGATRON) if needed == auto else ("zigzag", "none")
-                )
-                raise ConfigError(
-                    f"{name} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
-                    f"leave {name} out"
-                )
+        for option in (*_OF_ALGORITHMS, *_OF_AUTO):
+            value = getattr(self, option.removeprefix("--cp-").replace("-", "_"))
+            if value is None or value is False or value in ((), "auto") or self.is_auto:
+                continue
+            if option in _OF_AUTO:
+                needed, example, got = "--context-parallel-algo auto", "auto", self.algo or MEGATRON
+            elif self.algo is None:
+                needed, example, got = "an algorithm of the plugin", "zigzag", "none"
+            else:
+                continue
+            raise ConfigError(
+                f"{option} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
+                f"leave {option} out"
+            )
         if self.chunked_loss is not None and self.chunked_loss < 1:
             raise ConfigError(
                 f"--cp-chunked-loss must be at least 1, got {self.chunked_loss}: leave the number "
@@ -169,20 +158,9 @@ class PluginFlags:
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
-        assert self.algo is not None
-        return ContextParallelConfig(
-            self.algo,
-            size,
-            self.kernel,
-            self.options,
-            self.recompute_attention,
-            self.layers,
-            self.linear_model,
-            self.chunked_loss,
-            self.by_auto,
-            for_spans=self.example_spans is not None,
-            send_latents=self.send_latents,
-        )
+        of_all = {field.name for field in fields(ContextParallelConfig)} & vars(self).keys()
+        given = {name: getattr(self, name) for name in of_all}
+        return ContextParallelConfig(size=size, for_spans=self.example_spans is not None, **given)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:

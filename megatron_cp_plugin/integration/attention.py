@@ -24,12 +24,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.autograd.latents import attend_latents
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import (
-    DocumentMask,
-    check_padding,
-    mask_of_tokens,
-    starts_of,
-)
+from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_tokens, starts_of
 from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import window_of
@@ -40,7 +35,40 @@ _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 _CAUSAL_IF_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True}
 
 
-class ContextParallelAttention(MegatronModule):
+class SplitByHeads(MegatronModule):
+    """A module whose parameters are [h, ...].
+
+    Attributes:
+        tp_group: Ranks among which the heads are split.
+    """
+
+    tp_group: dist.ProcessGroup
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Returns the parameters for a distributed checkpoint.
+
+        Args:
+            prefix: Of their keys.
+            sharded_offsets: What modules around it have split already.
+            metadata: Holds the data- and context-parallel group.
+        """
+        parameters = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            parameters,
+            prefix,
+            dict.fromkeys(parameters, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+
+class ContextParallelAttention(SplitByHeads):
     """Takes the place of DotProductAttention or TEDotProductAttention in a layer spec.
 
     Has the parameters of what it replaces, so checkpoints are the same with and without it: none,
@@ -130,15 +158,6 @@ class ContextParallelAttention(MegatronModule):
             config.init_method(offset)
         self.softmax_offset = offset
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> Any:
-        """Returns the parameter for a distributed checkpoint, if there is one, split by heads."""
-        return sharded_by_heads(self, prefix, sharded_offsets, self.tp_group, metadata)
-
     def forward(
         self,
         query: Tensor,
@@ -177,12 +196,11 @@ class ContextParallelAttention(MegatronModule):
         packed = self.packed if packed_seq_params is None else packed_seq_params
         group = getattr(packed, "group", None) or self._cp_group
         seq_len = query.size(0) * group.size()
-        documents = starts_of(packed, seq_len)
         causal = self._causal
         if attn_mask_type is not None:
             causal = is_causal(attn_mask_type, packed=packed is not None)
+        documents = starts_of(packed, seq_len, causal=causal)
         slices = None if packed is None else packed.slices(seq_len)
-        check_padding(packed, seq_len, causal=causal)
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
         if self._keeps_largest:
@@ -223,25 +241,6 @@ class ContextParallelAttention(MegatronModule):
         found = largest_scores(q, k, scale=self._scale, mask=mask, layout=layout, group=group)
         before = self.current_max_attn_logits
         self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
-
-
-def sharded_by_heads(
-    module: nn.Module,
-    prefix: str,
-    sharded_offsets: tuple[tuple[int, int, int], ...],
-    tp_group: dist.ProcessGroup,
-    metadata: dict[str, Any] | None,
-) -> Any:
-    """Returns a module's parameters [h, ...] for a distributed checkpoint."""
-    parameters = module.state_dict(prefix="", keep_vars=True)
-    return make_sharded_tensors_for_checkpoint(
-        parameters,
-        prefix,
-        dict.fromkeys(parameters, 0),
-        sharded_offsets,
-        tp_group=tp_group,
-        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-    )
 
 
 def is_causal(mask_type: AttnMaskType, *, packed: bool = False) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
-from megatron_cp_plugin.integration.settings import Settings, window_of
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
 from megatron_cp_plugin.planner.detected_machine import (
     check_agreement,
@@ -88,7 +88,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     settings = Settings(args)
     check("sizes", settings)
     layers = kinds_of_layers(flags, settings)
-    kinds = [replace(kind, count=count) for kind, count in Counter(layers).items()]
+    kinds = counted(layers)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine, how = machine_here(flags.machine, gpu)
     place = Place(
@@ -318,16 +318,24 @@ def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> l
     documents = documents_like(lengths, tokens, layout, size)
     settings = Settings(model)
     shape = settings.shape(tokens)
-    kinds = [
-        Kind(
-            "full attention" if window is None else f"windows of {window} tokens",
-            shape,
-            Mask(True, window, documents),
-        )
+    return counted(
+        _softmax(settings, number, shape, lambda window: Mask(True, window, documents))
         for number in range(model.num_layers)
-        for window in [window_of(model.window_size) if _has_window(settings, number + 1) else None]
-    ]
-    return [replace(kind, count=count) for kind, count in Counter(kinds).items()]
+    )
+
+
+def counted(layers: Iterable[Kind]) -> list[Kind]:
+    """Each kind of layers once, with their number."""
+    return [replace(kind, count=count) for kind, count in Counter(layers).items()]
+
+
+def _softmax(
+    settings: Settings, number: int, shape: Shape, mask_of: Callable[[int | None], Mask]
+) -> Kind:
+    """The kind of a layer, counted from 0. Args: mask_of: of its window, None for all."""
+    window = settings.window if _has_window(settings, number + 1) else None
+    name = "full attention" if window is None else f"windows of {window} tokens"
+    return Kind(name, shape, mask_of(window))
 
 
 def check_same(flags: PluginFlags) -> None:
@@ -375,32 +383,27 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
             raise ConfigError(
                 f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
             )
-    softmax = Kind("full attention", settings.shape(seq_length), Mask())
-    linear = _linear(flags, settings, seq_length)
-    example = flags.example_spans
-    if pattern:
-        if example:
-            softmax = replace(softmax, mask=example_spans.mask_of(example, seq_length, (), None))
-        return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
-    kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
-    window = settings.window
-    documents: tuple[int, ...] = ()
-    if settings.packing:
+    shape, documents = settings.shape(seq_length), tuple[int, ...]()
+    if settings.packing and not pattern:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")
         documents = documents_like(lengths, seq_length, Contiguous(), settings.ranks)
-    found = []
-    for number in range(settings.num_layers):
-        if kinds[number % len(kinds)] == "linear":
-            found.append(linear)
-            continue
-        own = window if _has_window(settings, number + 1) else None
-        name = "full attention" if own is None else f"windows of {own} tokens"
-        if example:
-            mask = example_spans.mask_of(example, seq_length, documents, own)
-        else:
-            mask = Mask(True, own, documents)
-        found.append(replace(softmax, name=name, mask=mask))
-    return found
+
+    def mask_of(window: int | None) -> Mask:
+        if flags.example_spans:
+            return example_spans.mask_of(flags.example_spans, seq_length, documents, window)
+        return Mask(True, window, documents)
+
+    if pattern:
+        softmax = Kind("full attention", shape, mask_of(None))
+        return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
+    kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
+    linear = _linear(flags, settings, seq_length)
+    return [
+        linear
+        if kinds[number % len(kinds)] == "linear"
+        else _softmax(settings, number, shape, mask_of)
+        for number in range(settings.num_layers)
+    ]
 
 
 def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:

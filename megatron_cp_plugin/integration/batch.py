@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.agree import CallChecks, on_host
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import DocumentMask, RawSpans, attention_spans
+from megatron_cp_plugin.integration.documents import DocumentMask, attention_spans
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
@@ -40,14 +40,12 @@ class Cut:
     """One cutting of a batch.
 
     Attributes:
-        documents: Where documents begin, as in `core.tiles.Mask`, if the layout follows them.
-        spans: Who sees whom, if there are spans and the layout follows them.
         mask: The batch's spans; None: it had none.
+        followed: Documents, and spans, that the layout followed; None: it follows none.
     """
 
-    documents: tuple[int, ...] | None = None
-    spans: RawSpans | None = None
     mask: DocumentMask | None = None
+    followed: DocumentMask | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Batches:
         if self.checks.is_first(group) and self.spans is None:
             _check_mask(batch.get("attention_mask"))
         if group.size() == 1:
-            _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(mask=self.spans))
+            _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(self.spans))
             return batch
         self.checks.finish()
         self._cut += 1
@@ -115,22 +113,19 @@ class Batches:
         follows = self.runtime.follows_documents
         if follows and whole and self.spans is None and batch.get("cu_seqlens") is None:
             check("batch", Settings(None, self.runtime.config))
-        documents = _documents_of(batch) if follows else ()
-        spans = replace(self.spans, starts=documents) if follows and self.spans else None
+        followed = None
+        if follows:
+            followed = replace(self.spans or DocumentMask(), starts=_documents_of(batch))
         for key, value in batch.items():
             if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
                 continue
             dim = _dim_of(key, value)
             tokens = value.size(dim)
-            followed = documents if spans is None else spans.followed(tokens)
-            local = self.runtime.positions(group, tokens, value.device, followed)
+            within = followed.followed(tokens) if followed else ()
+            local = self.runtime.positions(group, tokens, value.device, within)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}
-        self._last_cut = Cut(mask=self.spans)
-        if follows:
-            self._last_cut = replace(
-                self._last_cut, documents=documents, spans=spans and spans.spans
-            )
+        self._last_cut = Cut(self.spans, followed)
         _mark(self._last, self._last_cut)
         return batch
 

@@ -14,7 +14,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.integration.recompute import describe as describe_recompute
 from megatron_cp_plugin.integration.rules import check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve
@@ -114,6 +113,30 @@ def describe_heads(settings: Settings) -> str | None:
                     "added so that the ranks can split them"
                 )
     return "; ".join(filled) or None
+
+
+def describe_recompute(settings: Settings) -> str | None:
+    """Returns one line on what is kept and how much memory it takes.
+
+    Returns:
+        None where Megatron recomputes no attention.
+    """
+    s, granularity = settings, settings.recomputes
+    if granularity is None:
+        return None
+    if s.cp.recompute_attention:
+        return f"recompute ({granularity}): attention and its communication run twice"
+    if None in (s.seq_length, s.num_attention_heads, s.hidden_size):
+        return f"recompute ({granularity}): attention runs once, its output and lse are kept"
+    heads, _ = s.split_heads
+    tokens = s.samples * s.seq_length // s.cp.size
+    # out [B,S,H,E] in the model's dtype, lse [B,H,S] in float32.
+    row_bytes = s.head_dims[1] * s.dtype.itemsize + 4
+    return (
+        f"recompute ({granularity}): attention runs once, its output and lse are kept, "
+        f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "
+        "--cp-recompute-attention runs it twice instead"
+    )
 
 
 def describe_graphs(settings: Settings) -> str | None:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import compat
+from megatron_cp_plugin.integration.args import OneLineParser
 
 # What Megatron's command line must say on a CPU: (option, value or None for a switch, why).
 _FLAGS: tuple[tuple[str, str | None, str], ...] = (
@@ -61,8 +62,12 @@ def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         ConfigError: The user asked for a value that cannot work without a GPU.
     """
     added: list[str] = []
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    for option, _, _ in _FLAGS:
+        parser.add_argument(option, dest=option, nargs="?", const="")
+    values = vars(parser.parse_known_args(argv)[0])
     for option, value, why in _FLAGS:
-        given = _value_of(option, argv)
+        given = values[option]
         if given is None:
             added += [option] if value is None else [option, value]
         elif value is not None and given != value:
@@ -71,18 +76,6 @@ def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
                 f"leave {option} out, or use --cp-platform cuda"
             )
     return [*argv, *added], added
-
-
-def _value_of(option: str, argv: Sequence[str]) -> str | None:
-    """Returns the last value given for `option`, "" for a bare switch, None if absent."""
-    found: str | None = None
-    for index, word in enumerate(argv):
-        if word == option:
-            following = argv[index + 1] if index + 1 < len(argv) else ""
-            found = "" if following.startswith("--") else following
-        elif word.startswith(option + "="):
-            found = word.removeprefix(option + "=")
-    return found
 
 
 def install(allow_untested: bool = False) -> None:
@@ -129,7 +122,10 @@ def install(allow_untested: bool = False) -> None:
 
 
 class _StandIn:
-    """A function of `torch.cuda` on the CPU platform; the type tells it from the real one."""
+    """A function of `torch.cuda` on the CPU platform.
+
+    The type tells it from the real one; torch._dynamo has a rule for each function of its own.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.__name__ = name

@@ -279,27 +279,6 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
     return group
 
 
-def starts_of(packed: Any, seq_len: int) -> tuple[int, ...]:
-    """Where documents begin in what a layer was given.
-
-    Raises:
-        ContextParallelError: It is something else, or of another number of tokens.
-    """
-    if packed is None:
-        return ()
-    if not isinstance(packed, DocumentMask):
-        raise ContextParallelError(
-            f"packed sequences need a GPTModel or HybridModel, got {type(packed).__name__}: "
-            "pass packed_seq_params to the model"
-        )
-    if packed.has_documents and packed.seq_len != seq_len:
-        raise ContextParallelError(
-            f"documents need to fill the {seq_len} tokens of the whole sequence, got "
-            f"cu_seqlens that end at {packed.seq_len}"
-        )
-    return packed.starts
-
-
 def mask_of_tokens(
     packed: DocumentMask | None, seq_len: int, *, causal: bool, window: int | None
 ) -> Mask:
@@ -324,27 +303,44 @@ def _without_padding(
     starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
 ) -> Slices:
     """The documents, causal, each without the padding at its end."""
-    ends = {stop: start for start, stop in padding}
-    bounds = pairwise((0, *starts, seq_len))
-    documents = [(start, ends.get(stop, stop)) for start, stop in bounds]
+    documents = _documents(starts, padding, seq_len)
     return Slices.of([(*each, *each, "causal") for each in documents], seq_len)
 
 
-def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) -> None:
-    """Refuses padding that other tokens would see.
+def _documents(
+    starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
+) -> list[tuple[int, int]]:
+    """Where documents begin, and where they end without padding."""
+    ends = {stop: start for start, stop in padding}
+    return [(start, ends.get(stop, stop)) for start, stop in pairwise((0, *starts, seq_len))]
+
+
+def starts_of(packed: Any, seq_len: int, *, causal: bool) -> tuple[int, ...]:
+    """Where documents begin in what a layer was given.
 
     Args:
-        packed: Of documents that are perhaps padded.
+        packed: A `DocumentMask`, or None.
         seq_len: Tokens of the whole sequence.
         causal: Whether tokens see earlier ones only, where no spans say whom they see.
 
     Raises:
-        ContextParallelError: They would.
+        ContextParallelError: It is something else, or of another number of tokens; or tokens would
+            see the padding of documents.
     """
-    if packed is None or not packed.padding:
-        return
-    slices = packed.slices(seq_len)
-    if not causal and slices is None:
+    if packed is None:
+        return ()
+    if not isinstance(packed, DocumentMask):
+        raise ContextParallelError(
+            f"packed sequences need a GPTModel or HybridModel, got {type(packed).__name__}: "
+            "pass packed_seq_params to the model"
+        )
+    if packed.has_documents and packed.seq_len != seq_len:
+        raise ContextParallelError(
+            f"documents need to fill the {seq_len} tokens of the whole sequence, got "
+            f"cu_seqlens that end at {packed.seq_len}"
+        )
+    slices = packed.slices(seq_len) if packed.padding else None
+    if packed.padding and slices is None and not causal:
         raise ContextParallelError(
             "padded documents need causal attention, in which no token attends to the padding, "
             "got full attention: pack documents without padding"
@@ -354,6 +350,7 @@ def check_padding(packed: DocumentMask | None, seq_len: int, *, causal: bool) ->
             "padding of documents needs to be seen by none of their tokens, got spans that name "
             "it as keys of other queries: leave it out of the spans"
         )
+    return packed.starts
 
 
 @lru_cache(maxsize=16)  # every layer asks
@@ -415,13 +412,13 @@ class PositionsOfPacks:
         self._means_nothing = False
 
     def begin(
-        self, position_ids: Tensor, packed: PackedSeqParams | None, seq_len: int
+        self, position_ids: Tensor, mask: DocumentMask | None, seq_len: int
     ) -> Callable[[], str | None]:
         """Begins to look at a pack; on a GPU the host waits only in what is returned.
 
         Args:
             position_ids: [b,S] of this rank's tokens.
-            packed: What the model was given beside them.
+            mask: Of the documents that the model was given beside them.
             seq_len: Of the whole sequence.
 
         Returns:
@@ -430,18 +427,13 @@ class PositionsOfPacks:
         """
         if self._means_nothing:
             return lambda: None
-        real = padded = [0, seq_len]
-        if packed is not None:
-            real = padded = packed.cu_seqlens_q.flatten().tolist()
-            if packed.cu_seqlens_q_padded is not None:
-                padded = packed.cu_seqlens_q_padded.flatten().tolist()
-        pairs = zip(pairwise(real), padded[:-1], padded[1:], strict=True)
-        documents = [(start, stop - first) for (first, stop), start, end in pairs if end > start]
+        of_mask = (mask.starts, mask.padding) if mask else ((), ())
+        documents = _documents(*of_mask, seq_len)
         row = on_host(position_ids[0].long())
         return lambda: self._check(row(), documents, seq_len)
 
     def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> str | None:
-        """Args: row: int [S]. documents: where each begins, and its length without padding."""
+        """Args: row: int [S]. documents: as of `_documents`."""
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
             return None
@@ -481,15 +473,14 @@ class PositionsOfPacks:
             name: Of the layout.
             telling: Not if they are all the same, as of documents of one token, or of no tokens.
         """
-        starts, lengths = (torch.tensor(column) for column in zip(*documents, strict=True))
+        starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
         try:
             cut = NAMED[name].within(tuple(starts[1:].tolist()))
             places = positions_of(cut, rank, self._group.size(), seq_len)
         except ContextParallelError:
             return False  # it cannot have been cut so
         document = torch.bucketize(places, starts, right=True) - 1
-        inside = places - starts[document]
-        counts = inside < lengths[document]
+        inside, counts = places - starts[document], places < ends[document]
         if len(row) != len(places):
             return False
         given = row[counts]

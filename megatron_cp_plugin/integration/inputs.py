@@ -227,6 +227,7 @@ class SplitInputs(Inputs):
     """Of batches that the plugin has cut; others are refused."""
 
     def __init__(self, model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
+        """Args: batches: what was cut; its runtime is told whom tokens see in what comes next."""
         super().__init__(model, batches.runtime, group, batches.checks)
         self._batches = batches
         self._cut: Cut | None = None
@@ -301,21 +302,16 @@ class CutInputs(Inputs):
         layout = self._runtime.config.layout.within(mask.starts if mask else ())
         layout.spans(group.rank(), size, total)
         if size > 1 and (mask is None or mask.has_documents):
-            self._check_positions(call.given, total, group)
+            self._check_positions(call, total)
 
-    def _check_positions(
-        self, given: Mapping[str, Any], total: int, group: dist.ProcessGroup
-    ) -> None:
-        positions, ids = given.get("position_ids"), given.get("input_ids")
+    def _check_positions(self, call: _Call, total: int) -> None:
+        positions, ids = call.given.get("position_ids"), call.given.get("input_ids")
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor) or capturing(positions):
             return
         if positions.shape == ids.shape:  # else left as they were before samples were packed
-            packed = given.get("packed_seq_params")
-            packed = packed.packed if isinstance(packed, DocumentMask) else packed
-            look = self._positions.setdefault(
-                group, PositionsOfPacks(self._runtime.config.layout, group)
-            )
-            check = look.begin(positions, packed, total)
+            group, layout = call.group, self._runtime.config.layout
+            look = self._positions.setdefault(group, PositionsOfPacks(layout, group))
+            check = look.begin(positions, call.mask, total)
             if not self._calls.is_first(group):
                 self._later.add(check)
             elif fault := check():
@@ -445,33 +441,9 @@ def _check_capture(call: _Call) -> None:
         )
 
 
-def serve_inputs(model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
-    """Makes a model refuse what `batches` has not cut, and take packed_seq_params as a mask.
-
-    Args:
-        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError then.
-        batches: What was cut; its runtime is told where documents begin in what comes next.
-        group: The context-parallel group.
-    """
-    SplitInputs(model, batches, group)
-
-
-def serve_cut_inputs(model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
-    """Makes a model take batches as their callers have cut them; a second call does nothing.
-
-    Args:
-        model: GPTModel or HybridModel, whose forward pass raises ContextParallelError for what
-            contradicts the layout.
-        runtime: The run's layout; is told where documents begin in what comes next.
-        group: The context-parallel group.
-    """
-    if not serves_inputs(model):
-        CutInputs(model, runtime, group)
-
-
 def serves_inputs(model: nn.Module) -> bool:
-    """Whether `serve_cut_inputs` was called for a model."""
-    return any(isinstance(hook, CutInputs) for hook in model._forward_pre_hooks.values())
+    """Whether a model's inputs are looked at here already."""
+    return any(isinstance(hook, Inputs) for hook in model._forward_pre_hooks.values())
 
 
 def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
@@ -522,19 +494,19 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
 
 
 def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
-    if cut.documents is None:
+    followed, seen = cut.followed, mask or DocumentMask()
+    if followed is None:
         return
-    documents, spans = (mask.starts, mask.spans) if mask else ((), None)
-    if cut.spans != spans:
+    if followed.spans != seen.spans:
         raise ContextParallelError(
-            f"a batch was split by {_spans(cut.spans)}, and the model got {_spans(spans)}: "
-            "pass attention_spans to get_batch_on_this_cp_rank with the batch, or leave the "
-            "option layout=documents out"
+            f"a batch was split by {_spans(followed.spans)}, and the model got "
+            f"{_spans(seen.spans)}: pass attention_spans to get_batch_on_this_cp_rank with the "
+            "batch, or leave the option layout=documents out"
         )
-    if cut.documents != documents:
+    if followed.starts != seen.starts:
         raise ContextParallelError(
-            f"a batch was split by {len(cut.documents or ()) + 1} documents, and the model got "
-            f"{len(documents) + 1} others: let both have the same cu_seqlens, or leave the "
+            f"a batch was split by {len(followed.starts) + 1} documents, and the model got "
+            f"{len(seen.starts) + 1} others: let both have the same cu_seqlens, or leave the "
             "option layout=documents out"
         )
 

@@ -22,13 +22,12 @@ from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
-from megatron_cp_plugin.integration.groups import set_up_groups
-from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serves_inputs
+from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
 from megatron_cp_plugin.integration.latent_attention import send_latents as send
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
-from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
 
@@ -183,7 +182,7 @@ def adopt(model: nn.Module) -> nn.Module:
         if runtime.config.send_latents:
             send(model)
         group: Any = model.pg_collection
-        serve_cut_inputs(model, runtime, group.cp)
+        CutInputs(model, runtime, group.cp)
     return model
 
 

@@ -18,18 +18,17 @@ import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
-from megatron_cp_plugin.integration.args import PluginFlags, add_algorithm, speak_in_one_line
+from megatron_cp_plugin.integration.args import ALGORITHM, PluginFlags, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, described
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
-from megatron_cp_plugin.integration.recompute import checkpoint
 from megatron_cp_plugin.integration.rules import check, comm_type, replaced
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.wrappers import unwrapped
 from megatron_cp_plugin.process_exit import model_errors_in_one_line, refusals_in_one_line
 
 if TYPE_CHECKING:
@@ -102,10 +101,10 @@ class Installer(ABC):
 
     def _serve(self, model: Any) -> None:
         """Makes a model that was built take batches as they will come."""
-        from megatron_cp_plugin.integration.inputs import serve_cut_inputs
+        from megatron_cp_plugin.integration.inputs import CutInputs
 
         assert self._runtime is not None
-        serve_cut_inputs(model, self._runtime, model.pg_collection.cp)
+        CutInputs(model, self._runtime, model.pg_collection.cp)
 
     def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron_cp_plugin.integration.multi_token import roll_tensor
@@ -150,7 +149,9 @@ class LauncherInstaller(Installer):
     def _add_arguments(
         self, original: Callable[..., Any], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
-        return speak_in_one_line(add_algorithm(original(parser)))
+        parser = speak_in_one_line(original(parser))
+        parser.add_argument(ALGORITHM, help=argparse.SUPPRESS)  # which the launcher leaves there
+        return parser
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         compat.check_args(args)
@@ -219,14 +220,14 @@ class LauncherInstaller(Installer):
 
     def _serve(self, model: Any) -> None:
         from megatron_cp_plugin.integration.chunked_loss import serve_loss
-        from megatron_cp_plugin.integration.inputs import serve_inputs
+        from megatron_cp_plugin.integration.inputs import SplitInputs
 
         assert self._runtime is not None
         assert self._batches is not None
         if self._runtime.is_cut_by_callers:
             super()._serve(model)
         else:
-            serve_inputs(model, self._batches, model.pg_collection.cp)
+            SplitInputs(model, self._batches, model.pg_collection.cp)
         if self._flags.chunked_loss is not None:
             serve_loss(model, self._flags.chunked_loss)
 
@@ -235,14 +236,14 @@ class LauncherInstaller(Installer):
             check("training", Settings(self._args))
         with model_errors_in_one_line():
             result = original(*args, **kwargs)
-        served = _models()
-        for model in map(unwrapped, result[0]):
-            if not isinstance(model, served):
-                names = " and ".join(kind.__name__ for kind in served)
+        from megatron_cp_plugin.integration.inputs import serves_inputs
+
+        for model in map(compat.unwrapped, result[0]):
+            if not serves_inputs(model):
                 raise ContextParallelError(
-                    f"--context-parallel-algo {self._flags.algo} supports {names}, got "
-                    f"{type(model).__name__}: use pretrain_gpt.py or another script that builds "
-                    "one"
+                    f"--context-parallel-algo {self._flags.algo} supports GPTModel and "
+                    f"HybridModel, got {type(model).__name__}: use pretrain_gpt.py or another "
+                    "script that builds one"
                 )
         return result
 
@@ -275,6 +276,16 @@ def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
     return set(lines)
 
 
+def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls Megatron's or Transformer Engine's `checkpoint` without a second run of attention.
+
+    Megatron checkpoints a layer, some layers (`--recompute-granularity full`) or the core attention
+    (`selective`) by giving one function to it. Each call is given a function of its own here, which
+    keeps what attention computed until the recomputation uses it.
+    """
+    return original(Checkpointed(function), *args)
+
+
 def skip_built_helpers() -> None:
     """Keeps Megatron from compiling its dataset helpers where they are there already.
 
@@ -287,17 +298,6 @@ def skip_built_helpers() -> None:
 def _check_model_config(original: Callable[..., None], config: Any) -> None:
     with refusals_in_one_line():
         original(config)
-
-
-def _models() -> tuple[type, ...]:
-    """The classes of models that are served."""
-    from megatron.core.models.gpt import GPTModel
-
-    if compat.running_version()[0] < (0, 18):
-        return (GPTModel,)
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return (GPTModel, HybridModel)
 
 
 def _write_args(config: ContextParallelConfig, args: Any) -> None:

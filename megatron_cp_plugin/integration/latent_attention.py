@@ -24,23 +24,11 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.autograd.latents import Wire, check_latents
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.autograd.latents import check_latents
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.settings import Settings
-
-
-def shape_of_latents(settings: Settings, tokens: int) -> Shape:
-    """Returns what an algorithm takes a layer of a tensor-parallel rank for."""
-    whole = settings.shape(tokens)
-    sizes = settings.kv_lora_rank, settings.qk_pos_emb_head_dim, whole.head_dim, whole.value_dim
-    wire = Wire(whole.heads, *sizes)
-    return Shape(
-        *(whole.batch, tokens, whole.heads, wire.kv_heads, whole.head_dim),
-        *(whole.element_bytes, whole.wide_bytes, whole.value_dim),
-    )
 
 
 def send_latents(model: nn.Module) -> None:
@@ -58,7 +46,7 @@ def send_latents(model: nn.Module) -> None:
             continue
         settings, algorithm = Settings(owner.config), core.algorithm
         tokens = algorithm.layout.multiple(owner.pg_collection.cp.size())
-        check_latents(algorithm, shape_of_latents(settings, tokens), Mask())
+        check_latents(algorithm, settings.shape_of_latents(tokens), Mask())
         linear: Any = owner.linear_kv_up_proj
         kinds = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear)
         if type(linear) not in kinds:

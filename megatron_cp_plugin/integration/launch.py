@@ -17,12 +17,12 @@ import torch
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
+    ALGORITHM,
     MEGATRON,
     PLATFORMS,
     OneLineParser,
     PluginFlags,
     add_arguments,
-    algorithm_flag,
     make_help_printable,
     speak_in_one_line,
     split_flags,
@@ -139,7 +139,7 @@ def _install(flags: PluginFlags, platform: str, rest: list[str]) -> list[str]:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", local_rank)
         LauncherInstaller(flags, device).install(allow_untested=allow_untested)
-        rest = [*rest, *algorithm_flag(flags.algo)]
+        rest = [*rest, ALGORITHM, flags.algo]
     return rest
 
 

@@ -9,7 +9,6 @@ of them that share a key, a value and so a state, d head dim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import partial
 from math import exp, log2
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,8 +28,8 @@ from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.attention import is_causal, sharded_by_heads
-from megatron_cp_plugin.integration.documents import check_padding, starts_of
+from megatron_cp_plugin.integration.attention import SplitByHeads, is_causal
+from megatron_cp_plugin.integration.documents import starts_of
 from megatron_cp_plugin.integration.gated_norm import gated_norm
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -44,14 +44,6 @@ _REFUSED = {
 }
 
 
-@dataclass
-class LinearAttentionSubmodules:
-    """The projections: Megatron's column- and row-parallel linear layers, or their specs."""
-
-    linear_qkv: Any
-    linear_proj: Any
-
-
 class LinearSelfAttention(MegatronModule):
     """Projections, linear attention over all context-parallel ranks, projection.
 
@@ -64,7 +56,7 @@ class LinearSelfAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: LinearAttentionSubmodules,
+        submodules: SelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
@@ -78,7 +70,7 @@ class LinearSelfAttention(MegatronModule):
 
         Args:
             config: Megatron's model configuration.
-            submodules: The projections.
+            submodules: The projections, or their specs; there is no core attention.
             layer_number: Counts from 1 over the whole depth.
             attn_mask_type: causal or no_mask.
             cp_comm_type: Transformer Engine's algorithm, without meaning here.
@@ -170,8 +162,7 @@ class LinearSelfAttention(MegatronModule):
                 )
         mixed, _ = self.linear_qkv(hidden_states)
         seq_len = len(mixed) * self._cp_size
-        documents = starts_of(packed_seq_params, seq_len)
-        check_padding(packed_seq_params, seq_len, causal=self._causal)
+        documents = starts_of(packed_seq_params, seq_len, causal=self._causal)
         if packed_seq_params is not None and packed_seq_params.spans is not None:
             raise ContextParallelError("linear attention does not support spans: leave them out")
         compute = partial(self._core, documents=documents)
@@ -212,7 +203,7 @@ class LinearSelfAttention(MegatronModule):
         """The layer's attention [s,b,h,d], from the parts of the projection: [s,b,h or g,d]."""
 
 
-class LinearizedPositions(MegatronModule):
+class LinearizedPositions(SplitByHeads):
     """LRPE: features [x cos(n theta), x sin(n theta)] of a token at position n.
 
     Products of two tokens' features depend on the distance of the tokens. There is one angle for
@@ -249,21 +240,6 @@ class LinearizedPositions(MegatronModule):
         theta = self.theta.repeat_interleave(shared, 0) if shared > 1 else self.theta
         features: Tensor = _Positioned.apply(x, theta, positions)
         return features
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> Any:
-        """Returns the parameter for a distributed checkpoint, split by heads.
-
-        Args:
-            prefix: Of its key.
-            sharded_offsets: What modules around it have split already.
-            metadata: Holds the data- and context-parallel group.
-        """
-        return sharded_by_heads(self, prefix, sharded_offsets, self.tp_group, metadata)
 
 
 class _Positioned(torch.autograd.Function):
@@ -363,15 +339,11 @@ class LinearTransformerAttention(LinearSelfAttention):
         return values / (weights[..., :1] + self._epsilon)
 
 
-_MODELS: dict[str, type[LinearSelfAttention]] = {
+# Of config.LINEAR_MODELS.
+MODELS: dict[str, type[LinearSelfAttention]] = {
     "transnormer": TransNormerAttention,
     "linear_transformer": LinearTransformerAttention,
 }
-
-
-def linear_attention_class(model: str) -> type[LinearSelfAttention]:
-    """Returns the attention of one of config.LINEAR_MODELS."""
-    return _MODELS[model]
 
 
 def transnormer_rates(heads: int, layer_number: int, layers: int) -> tuple[float, ...]:

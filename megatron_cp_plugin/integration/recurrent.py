@@ -7,17 +7,20 @@ anew at each document; Megatron exchanges tokens for heads. Weights and checkpoi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from copy import copy
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.linear.convolution import short_convolution
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import check_padding, starts_of
+from megatron_cp_plugin.integration.documents import ALONE, starts_of
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import GATED, MAMBA, Settings
@@ -42,8 +45,7 @@ class RecurrentSequence:
         group = getattr(packed, "group", None) or group
         self._algorithm, self._rank = runtime.recurrent_algorithm(group), group.rank()
         self.seq_len = tokens * group.size()
-        self.documents = starts_of(packed, self.seq_len)
-        check_padding(packed, self.seq_len, causal=True)
+        self.documents = starts_of(packed, self.seq_len, causal=True)
 
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A short causal convolution [b,s,c] of each channel by weight [c,1,width]."""
@@ -82,7 +84,7 @@ class RecurrentSequence:
         return out
 
 
-def refuse(layers: str, given: Mapping[str, Any], packed: Any) -> None:
+def _refuse(layers: str, given: Mapping[str, Any], packed: Any) -> None:
     """Refuses arguments that are not served.
 
     Args:
@@ -117,13 +119,152 @@ def has_layers(model: nn.Module) -> bool:
     return any(is_gated_delta_net(module) or is_mamba(module) for module in model.modules())
 
 
-def check_layout(kind: type, config: ContextParallelConfig) -> None:
+def _check_layout(config: ContextParallelConfig, **asked: str) -> None:
     """Raises: ConfigError if tokens are where states do not pass."""
-    asked = {"experimental_attention_variant": GATED[0]}
-    if is_mamba(kind):
-        asked = {"hybrid_layer_pattern": MAMBA}
     check("recurrent layer", Settings(SimpleNamespace(**asked), config))
 
 
 def _is(module: Any, kind: type) -> bool:
     return issubclass(module if isinstance(module, type) else type(module), kind)
+
+
+@cache
+def served(kind: type) -> type:
+    """Returns a subclass of such a layer's attention or mixer, which takes a run's `runtime`."""
+    ours = _mamba(kind) if is_mamba(kind) else _delta_net(kind)
+    ours.__name__ = kind.__name__
+    return ours
+
+
+def _mamba(kind: Any) -> type:
+    class StatePassingMamba(kind):
+        """All heads of this rank's tokens.
+
+        The state of a head is that of linear attention (Dao and Gu 2024, section 5): with C as
+        queries, B as keys, dt x as values, and exp(dt A) as the head's gate.
+        """
+
+        def __init__(
+            self, *args: Any, runtime: Runtime, pg_collection: Any = None, **kwargs: Any
+        ) -> None:
+            _check_layout(runtime.config, hybrid_layer_pattern=MAMBA)
+            alone = copy(pg_collection)
+            alone.cp = ALONE  # else Megatron would split heads
+            super().__init__(*args, pg_collection=alone, **kwargs)
+            self.pg_collection = pg_collection
+            self._runtime = runtime
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            inference_context: Any = None,
+            *,
+            inference_params: Any = None,
+            packed_seq_params: Any = None,
+        ) -> tuple[Tensor, Tensor | None]:
+            """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
+            `DocumentMask`, or None.
+
+            Raises:
+                ContextParallelError: Something is asked for that is not served.
+            """
+            asked = inference_context if inference_params is None else inference_params
+            _refuse("Mamba", {"inference": asked}, packed_seq_params)
+            projected, _ = self.in_proj(hidden_states)
+            mixed = projected.transpose(0, 1)
+            sequence = RecurrentSequence(
+                self._runtime, self.pg_collection.cp, mixed.shape[1], packed_seq_params
+            )
+            inner, groups = self.d_inner_local_tp, self.ngroups_local_tp
+            states = groups * self.d_state
+            z, convolved, dt = mixed.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
+            convolved = sequence.convolved(convolved, self.conv1d_weight, self.conv1d_bias)
+            x, keys, queries = self.act(convolved).split([inner, states, states], -1)
+            x = x.unflatten(-1, (-1, self.headdim))
+            keys, queries = (one.unflatten(-1, (groups, -1)) for one in (keys, queries))
+            wide = torch.promote_types(dt.dtype, torch.float32)
+            dt = functional.softplus(dt.to(wide) + self.dt_bias.to(wide))
+            out = sequence.attended(
+                queries,
+                keys,
+                (x * dt[..., None]).to(x.dtype),
+                gate=dt * -self.A_log.to(wide).exp(),
+                site=self,
+            )
+            skip = self.D.unflatten(0, (-1, self.headdim if self.D_has_hdim else 1))
+            y = ((out + x * skip).flatten(2) * self.act(z)).to(z.dtype)
+            y = y.transpose(0, 1).contiguous()
+            projected, bias = self.out_proj(self.norm(y) if self.rmsnorm else y)
+            return projected, bias
+
+    return StatePassingMamba
+
+
+def _delta_net(kind: Any) -> type:
+    class StatePassingDeltaNet(kind):
+        """All heads of this rank's tokens."""
+
+        def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
+            _check_layout(runtime.config, experimental_attention_variant=GATED[0])
+            super().__init__(*args, **kwargs)
+            self._runtime = runtime
+            self.cp_size = 1  # every rank has all heads, whose numbers follow from it
+            self._setup_variant_attrs()
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            attention_mask: Tensor | None = None,
+            inference_context: Any = None,
+            packed_seq_params: Any = None,
+            sequence_len_offset: Any = None,
+            *,
+            inference_params: Any = None,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
+            `DocumentMask`, or None; what is for layers of softmax attention is ignored.
+
+            Raises:
+                ContextParallelError: Something is asked for that is not served.
+            """
+            asked = inference_context if inference_params is None else inference_params
+            offset = {"inference": asked, "a sequence offset": sequence_len_offset}
+            _refuse("gated delta net", offset, packed_seq_params)
+            mixed, _ = self.in_proj(hidden_states)
+            tokens, batch, _ = mixed.shape
+            sequence = RecurrentSequence(
+                self._runtime, self.pg_collection.cp, tokens, packed_seq_params
+            )
+            qkv, gate, beta, alpha = mixed.transpose(0, 1).split(self.feat_dim_split, -1)
+            qkv = sequence.convolved(qkv, self.conv1d.weight, self.conv1d.bias)
+            gate = gate.reshape(batch, tokens, -1, self.value_head_dim)
+            prepared = self._prepare_input_for_gated_delta_rule(
+                self.act_fn(qkv), gate, batch, tokens, beta, alpha
+            )
+            query, key, value, gate, beta, alpha = prepared
+            log_decay, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
+            out = sequence.attended(
+                query * self.key_head_dim**-0.5,
+                key,
+                value,
+                gate=log_decay,
+                beta=beta,
+                site=self,
+            )
+            if not self.recompute_norm_out:
+                return self.out_proj(self._normalized(out, gate))
+            from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+            checkpoint = CheckpointWithoutOutput()
+            projected, bias = self.out_proj(checkpoint.checkpoint(self._normalized, out, gate))
+            checkpoint.discard_output_and_register_recompute(projected)
+            return projected, bias
+
+        def _normalized(self, out: Tensor, gate: Tensor) -> Tensor:
+            """[b,s,h,d] twice -> [s,b,h*d]."""
+            batch, tokens, *_ = out.shape
+            normalized: Tensor = self._apply_gated_norm(out, gate)
+            return normalized.reshape(batch, tokens, -1).transpose(0, 1).contiguous()
+
+    return StatePassingDeltaNet

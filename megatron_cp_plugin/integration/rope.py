@@ -118,18 +118,9 @@ class LayoutRotaryEmbedding(nn.Module):
         angles = angles[positions]
         return (angles, *whole[1:]) if isinstance(whole, tuple) else angles
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Any,
-        transformer_config: Any,
-        packed_seq_params: Any = None,
-    ) -> int:
-        """Returns the length of the whole sequence, documents or not."""
-        return self.embedding.get_rotary_seq_len(
-            inference_context, transformer, transformer_input, transformer_config
-        )
+    def get_rotary_seq_len(self, *given: Any, packed_seq_params: Any = None, **more: Any) -> int:
+        """Returns the length of the whole sequence, documents or not: those would come fifth."""
+        return self.embedding.get_rotary_seq_len(*given[:4], **more)
 
 
 def set_cos_sin_cache(

@@ -111,6 +111,16 @@ def _on(setting: str) -> Callable[[Settings], bool]:
     return lambda s: bool(getattr(s, setting))
 
 
+def _both(
+    one: Callable[[Settings], object], other: Callable[[Settings], object]
+) -> Callable[[Settings], object]:
+    return lambda s: one(s) and other(s)
+
+
+def _below_one(setting: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(getattr(s, setting) < 1)
+
+
 def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
     def asked(s: Settings) -> bool:
         value = getattr(s, setting)
@@ -133,14 +143,6 @@ def _feature(
     text = f"{what}, got {flag} {{value}} ({reason}): {instead}"
     when = when or _on(setting)
     return Rule(when, text, name=name, setting=setting, reason=reason, instead=instead)
-
-
-def _backend(name: str) -> Callable[[Settings], bool]:
-    return lambda s: getattr(s.attention_backend, "name", s.attention_backend) == name
-
-
-def _below_one(setting: str) -> Callable[[Settings], bool]:
-    return lambda s: bool(getattr(s, setting) < 1)
 
 
 def _before(
@@ -241,21 +243,9 @@ def _without_windows(s: Settings) -> Mapping[str, object] | None:
     return {"lacking": lacking[0], "serving": " or ".join(serving)} if lacking else None
 
 
-def _linear_with(name: str) -> Callable[[Settings], bool]:
-    return lambda s: s.has_linear and bool(getattr(s, name))
-
-
-def _whole_logits(name: str) -> Callable[[Settings], bool]:
-    return lambda s: s.cp.chunked_loss is not None and bool(getattr(s, name))
-
-
 def _exchanges_heads(algo: str) -> bool:
     known = algo in registry.available("softmax")
     return known and not issubclass(registry.algorithm_class(algo), PointToPoint)
-
-
-def _with_latents(when: Callable[[Settings], object]) -> Callable[[Settings], bool]:
-    return lambda s: s.cp.send_latents and bool(when(s))
 
 
 def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
@@ -622,8 +612,9 @@ _LATENTS: tuple[tuple[Callable[[Settings], object], str, str, str], ...] = (
 
 RULES: tuple[Rule, ...] = (
     # Numbers of ranks and of heads.
-    *(Rule(_below_one(name), f"{name} must be at least 1, got {{s.{name}}}: use 1 or more",
-           ("sizes",)) for name in _SIZES),
+    *(Rule(_below_one(name),
+           f"{name} must be at least 1, got {{s.{name}}}: use 1 or more", ("sizes",))
+      for name in _SIZES),
     Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
          "multiple of {product} processes{fitting}", ("sizes",)),
     Rule(_processes_of_experts, "expert parallel * expert tensor parallel * pipeline parallel = "
@@ -645,7 +636,8 @@ RULES: tuple[Rule, ...] = (
          f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = "
          "{s.tensor}, got {s.kv_heads}: use more groups or fewer ranks",
          ("arguments", "linear layer")),
-    *(Rule(_linear_with(name), f"{_LINEAR} does not support {_flag(name)}: leave it out",
+    *(Rule(_both(lambda s: s.has_linear, _on(name)),
+           f"{_LINEAR} does not support {_flag(name)}: leave it out",
            ("arguments", "linear layer"))
       for name in ("qk_layernorm", "qk_l2_norm", "attention_output_gate")),
     Rule(lambda s: s.is_all_linear and s.softmax_type not in (None, "vanilla"),
@@ -658,7 +650,8 @@ RULES: tuple[Rule, ...] = (
          "{s.layers} and --hybrid-layer-pattern {s.hybrid_layer_pattern}: leave one of the two "
          "out"),
     *FEATURES,
-    *(Rule(_whole_logits(name), f"--cp-chunked-loss does not work with {_flag(name)} ({reason}): "
+    *(Rule(_both(lambda s: s.cp.chunked_loss is not None, _on(name)),
+           f"--cp-chunked-loss does not work with {_flag(name)} ({reason}): "
            f"{instead}") for name, (reason, instead) in _LOSS.items()),
     Rule(lambda s: s.has_linear and s.is_latent,
          f"{_LINEAR} cannot be combined with multi-latent attention, got --multi-latent-attention: "
@@ -667,7 +660,8 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda s: s.cp.send_latents and s.multi_latent_attention is False and not s.is_latent,
          "--cp-send-latents needs layers of multi-latent attention, got none: leave it out, or add "
          "--multi-latent-attention"),
-    *(Rule(_with_latents(when), f"--cp-send-latents does not work with {what} ({reason}): {fix}")
+    *(Rule(_both(lambda s: s.cp.send_latents, when),
+           f"--cp-send-latents does not work with {what} ({reason}): {fix}")
       for when, what, reason, fix in _LATENTS),
     # Megatron's gated delta net layers, whose states pass from rank to rank.
     Rule(lambda s: s.is_recurrent and s.has_linear,
@@ -788,7 +782,8 @@ RULES: tuple[Rule, ...] = (
 REPLACED: tuple[Rule, ...] = (
     Rule(_replaced_communication, "cp_comm_type {given} is replaced: attention is computed by "
          "{s.cp.algo}, which was named", ("model",)),
-    Rule(_backend("fused"), "attention_backend fused is replaced: the kernels of the plugin are "
+    Rule(lambda s: getattr(s.attention_backend, "name", s.attention_backend) == "fused",
+         "attention_backend fused is replaced: the kernels of the plugin are "
          "chosen by its own setting, kernel {s.cp.kernel}"),
     Rule(lambda s: s.is_sparse and s.cp.size > 1, "DSA layers keep Megatron's own all-gather"),
     Rule(_on("cuts_fused_rotary"), "apply_rope_fusion is switched off: in multi-latent attention "

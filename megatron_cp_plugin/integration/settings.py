@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.autograd.latents import Wire
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
@@ -202,6 +204,12 @@ class Settings:
         kv_heads = heads if self.is_latent else kv_heads
         itemsizes = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
         return Shape(self.samples, tokens, heads, kv_heads, head_dim, *itemsizes, value_dim)
+
+    def shape_of_latents(self, tokens: int) -> Shape:
+        """The same, as algorithms take it where ranks send latents in place of K and V."""
+        whole = self.shape(tokens)
+        sizes = self.kv_lora_rank, self.qk_pos_emb_head_dim, whole.head_dim, whole.value_dim
+        return replace(whole, kv_heads=Wire(whole.heads, *sizes).kv_heads)
 
     @property
     def recomputes(self) -> str | None:

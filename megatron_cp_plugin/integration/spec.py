@@ -30,19 +30,14 @@ from torch import nn
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import gated_delta_net, mamba
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.groups import set_up_groups
 from megatron_cp_plugin.integration.latent_attention import send_latents
-from megatron_cp_plugin.integration.linear_models import (
-    LinearAttentionSubmodules,
-    linear_attention_class,
-)
-from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
+from megatron_cp_plugin.integration.linear_models import MODELS
+from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba, served
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
-from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
 from megatron_cp_plugin.integration.settings import MAMBA, Settings
 
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
@@ -187,7 +182,7 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
     mixer: Any = getattr(layer, "mixer", None)
     if is_mamba(getattr(mixer, "module", mixer)):
-        ours = _recurrent(mamba.served(mixer.module), mixer, runtime)
+        ours = _recurrent(mixer, runtime)
         return replace(spec, submodules=replace(layer, mixer=ours))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
@@ -195,7 +190,7 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     if module is IdentityOp or getattr(module, "__module__", None) == replacements:
         return spec  # no token meets another one
     if isinstance(module, type) and is_gated_delta_net(module):
-        ours = _recurrent(gated_delta_net.served(module), attention, runtime)
+        ours = _recurrent(attention, runtime)
         return replace(spec, submodules=replace(layer, self_attention=ours))
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
@@ -205,10 +200,10 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return spec
     if _gathers_documents(module) and runtime.config.layout.name == PaddedDocuments.name:
         return spec
-    served = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
-    if not isinstance(module, type) or not issubclass(module, served):
+    kinds = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
+    if not isinstance(module, type) or not issubclass(module, kinds):
         raise ContextParallelError(
-            f"{runtime.config.algo} supports layers with {' or '.join(map(_name, served))}, "
+            f"{runtime.config.algo} supports layers with {' or '.join(map(_name, kinds))}, "
             f"got {_name(module)}: leave --spec out or use another model"
         )
     if linear:
@@ -272,10 +267,10 @@ def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
     return replace(layers, **served)
 
 
-def _recurrent(module: type, spec: Any, runtime: Runtime) -> ModuleSpec:
-    """The spec of a recurrent layer's part with another module, which takes the runtime."""
+def _recurrent(spec: Any, runtime: Runtime) -> ModuleSpec:
+    """The spec of a recurrent layer's part with the plugin's module."""
     return ModuleSpec(
-        module=module,
+        module=served(getattr(spec, "module", spec)),
         params={**getattr(spec, "params", {}), "runtime": runtime},
         submodules=getattr(spec, "submodules", None),
     )
@@ -285,15 +280,7 @@ def _linear(attention: Any, runtime: Runtime) -> Any:
     """The spec of linear attention with the projections of a spec of SelfAttention."""
     model = runtime.config.linear_model
     assert model is not None  # checked at start-up
-    projections = LinearAttentionSubmodules(
-        attention.submodules.linear_qkv, attention.submodules.linear_proj
-    )
-    return replace(
-        attention,
-        module=linear_attention_class(model),
-        params={**attention.params, "runtime": runtime},
-        submodules=projections,
-    )
+    return replace(attention, module=MODELS[model], params={**attention.params, "runtime": runtime})
 
 
 def _is_sparse(*kinds: Any) -> bool:

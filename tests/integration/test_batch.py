@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.inputs import SplitInputs
 from megatron_cp_plugin.integration.rope import (
     LayoutRotaryEmbedding,
     set_cos_sin_cache,
@@ -192,7 +192,7 @@ def test_one_batch_of_other_samples_on_a_rank(key: str, number: int, size: int) 
 
     def rank(group: Any) -> tuple[int, str]:
         batches, model = Batches(runtime("contiguous")), Trained()
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         for _ in range(number - 1):
             train_on(batches, model, group, dict(whole))
         mine = dict(whole)
@@ -218,7 +218,7 @@ def test_later_batches_of_other_shapes_or_of_an_evaluation(other: str) -> None:
 
     def rank(group: Any) -> tuple[int, str]:
         batches, model = Batches(runtime("contiguous")), Trained()
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         with torch.set_grad_enabled(other == "shape"):
             train_on(batches, model, group, dict(whole))
             mine = dict(whole)
@@ -237,7 +237,7 @@ def test_a_rank_that_ends_before_the_others_is_missed() -> None:
 
     def rank(group: Any) -> None:
         batches, model = Batches(runtime("contiguous")), Trained()
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         batch = {name: torch.arange(8.0)[None] for name in KEYS}
         train_on(batches, model, group, dict(batch))
         if group.rank() == 0:
@@ -330,16 +330,6 @@ def test_positions_count_from_the_beginning_of_a_document(layout: str) -> None:
         starts = [max(s for s in (0, *documents) if s <= p) for p in EXPECTED[layout]]
         want = [p - start for p, start in zip(EXPECTED[layout], starts, strict=True)]
         assert embedding(N).flatten().tolist() == want
-
-
-def test_packed_rotary_is_refused() -> None:
-    inner: Any = Angles(None)
-    group: Any = Place(0, 2)
-    embedding = LayoutRotaryEmbedding(inner, runtime("zigzag"), group)
-    with pytest.raises(ContextParallelError, match="packed"):
-        embedding(N, packed_seq=True)
-    with pytest.raises(ContextParallelError, match="packed"):
-        embedding(N, cp_group=Place(0, 2))
 
 
 def owner(kind: type[nn.Module], embedding: type[nn.Module], group: Place) -> Any:

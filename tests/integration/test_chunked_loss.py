@@ -31,8 +31,6 @@ from megatron_cp_plugin.integration.chunked_loss import (
     serve_loss,
     serve_programs,
 )
-from megatron_cp_plugin.integration.rules import check
-from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 from tests.integration.test_packed_documents import DOCUMENTS
@@ -160,27 +158,6 @@ def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
     flags, _ = split_flags(words)
     with pytest.raises(ConfigError, match=message):
         flags.check()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cross_entropy_loss_fusion",
-        "defer_embedding_wgrad_compute",
-        "use_mup",
-        "perform_rl_step",
-        "logits_save_dir",
-        "logits_load_dir",
-    ],
-)
-def test_what_needs_all_logits_is_refused(name: str) -> None:
-    settings = argparse.Namespace(**{name: True})
-    check("model", Settings(settings, ContextParallelConfig("zigzag", 2)))
-    with pytest.raises(
-        ConfigError, match=f"does not work with --{name.replace('_', '-')} "
-    ) as error:
-        check("model", Settings(settings, ContextParallelConfig("zigzag", 2, chunked_loss=512)))
-    assert "\n" not in str(error.value)
 
 
 class Model(nn.Module):

@@ -19,12 +19,11 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import (
-    check_padding,
     document_mask,
     mask_of_cut,
     starts_of,
 )
-from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
 from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.megatron import attention_spans
@@ -145,7 +144,7 @@ HALVES = [(0, 4, 0, 4, "full"), (4, 8, 4, 8, "full")]
 def test_the_model_gets_the_spans_of_its_batch(size: int) -> None:
     def rank(group: Any) -> None:
         model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         for spans in (FULL, torch.tensor([[[0, 8, 0, 8, 0], [0, 0, 0, 0, 0]]] * 2)):
             batch = {"tokens": torch.arange(8)[None], "attention_spans": spans}
             tokens = batches.shard(batch, group)["tokens"]
@@ -166,7 +165,7 @@ def test_batches_may_be_cut_before_their_turn(size: int) -> None:
 
     def rank(group: Any) -> None:
         model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         cut = [
             batches.shard({"tokens": torch.arange(9)[None], "attention_spans": spans}, group)
             for spans in (FULL, HALVES, None)
@@ -185,7 +184,7 @@ def test_a_layout_that_follows_spans_cuts_by_those_of_the_batch() -> None:
     def rank(group: Any) -> None:
         config = ContextParallelConfig("zigzag", 2, options=options)
         model, batches = Model(), Batches(Runtime(config))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
 
         def cut(**more: Any) -> torch.Tensor:
             return batches.shard({"tokens": torch.arange(16)[None], **more}, group)["tokens"]
@@ -204,7 +203,7 @@ def test_a_layout_that_follows_spans_cuts_by_those_of_the_batch() -> None:
 
 def test_a_stage_without_tokens_gets_them_too() -> None:
     model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 1)))
-    serve_inputs(model, batches, ALONE)
+    SplitInputs(model, batches, ALONE)
     batches.shard({"tokens": None, "attention_spans": FULL}, ALONE)
     assert list(model().slices(8)) == FULL
 
@@ -214,7 +213,7 @@ def test_position_ids_of_a_tree_are_taken() -> None:
 
     def rank(group: Any) -> None:
         model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", 2)))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         positions = [0, 1, 2, 2, 3, 4, 2, 3]
         whole = {"tokens": torch.arange(8)[None], "position_ids": torch.tensor([positions])}
         with pytest.raises(ContextParallelError, match="must count up from 0"):
@@ -279,10 +278,10 @@ def test_positions_and_embeddings_of_images_are_cut_or_whole(callers: bool, whol
         model, runtime = Seeing(**SIZES), Runtime(ContextParallelConfig("ring", 3))
         case = of_image(group, whole=whole, callers=callers)
         if callers:
-            serve_cut_inputs(model, runtime, group)
+            CutInputs(model, runtime, group)
         else:
             batches = Batches(runtime)
-            serve_inputs(model, batches, group)
+            SplitInputs(model, batches, group)
             case["given"] |= batches.shard(case["batch"], group)
         got = model(**case["given"])
         for tensor, want in zip(got, case["want"].values(), strict=True):
@@ -313,7 +312,7 @@ def test_parts_of_images_that_fit_no_rank_are_refused(
 ) -> None:
     def rank(group: Any) -> None:
         model = Seeing(**(SIZES | settings))
-        serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 3)), group)
+        CutInputs(model, Runtime(ContextParallelConfig("ring", 3)), group)
         given = of_image(group, whole=False, callers=True)["given"] | change
         with pytest.raises(ContextParallelError, match=message):
             model(**given)
@@ -327,7 +326,7 @@ def test_unmarked_positions_of_a_rank_are_refused() -> None:
     def rank(group: Any) -> None:
         batches = Batches(Runtime(ContextParallelConfig("ring", 3)))
         model = Seeing(**SIZES)
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         case = of_image(group, whole=True, callers=False)
         labels = batches.shard(case["batch"], group)["labels"]
         with pytest.raises(ContextParallelError, match=r"got position_ids \[3, 1, 4\] that it has"):
@@ -340,7 +339,7 @@ def test_unmarked_positions_of_a_rank_are_refused() -> None:
 
 def test_batches_that_their_callers_cut() -> None:
     model = Model()
-    serve_cut_inputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
+    CutInputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
     assert list(model(torch.arange(8)[None], attention_spans(FULL)).slices(8)) == FULL
 
 
@@ -357,9 +356,9 @@ def test_what_spans_do_not_go_with_is_refused(
 ) -> None:
     model, runtime = Model(**settings), Runtime(ContextParallelConfig("ring", 1), callers=callers)
     if callers:
-        serve_cut_inputs(model, runtime, ALONE)
+        CutInputs(model, runtime, ALONE)
     else:
-        serve_inputs(model, Batches(runtime), ALONE)
+        SplitInputs(model, Batches(runtime), ALONE)
     with pytest.raises(ContextParallelError, match=message) as error:
         model(torch.arange(8)[None], attention_spans(PARTING))
     assert "\n" not in str(error.value)
@@ -368,12 +367,12 @@ def test_what_spans_do_not_go_with_is_refused(
 def test_spans_after_a_choice_without_them_are_refused() -> None:
     model = Model()
     config = ContextParallelConfig("ring", 1, by_auto=True)
-    serve_inputs(model, Batches(Runtime(config)), ALONE)
+    SplitInputs(model, Batches(Runtime(config)), ALONE)
     assert model(torch.arange(8)[None]) is None
     with pytest.raises(ContextParallelError, match=r"ring, or in .* by --cp-example-spans$"):
         model(torch.arange(8)[None], attention_spans(FULL))
     other = Model()
-    serve_inputs(other, Batches(Runtime(replace(config, for_spans=True))), ALONE)
+    SplitInputs(other, Batches(Runtime(replace(config, for_spans=True))), ALONE)
     seen = other(torch.arange(8)[None], attention_spans(FULL))
     assert seen.spans == tuple(FULL)
 
@@ -385,9 +384,9 @@ def test_attention_beside_captured_layers_takes_spans(modules: list[str], caller
     model = Model(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules)
     runtime = Runtime(ContextParallelConfig("ring", 1), callers=callers)
     if callers:
-        serve_cut_inputs(model, runtime, ALONE)
+        CutInputs(model, runtime, ALONE)
     else:
-        serve_inputs(model, Batches(runtime), ALONE)
+        SplitInputs(model, Batches(runtime), ALONE)
     if "attn" in modules:
         with pytest.raises(ContextParallelError, match="cuda-graph-modules mlp, or leave it or"):
             model(packed_seq_params=attention_spans(FULL))
@@ -400,7 +399,7 @@ def test_layers_of_linear_attention_are_refused() -> None:
         "zigzag", 1, layers=("zigzag", "lasp2"), linear_model="transnormer"
     )
     model = Model()
-    serve_inputs(model, Batches(Runtime(config)), ALONE)
+    SplitInputs(model, Batches(Runtime(config)), ALONE)
     with pytest.raises(
         ContextParallelError, match=r"linear attention see all .*, got attention_sp"
     ):
@@ -415,16 +414,16 @@ IN_DOCUMENTS = [[0, 3, 0, 3, -FAR, FAR], [3, 8, 3, 8, -FAR, FAR]]
 def test_spans_of_a_batch_in_documents_of_the_model(size: int) -> None:
     def rank(group: Any) -> None:
         model, batches = Model(), Batches(Runtime(ContextParallelConfig("ring", size)))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         batch = {"tokens": torch.arange(8)[None], "attention_spans": FULL}
         tokens = batches.shard(batch, group)["tokens"]
         mask = model(tokens, PackedSeqParams("thd", BOUNDS, BOUNDS))
         assert (mask.seq_len, mask.starts, mask.qkv_format) == (8, (3,), "bshd")
         assert batches.runtime.mask is mask
         assert mask.slices(8).bands.table.T.tolist() == IN_DOCUMENTS
-        assert starts_of(mask, 8) == (3,)
+        assert starts_of(mask, 8, causal=True) == (3,)
         with pytest.raises(ContextParallelError, match=r"fill the 16 tokens .* got cu_seqlens"):
-            starts_of(mask, 16)
+            starts_of(mask, 16, causal=True)
         given = attention_spans(FULL, packed_seq_params=PackedSeqParams("thd", BOUNDS, BOUNDS))
         with pytest.raises(ContextParallelError, match="got others for the model beside them"):
             model(tokens, given)
@@ -442,7 +441,7 @@ def test_a_layout_that_follows_both() -> None:
     def rank(group: Any) -> None:
         config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
         model, batches = Model(), Batches(Runtime(config))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         whole = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
         tokens = batches.shard(whole | {"attention_spans": spans}, group)["tokens"]
         layout = config.layout.within(slices)
@@ -483,7 +482,7 @@ def test_padding_that_spans_name_is_refused() -> None:
             ALONE,
         )
         assert mask.padding == ((3, 4), (10, 12))
-        check_padding(mask, 12, causal=False)
+        assert starts_of(mask, 12, causal=False) == (4,)
 
     check((0, 12, 0, 12, "causal"))
     check((0, 10, 0, 3, "full"), (4, 10, 4, 10, "full"), (10, 12, 4, 12, "full"))

@@ -18,7 +18,6 @@ from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.latent_attention import (
     normed,
     send_latents,
-    shape_of_latents,
 )
 from megatron_cp_plugin.integration.rope import _keep_documents
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -106,7 +105,7 @@ def test_heads_that_an_algorithm_takes_latents_for() -> None:
     sizes = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
     heads = {"num_attention_heads": 128, "tensor_model_parallel_size": 8, "bf16": True}
     made = SimpleNamespace(multi_latent_attention=True, **sizes, **heads)
-    shape = shape_of_latents(Settings(made), 4096)
+    shape = Settings(made).shape_of_latents(4096)
     assert (shape.heads, shape.kv_heads, shape.kv_width) == (16, 2, 640)
     assert (shape.seq_len, shape.head_dim, shape.value_dim) == (4096, 192, 128)
 

@@ -14,11 +14,15 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import cpu, installer, launch
 from megatron_cp_plugin.integration.args import split_flags
+from megatron_cp_plugin.integration.inputs import CutInputs
 from megatron_cp_plugin.integration.installer import LauncherInstaller
+from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCH, TINY, Job, run_warm
+from tests.integration.ranks import ALONE
 
 # What a process does once it has imported Megatron, each in a fork of its own.
 _FORKS = """
@@ -314,6 +318,14 @@ def test_script_that_builds_a_model_before_its_arguments_are_checked(tmp_path: P
     assert "needs a script that lets Megatron validate its arguments before" in refused(job)
 
 
+def served_model() -> GPTModel:
+    """A model without layers, whose inputs are looked at."""
+    gpt = GPTModel.__new__(GPTModel)
+    torch.nn.Module.__init__(gpt)
+    CutInputs(gpt, Runtime(ContextParallelConfig("ring", 1)), ALONE)
+    return gpt
+
+
 def test_model_of_another_kind_is_refused() -> None:
     of_ring = LauncherInstaller(
         split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
@@ -322,7 +334,7 @@ def test_model_of_another_kind_is_refused() -> None:
     def set_up(*models: Any) -> Any:
         return of_ring._set_up_model(lambda: (list(models), "adam", "schedule"))
 
-    gpt, other = object.__new__(GPTModel), torch.nn.Linear(1, 1)
+    gpt, other = served_model(), torch.nn.Linear(1, 1)
     assert set_up(gpt) == ([gpt], "adam", "schedule")
     with pytest.raises(
         ContextParallelError, match="ring supports GPTModel and HybridModel, got Lin"
@@ -340,8 +352,7 @@ def test_the_inner_wrapper_of_megatron_fsdp_is_opened(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(mcore_fsdp_adapter, "HAVE_MEGATRON_FSDP", True)
     monkeypatch.setattr(mcore_fsdp_adapter, "MegatronFSDP", Wrapper, raising=False)
-    gpt = GPTModel.__new__(GPTModel)
-    torch.nn.Module.__init__(gpt)
+    gpt = served_model()
     of_ring = LauncherInstaller(
         split_flags(["--context-parallel-algo", "ring"])[0], torch.device("cpu")
     )

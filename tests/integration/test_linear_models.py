@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint as torch_checkpoint
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,11 +22,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.linear_models import (
-    LinearAttentionSubmodules,
-    linear_attention_class,
-    transnormer_rates,
-)
+from megatron_cp_plugin.integration.linear_models import MODELS, transnormer_rates
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import TINY, Job, run_warm
 
@@ -52,9 +49,9 @@ def config(**changes: Any) -> TransformerConfig:
 def attention(model: str, group: dist.ProcessGroup, **changes: Any) -> Any:
     runtime = Runtime(ContextParallelConfig("lasp2", 1, linear_model=model))
     spec = ModuleSpec(
-        module=linear_attention_class(model),
+        module=MODELS[model],
         params={"runtime": runtime},
-        submodules=LinearAttentionSubmodules(Projection, Projection),
+        submodules=SelfAttentionSubmodules(Projection, nn.Identity, Projection),
     )
     arguments: dict[str, Any] = {
         "config": config(),

@@ -22,7 +22,7 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.inputs import serve_cut_inputs, serve_inputs
+from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
 from tests.integration.ranks import ALONE, on_ranks
@@ -269,7 +269,7 @@ def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module
     """A model that takes packed_seq_params, and what cuts its batches."""
     config = ContextParallelConfig(algo, size, options=tuple(options.items()))
     model, batches = Model(), Batches(Runtime(config))
-    serve_inputs(model, batches, ALONE)
+    SplitInputs(model, batches, ALONE)
     return model, batches
 
 
@@ -314,9 +314,9 @@ def test_a_model_that_is_served_can_be_copied(by_callers: bool) -> None:
     with pytest.raises(TypeError):
         deepcopy(group)
     if by_callers:
-        serve_cut_inputs(model, runtime, group)
+        CutInputs(model, runtime, group)
     else:
-        serve_inputs(model, Batches(runtime), group)
+        SplitInputs(model, Batches(runtime), group)
     hooks = [*deepcopy(model)._forward_pre_hooks.values()]
     assert hooks == [*model._forward_pre_hooks.values()]
 
@@ -325,7 +325,7 @@ def test_a_model_that_is_served_can_be_copied(by_callers: bool) -> None:
 def test_documents_of_a_script_s_own_are_not_captured(impl: str) -> None:
     """A replay would attend to the documents of the first batch."""
     model = Model(impl)
-    serve_inputs(model, Batches(Runtime(ContextParallelConfig("ring", 1))), ALONE)
+    SplitInputs(model, Batches(Runtime(ContextParallelConfig("ring", 1))), ALONE)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     assert model() is None
     with pytest.raises(ContextParallelError, match=f"--cuda-graph-impl {impl} keeps the documents"):
@@ -358,7 +358,7 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
 
     def rank(group: Any) -> None:
         model, batches = Model(), Batches(Runtime(config))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         for cut in ([0, 16], [0, 4, 16]):
             batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.tensor([cut])}
             with pytest.raises(ContextParallelError, match=r"was split by . documents, and the"):
@@ -399,7 +399,7 @@ def test_positions_of_packs_that_callers_cut_otherwise(
 
     def rank(group: Any) -> str:
         model, with_padding = Model(), torch.tensor(padded, dtype=torch.int32)
-        serve_cut_inputs(model, Runtime(config, callers=True), group)
+        CutInputs(model, Runtime(config, callers=True), group)
         ids = cut_by(given, padded, (group.rank(), 2), inside=inside)
         pack = cut_by(given, padded, (group.rank(), 2), inside=False)
         ids[torch.isin(pack, torch.tensor([17, 18, 19, 31]))] = 0
@@ -426,7 +426,7 @@ def test_positions_of_another_rank(layout: str, call: int) -> None:
 
     def rank(group: Any) -> str:
         model, with_padding = Model(), torch.tensor(padded, dtype=torch.int32)
-        serve_cut_inputs(model, Runtime(config, callers=True), group)
+        CutInputs(model, Runtime(config, callers=True), group)
         packed = PackedSeqParams("thd", real, real, with_padding, with_padding)
         for number in range(1, call + 1):
             whose = (group.rank() + (number == call)) % 3
@@ -460,7 +460,7 @@ def test_positions_by_which_nothing_is_known(ids: torch.Tensor) -> None:
                 padded = real
                 if bounds[1] == 6:  # documents of one token each
                     real = torch.arange(len(bounds), dtype=torch.int32)
-                serve_cut_inputs(model, Runtime(config, callers=True), group)
+                CutInputs(model, Runtime(config, callers=True), group)
                 packed = PackedSeqParams("thd", real, real, padded, padded)
                 for _ in range(2):
                     model(ids, ids, packed_seq_params=packed)
@@ -475,7 +475,7 @@ def test_positions_that_callers_leave_as_they_were() -> None:
 
     def rank(group: Any) -> None:
         model = Model()
-        serve_cut_inputs(model, Runtime(config), group)
+        CutInputs(model, Runtime(config), group)
         samples = torch.arange(8).expand(2, 8)
         model(torch.zeros(1, 8), samples, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
 
@@ -490,7 +490,7 @@ def test_one_pack_of_another_rank_that_is_not_of_the_same_batch(other: str, numb
 
     def rank(group: Any) -> int:
         model, passed = Model(), 0
-        serve_cut_inputs(model, Runtime(config), group)
+        CutInputs(model, Runtime(config), group)
         for call in range(1, number + 1):
             wrong = call == number and group.rank() == 1
             bounds = torch.tensor([0, 4, 16] if wrong else [0, 8, 16], dtype=torch.int32)

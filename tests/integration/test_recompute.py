@@ -11,7 +11,8 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
-from megatron_cp_plugin.integration.recompute import checkpoint, describe
+from megatron_cp_plugin.integration.checks import describe_recompute
+from megatron_cp_plugin.integration.installer import checkpoint
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import TINY, run_warm
@@ -37,7 +38,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
 
 
 def test_the_memory_of_out_and_lse_is_stated() -> None:
-    line = describe(Settings(arguments(), ContextParallelConfig("ring", 4)))
+    line = describe_recompute(Settings(arguments(), ContextParallelConfig("ring", 4)))
     kept = 131072 / 4 * 16 * (128 * 2 + 4) / 2**20
     assert line is not None
     assert f"attention runs once, its output and lse are kept, {kept:g} MiB" in line
@@ -51,12 +52,14 @@ def test_the_memory_of_out_and_lse_is_stated() -> None:
     ],
 )
 def test_nothing_is_said_where_attention_is_not_recomputed(changes: dict[str, Any]) -> None:
-    assert describe(Settings(arguments(**changes), ContextParallelConfig("ring", 4))) is None
+    assert (
+        describe_recompute(Settings(arguments(**changes), ContextParallelConfig("ring", 4))) is None
+    )
 
 
 def test_the_old_flag_for_selective_counts() -> None:
     settings = arguments(recompute_granularity=None, recompute_activations=True)
-    line = describe(Settings(settings, ContextParallelConfig("ring", 4)))
+    line = describe_recompute(Settings(settings, ContextParallelConfig("ring", 4)))
     assert line is not None
     assert line.startswith("recompute (selective): attention runs once")
 
@@ -66,12 +69,12 @@ def test_the_memory_of_latent_attention_is_that_of_its_values() -> None:
     settings = arguments(multi_latent_attention=True, **dims)
     kept = 131072 / 4 * 16 * (96 * 2 + 4) / 2**20
     assert f"are kept, {kept:.3g} MiB" in str(
-        describe(Settings(settings, ContextParallelConfig("ring", 4)))
+        describe_recompute(Settings(settings, ContextParallelConfig("ring", 4)))
     )
 
 
 def test_running_twice_is_said() -> None:
-    line = describe(
+    line = describe_recompute(
         Settings(arguments(), ContextParallelConfig("ring", 4, recompute_attention=True))
     )
     assert line == "recompute (full): attention and its communication run twice"

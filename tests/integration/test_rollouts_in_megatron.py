@@ -11,7 +11,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.inputs import serve_inputs
+from megatron_cp_plugin.integration.inputs import SplitInputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.megatron_job import run_warm
 from tests.integration.ranks import on_ranks
@@ -31,7 +31,7 @@ def test_a_pack_is_a_batch() -> None:
     def rank(group: Any) -> None:
         config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
         model, batches = Model(), Batches(Runtime(config))
-        serve_inputs(model, batches, group)
+        SplitInputs(model, batches, group)
         batch = batches.shard(pack.batch(), group)
         layout = config.layout.within(Slices.of(pack.spans, len(pack.tokens)))
         mine = positions(layout, group.rank(), 2, len(pack.tokens))

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron_cp_plugin.core.communication.process_groups import CollectiveGroupFactory
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import groups
+from megatron_cp_plugin.integration import runtime
 from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 
 JOB = Path(__file__).with_name("new_group_job.py")
@@ -70,7 +70,7 @@ def test_settings_of_a_group_are_those_of_megatron(
         high_priority_stream_groups=["cp"],
         distributed_timeout_minutes=7,
     )
-    new_group = groups._new_group(args)
+    new_group = runtime._new_group(args)
     for ranks in ([0, 2], [1, 3]):
         new_group(ranks)
     assert [settings["ranks"] for settings in made] == [[0, 2], [1, 3]]

@@ -1,0 +1,434 @@
+"""Megatron's gated delta net and Mamba-2 layers beside softmax attention, and what is refused.
+
+The reference is Megatron's own layers and attention on the whole sequence; those of Mamba over a
+recurrence that stands for mamba-ssm's kernels. Softmax layers beside gated delta nets have an
+output gate, as those of Qwen3-Next.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm import gated_delta_net as megatron
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.training.arguments import add_megatron_arguments
+from torch import Tensor, nn
+
+from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.integration import rules
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.documents import DocumentMask
+from megatron_cp_plugin.integration.recurrent import served
+from megatron_cp_plugin.integration.runtime import Runtime
+from megatron_cp_plugin.integration.spec import with_attention
+from tests.integration.megatron_job import LAUNCH, TINY, Job, run_warm
+from tests.integration.ranks import ALONE, Place
+from tests.oracle import relative_error
+
+JOBS = Path(__file__).parent
+STAND_INS = JOBS.parent / "stand_ins"
+WORDS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+WORDS += "--linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 4 "
+WORDS += "--linear-num-value-heads 8 --attention-output-gate --qk-layernorm "
+WORDS += "--position-embedding-type rope --rotary-percent 0.5 --swiglu --normalization RMSNorm "
+WORDS += "--disable-bias-linear --group-query-attention --num-query-groups 2 "
+STACK = "--position-embedding-type rope --normalization RMSNorm --spec mamba_job stack "
+STACK += "--mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 4 "
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def start(folder: Path, kind: str, flags: str, ranks: int = 1, pattern: str = "M*-M") -> Job:
+    """Trains a model with layers of a kind; those of Mamba are in a hybrid model of a pattern."""
+    if kind == "delta":
+        model = (*TINY, *WORDS.split(), "--spec", "gated_delta_net_job", "block")
+        script = JOBS / "gated_delta_net_job.py"
+    else:
+        model = (*TINY, *STACK.split(), "--hybrid-layer-pattern", pattern)
+        model, script = (str(JOBS / "mamba_job.py"), *model), LAUNCH
+    return run_warm(folder, *model, *flags.split(), ranks=ranks, script=script).succeeded()
+
+
+def train(folder: Path, kind: str, flags: str, *more: Any) -> Recording:
+    start(folder, kind, f"{flags} --cp-record {folder}", *more)
+    return Recording.load(folder)
+
+
+@dataclass
+class Whole:
+    """A run of Megatron's own layers on the whole sequence, which saved its second step."""
+
+    folder: Path
+    recording: Recording
+    losses: list[float]
+
+
+@pytest.fixture(scope="module", params=["delta", "mamba"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    flags = f"--context-parallel-algo megatron --cp-record {folder} --save {folder / 'saved'} "
+    flags += "--save-interval 2 --ckpt-format torch_dist"
+    losses = start(folder, request.param, flags).losses
+    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    return Whole(folder / "saved", Recording.load(folder), losses)
+
+
+DELTA_PARTS = (
+    *(f"in_proj.weight[{part}]" for part in ("query", "key", "value", "gate", "beta", "alpha")),
+    *(f"conv1d.weight[{part}]" for part in ("query", "key", "value")),
+    *("A_log", "dt_bias", "out_norm.weight", "out_proj.weight", "linear_qkv.weight[gate]"),
+)
+MAMBA_PARTS = (
+    *(f"in_proj.weight[{part}]" for part in ("z", "x", "B", "C", "dt")),
+    *("conv1d_weight", "conv1d_bias", "A_log", "dt_bias", "D", "norm.weight"),
+)
+
+
+def assert_equal(kind: str, reference: Recording, run: Recording) -> None:
+    comparison = compare(reference, run, Tolerances())
+    assert comparison.passed, comparison.problems
+    owner, parts = ("self_attention", DELTA_PARTS) if kind == "delta" else ("mixer", MAMBA_PARTS)
+    for part in parts:
+        assert any(f"{owner}.{part}" in name for name in comparison.gradients), part
+
+
+@pytest.mark.parametrize(
+    ("whole", "flags", "ranks"),
+    [
+        ("delta", f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
+        ("delta", "--context-parallel-algo ulysses", 2),
+        pytest.param("delta", "--cp-layers allgather,usp", 2, marks=pytest.mark.slow),
+        # Every layout is that of the whole sequence.
+        ("delta", "--context-parallel-algo ring", 1),
+        ("mamba", "--context-parallel-algo zigzag --use-distributed-optimizer", 4),
+        pytest.param("mamba", "--context-parallel-algo ring", 2, marks=pytest.mark.slow),
+    ],
+    indirect=["whole"],
+)
+def test_equals_the_whole_sequence(
+    request: pytest.FixtureRequest, whole: Whole, tmp_path: Path, flags: str, ranks: int
+) -> None:
+    kind = request.node.callspec.params["whole"]
+    split = train(tmp_path, kind, f"{flags} --context-parallel-size {ranks}", ranks)
+    assert_equal(kind, whole.recording, split)
+
+
+def test_a_checkpoint_of_megatron_goes_on(
+    request: pytest.FixtureRequest, whole: Whole, tmp_path: Path
+) -> None:
+    """Saved by Megatron's own layers on the whole sequence, loaded on two ranks."""
+    flags = f"--load {whole.folder} --ckpt-format torch_dist --context-parallel-algo zigzag "
+    kind = request.node.callspec.params["whole"]
+    resumed = start(tmp_path, kind, flags + "--context-parallel-size 2", 2).losses
+    assert len(resumed) == 1
+    assert resumed[0] == pytest.approx(whole.losses[2], rel=1e-5)
+    assert resumed[0] != whole.losses[0]
+
+
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+TENSOR += "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+STAGES = "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "split", "pattern"),
+    [
+        ("delta", TENSOR, f"zigzag --use-distributed-optimizer {RECOMPUTE}", ""),
+        pytest.param("delta", STAGES, "allgather", "", marks=pytest.mark.slow),
+        ("mamba", TENSOR, f"zigzag {RECOMPUTE}", "M*EM"),
+        ("mamba", STAGES, "allgather", "M*|M-"),
+        ("mamba", "--mtp-num-layers 1", "zigzag", "M*-M/M*"),
+    ],
+)
+def test_beside_model_parallelism(
+    tmp_path: Path, kind: str, model: str, split: str, pattern: str
+) -> None:
+    ranks = 1 if "mtp" in model else 2
+    flags = f"{model} --context-parallel-algo"
+    reference = train(tmp_path / "whole", kind, f"{flags} megatron", ranks, pattern)
+    words = f"{flags} {split} --context-parallel-size 2"
+    run = train(tmp_path / "split", kind, words, 2 * ranks, pattern)
+    assert_equal(kind, reference, run)
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """A model that can be had: 4 context-parallel ranks, and fla."""
+    monkeypatch.setattr(megatron, "HAVE_FLA", True)
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    words = WORDS + "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    words += "--context-parallel-size 4 --attention-dropout 0"
+    parsed = parser.parse_args(words.split())
+    parsed.world_size = 4
+    return parsed
+
+
+def refusal(args: argparse.Namespace, algo: str = "zigzag", **options: object) -> str:
+    config = ContextParallelConfig(algo, args.context_parallel_size, options=tuple(options.items()))
+    with pytest.raises(ConfigError) as error:
+        check_arguments(args, config, torch.device("cpu"))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_other_layouts_are_refused(args: argparse.Namespace) -> None:
+    assert refusal(args, "attention2d", variant="no") == (
+        "gated delta net layers need a layout of consecutive tokens, got the cyclic layout of "
+        "attention2d: use --cp-options variant=zigzag or --cp-options layout=contiguous or "
+        "--cp-options layout=thd"
+    )
+    # One rank has the whole sequence.
+    args.context_parallel_size = 1
+    config = ContextParallelConfig("attention2d", 1, options=(("variant", "no"),))
+    check_arguments(args, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "ring", "attention2d", "usp"])
+@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
+def test_layouts_of_consecutive_tokens_pass(
+    args: argparse.Namespace, algo: str, variant: str
+) -> None:
+    args.experimental_attention_variant = variant
+    check_arguments(args, ContextParallelConfig(algo, 4), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"linear_attention_freq": None}, "needs --linear-attention-freq, got none: add"),
+        ({"linear_attention_freq": [1, 0, 0]}, "each of the 2 layers, got 3: use a number, or"),
+        (
+            {"linear_num_value_heads": 12, "linear_num_key_heads": 8},
+            "divisible by linear_num_key_heads 8, got 12: use 8 or 16",
+        ),
+        (
+            {"tensor_model_parallel_size": 8, "world_size": 32},
+            "linear_num_key_heads divisible by tensor_model_parallel_size = 8, got 4: use 8, or "
+            "fewer ranks",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "world_size": 8, "linear_num_key_heads": 8},
+            "tensor-parallel ranks, got tensor_model_parallel_size 2: add --sequence-parallel",
+        ),
+        ({"transformer_impl": "local"}, "got --transformer-impl local: use transformer_engine"),
+        ({"seq_length": 68}, "zigzag needs seq_length divisible by 2 * context_parallel_size = 8"),
+        ({"mtp_num_layers": 1}, "Megatron's scripts build no multi-token prediction beside gated"),
+        ({"experimental_attention_variant": "gdn2"}, "other than gated delta net and DSA, got"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    args: argparse.Namespace, settings: dict[str, object], said: str
+) -> None:
+    vars(args).update(settings)
+    assert said in refusal(args)
+
+
+def test_what_is_not_installed_is_refused(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "HAVE_FLA", False)
+    assert refusal(args).endswith("got none: pip install flash-linear-attention")
+    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.2"))
+    assert "got context_parallel_size 4: use Megatron 0.19 or later" in refusal(args)
+
+
+def test_layers_of_linear_attention_are_refused(args: argparse.Namespace) -> None:
+    args.group_query_attention = args.attention_output_gate = args.qk_layernorm = False
+    args.position_embedding_type = "none"
+    options = (("layout", "zigzag"),)
+    config = ContextParallelConfig("lasp2", 4, options=options, linear_model="transnormer")
+    with pytest.raises(ConfigError, match="got --cp-linear-model transnormer: leave it or"):
+        check_arguments(args, config, torch.device("cpu"))
+
+
+def test_layers_that_a_script_makes_by_itself() -> None:
+    """Without the flag."""
+    delta = ModuleSpec(megatron.GatedDeltaNet)
+    layer = ModuleSpec(object, submodules=TransformerLayerSubmodules(self_attention=delta))
+    runtime = Runtime(ContextParallelConfig("ring", 2))
+    ours = with_attention(layer, runtime).submodules.self_attention
+    assert issubclass(ours.module, megatron.GatedDeltaNet)
+    assert ours.params == {"runtime": runtime}
+    cyclic = ContextParallelConfig("attention2d", 2, options=(("variant", "no"),))
+    ours = with_attention(layer, Runtime(cyclic)).submodules.self_attention
+    with pytest.raises(ContextParallelError, match="got the cyclic layout of attention2d"):
+        ours.module(**ours.params)
+
+
+class Projection(nn.Linear):
+    """Stands for Megatron's parallel linear layers, on one tensor-parallel rank."""
+
+    def __init__(self, inputs: int, outputs: int, **others: object) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Megatron's layers with stand-ins for fla's and mamba-ssm's kernels."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    for module, kernel in (
+        ("modules.convolution", "causal_conv1d"),
+        ("modules.l2norm", "l2norm"),
+        ("ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    ):
+        stand_in = getattr(importlib.import_module(f"fla.{module}"), kernel)
+        for place in (common, gdn):
+            if hasattr(place, kernel):
+                monkeypatch.setattr(place, kernel, stand_in)
+    monkeypatch.setattr(common, "HAVE_FLA", True)
+    triton = "mamba_ssm.ops.triton"
+    kernels = importlib.import_module(f"{triton}.ssd_combined")
+    for name in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"):
+        monkeypatch.setattr(mamba_mixer, name, getattr(kernels, name))
+    norm = importlib.import_module(f"{triton}.layernorm_gated").RMSNorm
+    monkeypatch.setattr(mamba_mixer, "ExtendedRMSNorm", norm)
+    monkeypatch.setattr(mamba_mixer, "HAVE_MAMBA_SSM", True)
+    monkeypatch.setattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", False)
+    tracker = SimpleNamespace(fork=torch.random.fork_rng)
+    monkeypatch.setattr(mamba_mixer, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("fla", "mamba_ssm")]:
+        del sys.modules[name]
+
+
+def filled(layer: Any) -> Any:
+    """A layer with the same weights on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn.to(parameter.dtype) / 2
+    return layer
+
+
+def delta_net(kind: type, place: Any, **params: object) -> Any:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+        activation_func=nn.SiLU(),
+        perform_initialization=False,
+    )
+    config.activation_func.__name__ = "silu"  # type: ignore[attr-defined]
+    parts = megatron.GatedDeltaNetSubmodules(Projection, WrappedTorchNorm, Projection)
+    groups: Any = SimpleNamespace(cp=place, tp=ALONE)
+    return filled(kind(config, parts, pg_collection=groups, **params))
+
+
+def mixer(kind: type, place: Any, **params: Any) -> Any:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        mamba_num_heads=6,
+        mamba_head_dim=4,
+        mamba_state_dim=5,
+        mamba_num_groups=3,
+        params_dtype=torch.float64,
+    )
+    parts = mamba_mixer.MambaMixerSubmodules(Projection, Projection)
+    groups: Any = SimpleNamespace(cp=place, tp=ALONE)
+    return filled(kind(config, parts, 8, layer_number=1, pg_collection=groups, **params).double())
+
+
+LAYERS: dict[str, tuple[Callable[..., Any], type, dict[str, bool]]] = {
+    "gated delta net": (delta_net, megatron.GatedDeltaNet, {}),
+    "skip of heads": (mixer, mamba_mixer.MambaMixer, {"D_has_hdim": False}),
+    "skip of channels": (mixer, mamba_mixer.MambaMixer, {"D_has_hdim": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "size"),
+    [
+        ("ring", {}, 1),
+        ("ring", {}, 3),
+        ("zigzag", {}, 5),
+        ("zigzag", {"layout": "thd"}, 2),
+        ("zigzag", {"layout": "documents"}, 4),
+    ],
+)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_each_document_is_a_sequence(
+    on_cpu: None, layers: str, algo: str, options: dict[str, str], size: int
+) -> None:
+    """Outputs and all gradients are those of Megatron's own layer on one document at a time."""
+    make, kind, settings = LAYERS[layers]
+    # Megatron takes the rates of Mamba in float32; its gated delta nets are in float32.
+    dtype, bound = (torch.float64, 1e-6) if make is mixer else (torch.float32, 1e-5)
+    tokens, starts = 60 if size == 5 else 48, (8, 24)
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(tokens, 2, 8, generator=generator).to(dtype) for _ in range(2))
+    whole = make(kind, ALONE, **settings)
+    alone = whole if make is mixer else partial(whole, attention_mask=None)
+    given = x.clone().requires_grad_()
+    edges = pairwise((0, *starts, tokens))
+    want = torch.cat([alone(given[start:stop])[0] for start, stop in edges])
+    wanted = torch.autograd.grad(want, [given, *whole.parameters()], dout)
+    config = ContextParallelConfig(algo, size, options=tuple(options.items()))
+    cut = config.layout.within(starts)
+
+    def body(topology: Topology) -> list[Tensor]:
+        runtime = Runtime(config)
+        runtime._topology = lambda group: topology  # type: ignore[method-assign]
+        layer = make(served(kind), Place(topology.rank, size), runtime=runtime, **settings)
+        mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
+        packed = DocumentMask(seq_len=tokens, starts=starts, padding=((tokens - 2, tokens),))
+        out, _ = layer(mine, packed_seq_params=packed)
+        part = shard(dout, 0, cut, topology.rank, size)
+        assert list(layer.state_dict()) == list(whole.state_dict())
+        return [out.detach(), *torch.autograd.grad(out, [mine, *layer.parameters()], part)]
+
+    out, dx, *gradients = zip(*run_virtual(size, body), strict=True)
+    found = [unshard(list(out), 0, cut), unshard(list(dx), 0, cut), *map(sum, gradients)]
+    for got, want_ in zip(found, (want.detach(), *wanted), strict=True):
+        assert relative_error(got, want_) < bound
+
+
+def test_what_layers_refuse(on_cpu: None) -> None:
+    spec = ModuleSpec(
+        MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(mamba_mixer.MambaMixer))
+    )
+    runtime = Runtime(ContextParallelConfig("ring", 1))
+    stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(mamba_layer=spec))
+    ours = with_attention(stack, runtime).submodules.mamba_layer.submodules.mixer
+    assert ours.params == {"runtime": runtime}
+    layer = mixer(ours.module, ALONE, **ours.params)
+    x = torch.zeros(4, 1, 8, dtype=torch.float64)
+    with pytest.raises(ContextParallelError, match="Mamba layers do not support inference: leave"):
+        layer(x, inference_context=object())
+    with pytest.raises(ContextParallelError, match="Mamba layers do not support spans: leave it"):
+        layer(x, packed_seq_params=SimpleNamespace(spans=()))
+    cyclic = ContextParallelConfig("attention2d", 2, options=(("variant", "no"),))
+    said = "Mamba layers need a layout of consecutive tokens, got the cyclic layout of attention2d"
+    with pytest.raises(ConfigError, match=said):
+        mixer(ours.module, Place(0, 2), runtime=Runtime(cyclic))
