@@ -105,8 +105,8 @@ class ContextParallelAttention(SplitByHeads):
             layer_number: Counts from 1. `apply_query_key_layer_scaling` divides the scores by it
                 before and multiplies by it inside the softmax, so the result does not depend on it.
             attn_mask_type: Mask of calls that do not name one.
-            attention_type: "self".
-            attention_dropout: Must be 0; default: the configuration's.
+            attention_type: "self": only such layers are given this class.
+            attention_dropout: 0, or None: the rules refuse models with dropout.
             softmax_scale: Of the scores; default 1 / sqrt(d).
             cp_comm_type: Transformer Engine's algorithm, without meaning here.
             pg_collection: Must hold the groups `tp` and `cp`.
@@ -119,14 +119,6 @@ class ContextParallelAttention(SplitByHeads):
         """
         super().__init__(config=config)
         self.runtime = runtime
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout > 0:
-            raise ContextParallelError(f"attention dropout must be 0, got {dropout}")
-        if attention_type != "self":
-            raise ContextParallelError(
-                f"{runtime.config.algo} supports self attention only, got {attention_type} "
-                "attention"
-            )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group = pg_collection.tp

@@ -262,7 +262,7 @@ def serve_loss(model: Any, chunk_tokens: int, *, for_programs: bool = False) -> 
                 "chunked_loss of install needs a model without multi-token prediction, got "
                 f"mtp_num_layers={model.config.mtp_num_layers}: leave one of the two out"
             )
-        _Loss(model, layer, chunk_tokens, for_programs).install()
+        _Loss(model, layer, chunk_tokens, for_programs)
 
 
 def _check_layer(layer: Any) -> None:
@@ -294,11 +294,9 @@ class _Loss:
         self._for_programs = for_programs
         self._parameters = tuple(inspect.signature(model.forward).parameters)
         self._has_labels = self._is_pending = False
-
-    def install(self) -> None:
-        self._model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        self._model.compute_language_model_loss = self._losses
-        self._layer.forward = self._forward
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.compute_language_model_loss = self._losses
+        layer.forward = self._forward
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
