@@ -29,14 +29,13 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
 from megatron_cp_plugin.core.layouts.document_layout import Balanced
-from megatron_cp_plugin.core.plans.check import PlanError
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of
 from tests.core.test_plan import masks, variants
-from tests.plan_check import check
+from tests.plan_check import PlanError, check
 from tests.random_tests import examples
 from tests.test_conformance import (
     Case,
