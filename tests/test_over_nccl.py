@@ -51,7 +51,7 @@ def test_a_new_call_that_is_another_one_on_a_rank(ranks: list[dict]) -> None:
         )
 
 
-@pytest.mark.parametrize("at", map(str, AT))
+@pytest.mark.parametrize("at", [str(at) for at in AT])
 def test_known_calls_that_are_others_on_a_rank(ranks: list[dict], at: str) -> None:
     """Found by both ranks at one call."""
     assert ranks[0]["known"][at] == ranks[1]["known"][at]
@@ -60,7 +60,7 @@ def test_known_calls_that_are_others_on_a_rank(ranks: list[dict], at: str) -> No
     assert said.startswith("all ranks need the same calls of attention, linear_attention and unsh")
 
 
-@pytest.mark.parametrize("number", map(str, NUMBERS))
+@pytest.mark.parametrize("number", [str(number) for number in NUMBERS])
 def test_a_batch_of_other_samples_on_a_rank(ranks: list[dict], number: str) -> None:
     """Refused on both ranks, before its loss is computed."""
     for found in ranks:
