@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp_plugin.document_lengths import lengths_of
+from megatron_cp_plugin.integration import args
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.tokens import heads_of, tokens_of
 
@@ -52,7 +53,6 @@ def add_flags[P: argparse.ArgumentParser](parser: P, command: str) -> P:
     """Adds the flags of a command to a parser, and returns it."""
     for name, own in COMMANDS[command]["flags"].items():
         how = _COMMON.get(name, {}) | own
-        if "type" in how:
-            how["type"] = _TYPES[how["type"]]
-        parser.add_argument(name if how.pop("positional", False) else f"--{name}", **how)
+        dashes = "" if how.pop("positional", False) else "--"
+        args.add_flags(parser, {dashes + name: how}, _TYPES)
     return parser

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, override
@@ -38,11 +38,24 @@ PLATFORMS: list[str] = FLAGS["--cp-platform"]["choices"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
-    group = parser.add_argument_group("megatron_cp_plugin")
-    for option, keywords in FLAGS.items():
-        kind = {"type": int} if "type" in keywords else {}
-        group.add_argument(option, **keywords | kind)
+    add_flags(parser.add_argument_group("megatron_cp_plugin"), FLAGS, {"int": int})
     return parser
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    flags: Mapping[str, dict[str, Any]],
+    types: Mapping[str, Callable[[str], Any]],
+) -> None:
+    """Adds flags to a parser.
+
+    Args:
+        flags: What each is to argparse, with its `type` by name.
+        types: By these names.
+    """
+    for name, how in flags.items():
+        kind = {"type": types[how["type"]]} if "type" in how else {}
+        parser.add_argument(name, **how | kind)
 
 
 def document_lengths(given: str | int | None, name: str) -> Lengths:
