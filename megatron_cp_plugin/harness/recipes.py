@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -127,27 +127,22 @@ def _parallel(command: Command) -> int:
 
 def _of_words(command: Command, model: str | None) -> Recipe:
     """Args: command: flags, or KEY=VALUE."""
-    keys = [word.text.lstrip("+~") for word in command]
-    if _is_swift(keys):
-        recipe = _of_swift(command)
-    elif any(key.startswith(("actor_rollout_ref.", "engine.", "model_engine=")) for key in keys):
-        recipe = _of_verl(command)
-    elif any(key.startswith(("model.", "recipe=", "--recipe")) for key in keys):
-        recipe = _of_bridge(command)
-    elif any(key.startswith("--") for key in keys):
-        recipe = _of_flags(command)
-    else:
+    lines = "\n".join(word.text.lstrip("+~") for word in command)
+    programs = (name for name, about in _PROGRAMS.items() if re.search(about["known_by"], lines))
+    program: Any = next(programs, None)
+    if program is None:
         raise ConfigError(
             f"{command[0].text if command else 'nothing'} is neither flags of Megatron nor "
             "settings such as model.context_parallel_size=2: see megatron-cp check --help"
         )
+    recipe = _READERS[program](command) if program in _READERS else _of_flags(program, command)
     if model is not None:
         recipe.model = model_named(model)
         if recipe.model is None:
             raise ConfigError(f"--model got {model}, which is not known: leave it out")
     if recipe.model is not None:
         recipe.settings = dict(recipe.model.settings) | recipe.settings
-    elif recipe.program in ("Megatron-Bridge", "verl", "ms-swift"):
+    elif program in _READERS:
         recipe.unknown.append("the model: name one that is known with --model")
     recipe.settings |= {"moe_layer_freq": _frequency(recipe.settings)}
     return recipe
@@ -160,14 +155,14 @@ def _frequency(settings: Mapping[str, Any]) -> object:
     return settings.get("moe_layer_freq")
 
 
-def _of_flags(command: Command) -> Recipe:
+def _of_flags(program: Program, command: Command) -> Recipe:
     """Of Megatron's command line, or slime's."""
+    is_slime = program == "slime"
     scripts = [at for at, word in enumerate(command) if word.text.endswith(".py")]
     before, command = (
         (command[: scripts[0]], command[scripts[0] + 1 :]) if scripts else ([], command)
     )
-    is_slime = any(word.text in ("--hf-checkpoint", "--ref-load") for word in command)
-    recipe = Recipe("slime" if is_slime else "Megatron")
+    recipe = Recipe(program)
     parser = _parser()
     actions = parser._option_string_actions
     kept: list[Word] = []
@@ -269,128 +264,110 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
     yield from found
 
 
-def _pairs(command: Command) -> Iterator[tuple[str, Any, Word]]:
-    """KEY=VALUE as Hydra takes them."""
+def _pairs(command: Command) -> Iterator[tuple[str, Word]]:
+    """KEY=VALUE as Hydra takes them: keys, and words of the values."""
     for word in command:
         key, equals, text = word.text.lstrip("+").partition("=")
-        if not equals or key.startswith("-"):
-            continue
-        try:
-            yield key, yaml.safe_load(text) if word.known else None, word
-        except yaml.YAMLError:
-            yield key, text, word
+        if equals and not key.startswith("-"):
+            yield key, replace(word, text=text)
 
 
 _FIELDS = {one.name for one in fields(MLATransformerConfig)}  # of a model's configuration
 _FIELDS_OF_ARGS = {"num_moe_experts": "num_experts"}
 
 
-def _set(recipe: Recipe, name: str, value: Any, word: Word) -> None:
-    name = _FIELDS_OF_ARGS.get(name, name)
-    if not word.known and name in _READ - _OF_MEMORY - {"seq_length"}:
-        recipe.unknown.append(f"{word.text}: its value ({word.place})")
-        return
-    recipe.settings[name] = value
-    recipe.places[name] = word.place
+def _of_pairs(
+    program: Program, pairs: Iterable[tuple[str, Word]], form: str = "{}={}"
+) -> tuple[Recipe, dict[str, Any]]:
+    """The settings and the model among keys with their values, and all values by key.
+
+    Args: form: of a key and its value in messages.
+    """
+    about = _PROGRAMS[program]
+    recipe, values = Recipe(program, dict(about["sets"])), dict[str, Any]()
+    for key, word in pairs:
+        said = form.format(key, word.text)
+        values[key] = value = _value(word)
+        if re.fullmatch(about["model"], key):
+            recipe.model = recipe.model or model_named(word.text)
+        found = re.fullmatch(about["settings"], key)
+        given = found[found.lastindex or 0] if found else ""
+        name = given.removeprefix("override_transformer_config.")
+        name = _FIELDS_OF_ARGS.get(name, name)
+        if name in _FIELDS or name in _READ:
+            if not word.known and name in _READ - _OF_MEMORY - {"seq_length"}:
+                recipe.unknown.append(f"{said}: its value ({word.place})")
+            else:
+                recipe.settings[name], recipe.places[name] = value, word.place
+        elif found and found.lastindex == 1 and not _is_ignored(program, given):
+            recipe.unknown.append(f"{said} ({word.place})")
+        if value and (found := re.fullmatch(about.get("of_npus", ""), key)):
+            recipe.beyond = (
+                f"{word.place}: {found[1]} is a flag of MindSpeed, for NPUs, got it: leave it out "
+                "on GPUs"
+            )
+    return recipe, values
+
+
+def _value(word: Word) -> Any:
+    """None: it is not known."""
+    try:
+        return yaml.safe_load(word.text) if word.known else None
+    except yaml.YAMLError:
+        return word.text
+
+
+def _last(values: Mapping[str, Any], pattern: str) -> Any:
+    """What the last key has in which a pattern is found; None: there is none."""
+    found = [value for key, value in values.items() if re.search(pattern, key)]
+    return found[-1] if found else None
 
 
 def _of_verl(command: Command) -> Recipe:
-    recipe = Recipe("verl", dict(_PROGRAMS["verl"]["sets"]))
-    per_gpu, counts, mtp = None, {}, {}
-    for key, value, word in _pairs(command):
-        own = re.fullmatch(r"(?:actor_rollout_ref\.actor\.megatron|engine)\.(.+)", key)
-        if own:
-            name = own[1].removeprefix("override_transformer_config.")
-            inner = name != own[1]
-            if name == "dynamic_context_parallel":
-                continue  # its engine has a loop of its own, whose micro-batches say their ranks
-            if name in _PROGRAMS["verl"]["of_npus"] and value:
-                recipe.beyond = (
-                    f"{word.place}: {name} is a flag of MindSpeed, for NPUs, got it: leave it out "
-                    "on GPUs"
-                )
-            elif name in _FIELDS or name == "use_megatron_fsdp":
-                _set(recipe, name, value, word)
-            elif inner or not _is_ignored("verl", name):
-                recipe.unknown.append(f"{word.text} ({word.place})")
-        elif key.endswith("model.path") and "ref" in key.split(".")[0] + "ref":
-            recipe.model = recipe.model or model_named(str(word.text.partition("=")[2]))
-        elif key in ("model_engine", "actor_rollout_ref.actor.strategy") and value != "megatron":
-            recipe.beyond = (
-                f"{value} builds no GPTModel of Megatron, got it as the engine: use megatron"
-            )
-        elif re.search(r"actor\.ppo_max_token_len_per_gpu$|^data\.max_token_len_per_gpu$", key):
-            per_gpu = value
-        elif re.fullmatch(r"trainer\.(nnodes|n_gpus_per_node)", key):
-            counts[key] = value
-        elif ".model.mtp." in f".{key}":
-            mtp[key.rpartition(".")[2]] = value
-    if mtp.get("enable") and mtp.get("enable_train", True):
+    recipe, values = _of_pairs("verl", _pairs(command))
+    engine = _last(values, r"^(model_engine|actor_rollout_ref\.actor\.strategy)$")
+    if engine not in (None, "megatron"):
+        recipe.beyond = (
+            f"{engine} builds no GPTModel of Megatron, got it as the engine: use megatron"
+        )
+    trains = _last(values, r"\bmodel\.mtp\.enable_train$")
+    if _last(values, r"\bmodel\.mtp\.enable$") and trains in (None, True):
         recipe.settings["mtp_num_layers"] = 1
-    if len(counts) == 2 and all(isinstance(count, int) for count in counts.values()):
-        nodes, each = counts.values()
+    nodes, each = values.get("trainer.nnodes"), values.get("trainer.n_gpus_per_node")
+    if isinstance(nodes, int) and isinstance(each, int):
         recipe.gpus = nodes * each
-    if isinstance(per_gpu, int):
-        recipe.tokens = per_gpu * recipe.size
+    tokens = _last(values, r"actor\.ppo_max_token_len_per_gpu$|^data\.max_token_len_per_gpu$")
+    if isinstance(tokens, int):
+        recipe.tokens = tokens * recipe.size
     return recipe
 
 
 def _of_bridge(command: Command) -> Recipe:
-    recipe = Recipe("Megatron-Bridge", dict(_PROGRAMS["Megatron-Bridge"]["sets"]))
-    words = [word.text for word in command]
-    names = [after for word, after in pairwise(words) if word == "--recipe"]
-    for key, value, word in _pairs(command):
-        section, _, name = key.partition(".")
-        if key in ("recipe", "--recipe", "hf_path") or key.endswith("tokenizer_model"):
-            names.append(str(value))
-        elif section == "model":
-            if name in _FIELDS or name in _READ:
-                _set(recipe, name, value, word)
-            elif not _is_ignored("Megatron-Bridge", name):
-                recipe.unknown.append(f"{word.text} ({word.place})")
-        elif section in ("train", "ddp", "comm_overlap") and name in _READ:
-            _set(recipe, name, value, word)
-        elif value and re.search(_PROGRAMS["Megatron-Bridge"]["packed"], key):
-            recipe.settings["sft"] = True
-        elif key == "dist.use_decentralized_pg" and value:
-            recipe.unknown.append(f"{word.text}: groups without Megatron's parallel state")
-        if key in ("model.seq_length", "dataset.seq_length") and isinstance(value, int):
-            recipe.tokens = value
-    recipe.model = next(filter(None, map(model_named, names)), None)
-    if recipe.tokens is not None:
-        recipe.tokens *= recipe.settings["micro_batch_size"] or 1
+    named = [("recipe", name) for flag, name in pairwise(command) if flag.text == "--recipe"]
+    recipe, values = _of_pairs("Megatron-Bridge", [*named, *_pairs(command)])
+    if any(value and re.search(_PACKED, key) for key, value in values.items()):
+        recipe.settings["sft"] = True
+    if values.get("dist.use_decentralized_pg"):
+        recipe.unknown.append("dist.use_decentralized_pg: groups without Megatron's parallel state")
+    tokens = _last(values, r"^(model|dataset)\.seq_length$")
+    if isinstance(tokens, int):
+        recipe.tokens = tokens * (recipe.settings["micro_batch_size"] or 1)
     return recipe
 
 
-def _is_swift(keys: Sequence[str]) -> bool:
-    """Whether words are `megatron sft --key value` and the like, or keys of such a YAML file."""
-    commands = {"sft", "pt", "rlhf", "export"}
-    started = any(a == "megatron" and b in commands for a, b in pairwise(keys))
-    return started or any(key.startswith("tensor_model_parallel_size=") for key in keys)
+_PACKED = r"packed_sequence_size|enable_(offline|in_batch)_packing|packed_sequence_specs"
 
 
 def _of_swift(command: Command) -> Recipe:
-    recipe = Recipe("ms-swift", dict(_PROGRAMS["ms-swift"]["sets"]))
-    own: dict[str, Any] = {}
-    pairs = [
-        (flag.text.lstrip("-"), flag, values[0].text if values else "true", values)
+    """`megatron sft --key value` and the like, or keys of such a YAML file."""
+    flags = [
+        (flag.text.lstrip("-"), values[0] if values else Word("true", flag.place))
         for flag, values in _flags(command)
         if flag.text.startswith("--")
-    ] or [(key, word, str(value), []) for key, value, word in _pairs(command)]
-    for name, flag, text, values in pairs:
-        value = yaml.safe_load(text)
-        if name in _FIELDS or name in _READ:
-            written = Word(f"{flag.text} {text}", flag.place, all(each.known for each in values))
-            _set(recipe, name, value, written)
-        elif _is_ignored("ms-swift", name):
-            own[name] = value
-        else:
-            recipe.unknown.append(f"{flag.text} {text} ({flag.place})")
-    recipe.model = model_named(str(own.get("model", "")))
-    recipe.gpus = next(
-        (int(word.text[15:]) for word in command if re.match(r"NPROC_PER_NODE=\d+$", word.text)),
-        None,
-    )
+    ]
+    recipe, own = _of_pairs("ms-swift", flags or _pairs(command), "--{} {}" if flags else "{}={}")
+    started = (re.fullmatch(r"NPROC_PER_NODE=(\d+)", word.text) for word in command)
+    recipe.gpus = next((int(found[1]) for found in started if found), None)
     packed = own.get("packing") or own.get("padding_free", True)
     recipe.settings["sft"] = bool(packed)
     if recipe.settings["mtp_num_layers"]:
@@ -403,6 +380,9 @@ def _of_swift(command: Command) -> Recipe:
         recipe.tokens = own["max_length"] * (samples if packed else 1)
         recipe.settings["micro_batch_size"] = 1 if packed else samples
     return recipe
+
+
+_READERS = {"ms-swift": _of_swift, "verl": _of_verl, "Megatron-Bridge": _of_bridge}
 
 
 def _of_yaml(path: Path) -> Command:

@@ -33,17 +33,38 @@ class Word:
 
 type Command = list[Word]
 
+_NOT_KNOWN = Word(UNKNOWN, "", False)
 _OPERATORS = ("&&", "||", ";;", ";", "|", "&", "\n")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_CLOSING = {"(": ")", "{": "}"}
 _OPENS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac"}
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _PREFIXES = ("export", "local", "readonly", "declare", "then", "else", "do", "exec")
+
+
+def _bracketed(opening: str, closing: str) -> str:
+    """A pattern of what is in brackets, with further ones inside."""
+    other, inner = rf"[^\{opening}\{closing}]", ""
+    for _ in range(6):
+        inner = rf"\{opening}(?:{other}{'|' + inner if inner else ''})*+\{closing}"
+    return inner
+
+
+_ROUND, _CURLY = _bracketed("(", ")"), _bracketed("{", "}")
+# What words are made of, in double quotes and outside of them.
+_QUOTED_PARTS = rf"""\\(?P<escaped>.)
+    |\$\((?P<arithmetic>{_ROUND})\)|(?P<command>\${_ROUND}|`[^`]*`)
+    |\$(?P<braces>{_CURLY})|\$(?P<name>\w+|[@*\#?])"""
+_PARTS = rf"""'(?P<single>[^']*)'
+    |"(?P<double>(?:\\.|\${_ROUND}|\${_CURLY}|[^"\\])*+)"|{_QUOTED_PARTS}"""
+_FLAGS = re.VERBOSE | re.DOTALL
+_QUOTED = re.compile(rf"{_QUOTED_PARTS}|(?P<plain>[^\\`$]+|.)", _FLAGS)
+_UNQUOTED = re.compile(rf"{_PARTS}|(?P<plain>[^\\`$'\"]+|.)", _FLAGS)
 _TOKEN = re.compile(
-    r"""(?P<nothing>[ \t]|\\\n|\#[^\n]*)
+    rf"""(?P<nothing>[ \t]|\\\n|\#[^\n]*)
     |<<-?\s*['"]?(?P<document>\w+)['"]?
-    |(?P<operator>\n|&&|\|\||;;|[;|&()])""",
-    re.VERBOSE,
+    |(?P<operator>\n|&&|\|\||;;|[;|&()])
+    |(?P<word>(?:{re.sub(r"[?]P<[a-z]+>", "?:", _PARTS)}|[^ \t\n;|&()])++(?:(?<!=)\(\))?)""",
+    _FLAGS,
 )
 
 
@@ -145,7 +166,7 @@ class _Script:
         elif all(_ASSIGNMENT.fullmatch(word.text) for word in words):
             for word in words:
                 name, plus, raw = _ASSIGNMENT.fullmatch(word.text).groups()  # type: ignore[union-attr]
-                parts = self._expand(Word(f'"{raw}"' if _plain(raw) else raw, word.place))
+                parts = self._expand(Word(raw, word.place), quoted=_plain(raw))
                 self._assign(name, plus, [_joined(parts, " ", word.place)], certain=certain)
         elif words[0].text in ("source", ".") and len(words) > 1:
             self._source("".join(part.text for part in self._expand(words[1])), words[1], path)
@@ -173,84 +194,55 @@ class _Script:
                     return
         self.problems.append(f"{word.place}: source {text}: no such file here")
 
-    def _expand(self, word: Word) -> list[Word]:
-        """The words that one becomes."""
+    def _expand(self, word: Word, *, quoted: bool = False) -> list[Word]:
+        """The words that one becomes. Args: quoted: whether it is in double quotes."""
         texts: list[list[Word]] = [[]]
-        raw, at, quoted = word.text, 0, False
-        empty, nothing = True, False
-
-        def add(text: str, known: bool = True) -> None:
-            texts[-1].append(Word(text, word.place, known))
-
-        while at < len(raw):
-            letter = raw[at]
-            if letter == "'" and not quoted:
-                end = raw.index("'", at + 1)
-                add(raw[at + 1 : end])
-                empty, at = False, end + 1
-            elif letter == '"':
-                quoted, at = not quoted, at + 1
-                empty = False
-            elif letter == "\\" and at + 1 < len(raw):
-                add(raw[at + 1])
-                at += 2
-            elif letter == "`":
-                add(UNKNOWN, known=False)
-                at = raw.index("`", at + 1) + 1
-            elif letter == "$":
-                end, found, several = self._variable(raw, at)
-                nothing = nothing or (several and not found)
-                if quoted and not several:
-                    found = [_joined(found, " ", word.place)]
-                elif not several:
-                    found = [replace(one, text=part) for one in found for part in one.text.split()]
-                for number, one in enumerate(found):
-                    if number:
-                        texts.append([])
-                    texts[-1].append(one)
-                at = end
-            else:
-                add(letter)
-                at += 1
+        for part in (_QUOTED if quoted else _UNQUOTED).finditer(word.text):
+            kind = part.lastgroup or ""
+            found, as_it_is = self._meant(kind, part[kind], word)
+            if quoted and not as_it_is:
+                found = [_joined(found, " ", word.place)]
+            elif not as_it_is:
+                found = [replace(one, text=part) for one in found for part in one.text.split()]
+            for number, one in enumerate(found):
+                if number:
+                    texts.append([])
+                texts[-1].append(one)
         return [
             _joined(parts, "", next((part.place for part in parts if part.place), word.place))
             for parts in texts
-            if parts or not (empty or nothing)
+            if parts
         ]
 
-    def _variable(self, raw: str, at: int) -> tuple[int, list[Word], bool]:
-        """Where what begins at a dollar ends, what it stands for, and whether as several words."""
-        unknown = [Word(UNKNOWN, "", False)]
-        if raw.startswith("$((", at):
-            end = _closing(raw, at + 1)
-            named = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", raw[at + 3 : end - 1])
-            words = self._expand(Word(named))
-            inside = " ".join(word.text for word in words)
-            value = _arithmetic(inside) if all(word.known for word in words) else None
-            return end + 1, unknown if value is None else [Word(str(int(value)))], False
-        if raw.startswith("$(", at):
-            return _closing(raw, at + 1) + 1, unknown, False
-        if raw.startswith("${", at):
-            end = _closing(raw, at + 1)
-            inside = raw[at + 2 : end]
-            found = re.fullmatch(r"(\w+)(?:\[([@*])\])?(?::?([-=?+])(.*))?", inside, re.DOTALL)
-            if not found:
-                return end + 1, unknown, False
-            name, every, sign, other = found.groups()
-            if sign in ("-", "=") and not "".join(w.text for w in self.values.get(name, [])):
-                return end + 1, self._expand(Word(f'"{other}"' if _plain(other) else other)), False
-            if every and name not in self.values:
-                return end + 1, [], True  # the environment has no arrays
-            return end + 1, self._value(name), every is not None
-        name = re.match(r"\$(\w+|@|\*|#|\?)", raw[at:])
-        if not name:
-            return at + 1, [Word("$")], False
-        if name[1] in "@*":
-            return at + name.end(), [], True
-        return at + name.end(), self._value(name[1]), False
+    def _meant(self, kind: str, text: str, word: Word) -> tuple[list[Word], bool]:
+        """What a part of a word stands for, and whether its words stay as they are."""
+        match kind:
+            case "double" if text:
+                return self._expand(replace(word, text=text), quoted=True), True
+            case "arithmetic":
+                named = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", text)
+                words = self._expand(Word(named))
+                inside = " ".join(word.text for word in words)
+                value = _arithmetic(inside) if all(word.known for word in words) else None
+                return [_NOT_KNOWN if value is None else Word(str(int(value)))], False
+            case "command":
+                return [_NOT_KNOWN], False
+            case "braces":
+                found = re.fullmatch(r"{(\w+)(?:\[([@*])\])?(?::?([-=?+])(.*))?}", text, re.DOTALL)
+                if not found:
+                    return [_NOT_KNOWN], False
+                name, every, sign, other = found.groups()
+                if sign in ("-", "=") and not "".join(w.text for w in self.values.get(name, [])):
+                    return self._expand(Word(other), quoted=_plain(other)), False
+                if every and name not in self.values:
+                    return [], True  # the environment has no arrays
+                return self._value(name), every is not None
+            case "name":
+                return ([], True) if text in "@*" else (self._value(text), False)
+        return [Word(text, word.place)], True
 
     def _value(self, name: str) -> list[Word]:
-        return self.values.get(name, [Word(UNKNOWN, "", False)])
+        return self.values.get(name, [_NOT_KNOWN])
 
 
 def _after_pattern(words: list[Word]) -> list[Word]:
@@ -284,57 +276,23 @@ def _arithmetic(text: str) -> float | None:
     return value if isinstance(value, int) else None
 
 
-def _closing(raw: str, at: int) -> int:
-    """Where a bracket that opens at a place closes."""
-    opening, depth = raw[at], 0
-    for place in range(at, len(raw)):
-        depth += (raw[place] == opening) - (raw[place] == _CLOSING[opening])
-        if not depth:
-            return place
-    return len(raw) - 1
-
-
 def _tokens(text: str, name: str) -> Iterator[Word]:
     """Words with their quotes, brackets of arrays, and operators, of which one ends a line."""
     at, line = 0, 1
     pending: list[str] = []  # ends of documents that follow
-    while at < len(text):
-        found, place = _TOKEN.match(text, at), f"{name}:{line}"
-        end = found.end() if found else _end_of_word(text, at)
-        if not found:
-            yield Word(text[at:end].replace("\\\n", ""), place)
-        elif found["document"]:
+    while found := _TOKEN.match(text, at):
+        at, place = found.end(), f"{name}:{line}"
+        if found["document"]:
             pending.append(found["document"])
-        elif found["operator"]:
-            yield Word(found["operator"], place)
-        if text[at] == "\n":
+        elif found["word"] or found["operator"]:
+            yield Word(found[0].replace("\\\n", ""), place)
+        if found[0] == "\n":
             for last in pending:
                 document = re.compile(rf".*?^\s*{re.escape(last)}\s*$", re.S | re.M)
-                passed = document.match(text, end)
-                end = passed.end() if passed else len(text)
+                passed = document.match(text, at)
+                at = passed.end() if passed else len(text)
             pending = []
-        line += text.count("\n", at, end)
-        at = end
-
-
-def _end_of_word(text: str, at: int) -> int:
-    quote = ""
-    while at < len(text):
-        letter = text[at]
-        if letter == "\\":
-            at += 2
-            continue
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"`":
-            quote = letter
-        if letter == "$" and text[at + 1 : at + 2] in ("(", "{") and quote != "'":
-            at = _closing(text, at + 1) + 1
-            continue
-        if not quote and (letter in " \t\n;|&()"):
-            return at + 2 if text.startswith("()", at) and text[at - 1] != "=" else at
-        at += 1
-    return at
+        line += text.count("\n", found.start(), at)
 
 
 def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
