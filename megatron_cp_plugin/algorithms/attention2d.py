@@ -65,6 +65,12 @@ class Grid:
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
     @cached_property
+    def numbers(self) -> dict[int, tuple[int, int]]:
+        """By rank: its index in its `row`, and in its `column`."""
+        lines = self._lines.items()
+        return {rank: (row.index(rank), column.index(rank)) for rank, (row, column) in lines}
+
+    @cached_property
     def _lines(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """The row and the column of each rank."""
         rows = [tuple(sorted(row)) for row in self.ranks]
@@ -175,11 +181,10 @@ class GridBlocksPlacement(GridPlacement):
 
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
-        rank = self.grid.crossing(query, key)
-        row, column = self.grid.row(rank), self.grid.column(rank)
-        rows, cols = len(column), len(row)
-        of_query = (row.index(query) - row.index(rank)) % cols
-        of_key = (column.index(self.key_source(key)) - column.index(rank)) % rows
+        rank, numbers = self.grid.crossing(query, key), self.grid.numbers
+        rows, cols = len(self.grid.ranks), len(self.grid.ranks[0])
+        of_query = (numbers[query][0] - numbers[rank][0]) % cols
+        of_key = (numbers[self.key_source(key)][1] - numbers[rank][1]) % rows
         if not of_query:
             yield Place(rank, of_key)
         elif self.backward and of_query == cols - 1:

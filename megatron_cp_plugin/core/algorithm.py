@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from math import inf
 from typing import cast
 from weakref import proxy
@@ -61,9 +61,10 @@ def number(
     return option
 
 
-def divisors(size: int) -> list[int]:
+@cache
+def divisors(size: int) -> tuple[int, ...]:
     """What divides a number of ranks, 1 and itself included."""
-    return [n for n in range(1, size + 1) if size % n == 0]
+    return tuple([n for n in range(1, size + 1) if size % n == 0])
 
 
 def group_counts(size: int) -> list[int]:
@@ -245,7 +246,8 @@ class Algorithm(ABC):
         """
         among = steps_among(placement, self.topology)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-        rank = among.rank if blocks.assembled or not among.peer_access else None
+        of_all = not blocks.assembled and (among.plans_all or among.peer_access)
+        rank = None if of_all else among.rank
         return self._checked_plan(blocks, shape.seq_len, mask, phase, rectangular, rank)
 
     def computed(self, shape: Shape) -> Shape:

@@ -99,15 +99,17 @@ class DryRunGroup(Topology):
         *,
         peer_access: bool,
         ranks: tuple[int, ...] | None = None,
+        plans_all: bool = False,
     ) -> None:
         """Stands for one rank.
 
         Args:
             rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
                 ranks of one node reach each other's memory. ranks: global, of the group; None:
-                these are all.
+                these are all. plans_all: see Topology.
         """
         super().__init__(rank, len(nodes))
+        self.plans_all = plans_all
         self._nodes, self._peer_access = tuple(nodes), peer_access
         self._ranks = tuple(range(len(nodes))) if ranks is None else ranks
         self._channels: dict[str, Communicator] = {}
@@ -139,6 +141,7 @@ class DryRunGroup(Topology):
             [self._nodes[rank] for rank in ranks],
             peer_access=self._peer_access,
             ranks=tuple(self._ranks[rank] for rank in ranks),
+            plans_all=self.plans_all,
         )
 
     @property

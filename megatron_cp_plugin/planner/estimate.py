@@ -14,15 +14,17 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache, wraps
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.comm import Operation
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
-from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
+from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import Tile as Kernel
 from megatron_cp_plugin.planner.machine import Machine, Pass
 from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
@@ -108,7 +110,7 @@ class _Blocks:
         spans, tokens = self.spans(placement), self.tokens(placement)
         width = max(tokens[owner] for owners in met for owner in owners)
         q, k = (assemble([spans(one) for one in owners], width) for owners in met)
-        return width, self.meet(q.spans, k.spans).tiles
+        return width, self.meet([(q.spans, k.spans)])[0].tiles
 
     @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def owners(self, placement: BlockPlacement, rank: int) -> _Owners:
@@ -122,36 +124,44 @@ class _Blocks:
         return tuple(self._pairs(placement, rank))
 
     def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
-        spans = self.spans(placement)
+        spans, met = self.spans(placement), list[tuple[tuple[int, int], Place]]()
         known = self._met_of[placement.layout, placement.size]
+        blocks: dict[tuple[object, ...], tuple[Sequence[Span], Sequence[Span]]] = {}
         for pair in placement.pairs_of(rank):
             for place in placement.place(*pair):
                 if place.rank != rank:
                     continue
-                found = known.get(pair) if place.whole else None
-                if found is None:
+                met.append((pair, place))
+                key = *pair, *place[2:]
+                if key not in known:
                     q, k = (spans(owner) for owner in pair)
                     if not place.whole:
                         q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
-                    found = self.meet(q, k)
-                    if place.whole:
-                        known[pair] = found
-                if found.tiles:
-                    yield place.step, found, *pair
+                    blocks[key] = q, k
+        known.update(zip(blocks, self.meet(list(blocks.values())), strict=True))
+        for pair, place in met:
+            found = known[*pair, *place[2:]]
+            if found.tiles:
+                yield place.step, found, *pair
 
     @cached_property
-    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[int, int], _Met]]:
+    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[object, ...], _Met]]:
         return defaultdict(dict)
 
-    @_kept(lambda self, queries, keys: self._places(queries, keys))
-    def meet(self, queries: Sequence[Span], keys: Sequence[Span]) -> _Met:
-        """Blocks that lie alike to each other have the same tiles, wherever they are."""
-        tiles = plan_tiles(queries, keys, self.mask, rectangular=True)
-        rows, columns = (
-            max(edge.stop for edge in edges) - min(edge.start for edge in edges) if edges else 0
-            for edges in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
-        )
-        return _Met(tuple(map(_sizes, tiles)), rows, columns)
+    def meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
+        """What blocks of queries and of keys have to do; those that lie alike to each other have
+        the same tiles, wherever they are.
+        """
+        keys = [self._places(*pair) for pair in blocks]
+        new = {key: pair for key, pair in zip(keys, blocks, strict=True) if key not in self._kinds}
+        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in new.values()]
+        tiles = plan_pairs(pairs, self.mask, rectangular=True)
+        self._kinds.update(zip(new, map(_met, tiles), strict=True))
+        return [self._kinds[key] for key in keys]
+
+    @cached_property
+    def _kinds(self) -> dict[Hashable, _Met]:
+        return {}
 
     def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
         """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
@@ -251,7 +261,7 @@ class Estimator:
     ) -> float:
         """Seconds in which a rank computes all of its queries, or all of its keys."""
         own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
-        tiles = self._blocks.meet(*((own, every) if of_queries else (every, own))).tiles
+        tiles = self._blocks.meet([(own, every) if of_queries else (every, own)])[0].tiles
         return self._computing(tiles, together(placement.groups), phase)
 
     @_kept(lambda self, placement, phase: (placement, phase))
@@ -544,6 +554,13 @@ def _names_beside_heads(kind: type[BlockPlacement]) -> tuple[str, ...]:
     return tuple(one.name for one in fields(kind) if one.name not in of_heads)
 
 
-def _sizes(tile: Tile) -> _Tiles:
-    rows, columns = (edge.stop - edge.start for edge in (tile.q, tile.kv))
-    return _Tiles(rows, columns, float(tile.area), tile.causal)
+def _met(tiles: TileTable) -> _Met:
+    if not len(tiles):
+        return _Met((), 0, 0)
+    edges = np.array(tiles.bounds)
+    first, last = edges[:-1], edges[1:] - 1
+    rows, columns = (x.stop[last] - x.start[first] for x in (tiles.q, tiles.kv))
+    areas = np.add.reduceat(tiles.areas, first).astype(float)
+    of_each = (x.tolist() for x in (rows, columns, areas, tiles.causal[first]))
+    extents = (int(x.stop.max() - x.start.min()) for x in (tiles.q, tiles.kv))
+    return _Met(tuple(map(_Tiles._make, zip(*of_each, strict=True))), *extents)

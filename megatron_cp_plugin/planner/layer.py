@@ -62,10 +62,13 @@ class Layer:
         """Number of ranks."""
         return len(self.nodes)
 
-    def on(self, rank: int) -> AnyAlgorithm:
-        """The algorithm of a rank. Raises: ConfigError if it cannot serve this."""
+    def on(self, rank: int, *, plans_all: bool = False) -> AnyAlgorithm:
+        """The algorithm of a rank. Args: plans_all: see Topology.
+
+        Raises: ConfigError if it cannot serve this.
+        """
         shape, options = self.shape, dict(self.options)
-        topology = DryRunGroup(rank, self.nodes, peer_access=self.peer_access)
+        topology = DryRunGroup(rank, self.nodes, peer_access=self.peer_access, plans_all=plans_all)
         if isinstance(shape, LinearShape):
             linear = registry.create_linear(self.algo, topology, options)
             linear.check(linear.options, size=self.size, heads=shape.heads)

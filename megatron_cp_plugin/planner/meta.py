@@ -91,15 +91,26 @@ def _like(key: Any) -> Any:
     return key.value if isinstance(key, _Other) else [_like(one) for one in key]
 
 
+# torch's own import its compiler, or sympy, for these on meta, which takes seconds.
+_JOINING = torch.ops.aten.cat.default, torch.ops.aten.stack.default
+_LIKE = torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default
+
+
 @lru_cache(maxsize=4096)
 def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> _Effect:
     """Args: keys."""
     given, named = _like(args), {name: _like(key) for name, key in kwargs}
-    if func is torch.ops.aten.cat.default:  # torch's own imports its compiler for this on meta
+    if func in _JOINING:
         blocks, dim = given[0], given[1] if len(given) > 1 else named.get("dim", 0)
         shape = list(blocks[0].shape)
-        shape[dim] = sum(block.shape[dim] for block in blocks)
+        if func is torch.ops.aten.stack.default:
+            shape.insert(dim % (len(shape) + 1), len(blocks))
+        else:
+            shape[dim] = sum(block.shape[dim] for block in blocks)
         result = blocks[0].new_empty(shape)
+    elif func in _LIKE and given[0].is_contiguous():
+        named.pop("memory_format", None)
+        result = given[0].new_empty(given[0].shape, **named)
     else:
         result = func(*given, **named)
     size = _bytes((given, named, result))

@@ -148,4 +148,7 @@ def host_seconds(layer: Layer, machine: Machine) -> tuple[float, float]:
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine
 def traces_of(layer: Layer, ranks: tuple[int, ...]) -> dict[int, Trace]:
     """Of some ranks. Raises: ConfigError if the algorithm cannot serve this."""
-    return {rank: trace_of(layer.on(rank), layer.shape, layer.mask) for rank in ranks}
+    several = len(ranks) > 1
+    return {
+        rank: trace_of(layer.on(rank, plans_all=several), layer.shape, layer.mask) for rank in ranks
+    }

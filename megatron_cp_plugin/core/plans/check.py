@@ -30,7 +30,9 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
     """
     owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
-    for query, key in product(range(placement.size), repeat=2):
+    ranks = range(placement.size)
+    # Of a cyclic placement nobody asks for others.
+    for query, key in product(ranks, ranks[:1] if placement.cyclic else ranks):
         places = list(placement.place(query, key))
         met = f"queries of rank {query} meet keys of rank {key}"
         if not all(isinstance(place, Place) for place in places):
@@ -41,8 +43,13 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
                     f"in {name} {met} on rank {place.rank} in step {place.step}: use ranks 0 to "
                     f"{placement.size - 1} and steps from 0"
                 )
-        if not places and sees(owned[query], owned[key], mask):
-            raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
+        if not places:
+            apart = ranks if placement.cyclic else ranks[:1]
+            pairs = [
+                (owned[(query + n) % len(ranks)], owned[(key + n) % len(ranks)]) for n in apart
+            ]
+            if any(sees(*pair, mask) for pair in pairs):
+                raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
         if len(places) == 1 and places[0].whole and not places[0].part[0]:
             continue
         edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
