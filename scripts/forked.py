@@ -15,9 +15,9 @@ from megatron_cp_plugin.integration import cpu
 
 
 def _import_megatron() -> None:
-    cpu.install()
     # Each line that a rank prints would go through it, and nobody logs there.
     sys.modules["wandb"] = None  # type: ignore[assignment]
+    cpu.install()
     for name in (
         "megatron_cp_plugin.harness.pretrain",
         # And what is imported in functions.

@@ -53,12 +53,12 @@ LONGEST = """
     integration/test_endings test_convergence_long test_convergence_smoke
     algorithms/test_collective_conformance core/test_plan core/test_passes test_cli
 """.split()
-_RANKS = {f"{name}.py": rank for rank, name in enumerate(LONGEST)}
+_TESTS = Path(__file__).parent
+_RANKS = {_TESTS / f"{name}.py": rank for rank, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
-    items.sort(key=lambda item: _RANKS.get(item.path.relative_to(tests).as_posix(), len(_RANKS)))
+    items.sort(key=lambda item: _RANKS.get(item.path, len(_RANKS)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -4,9 +4,6 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 WORDS = [f"w{number}" for number in range(120)]
 TEMPLATE = "{% for message in messages %}{{ message['content'] + ' </s> ' }}{% endfor %}"
 # Stands for the package of that name, of which Megatron needs one function.
@@ -24,6 +21,9 @@ def write_conversations(folder: Path) -> None:
     """Of 8, 16 or 24 tokens, several to a line of data.jsonl; their tokenizer; and a package that
     reads them, for a script beside it.
     """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     rng = random.Random(0)
 
     def conversation() -> list[dict[str, str]]:

@@ -3,24 +3,20 @@ saves for its backward.
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megatron_cp_plugin.planner.memory import activation_bytes
 from megatron_cp_plugin.planner.model import Model, Split
+from tests.integration.megatron_job import run_program
 
 VOCABULARY, TOKENS = 64, 256
 # Elementwise operations and attention save what their kernels on GPUs do.
 PROGRAM = """
 import json, os, sys
-os.environ["TORCH_COMPILE_DISABLE"] = "1"
 import torch
 import torch.distributed as dist
-from megatron_cp_plugin.integration import cpu
-cpu.install()
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -141,20 +137,14 @@ _ROTATED, _ROUTED = 8, 108
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[Any]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     words = [json.dumps([settings for settings, _ in CASES]), str(VOCABULARY), str(TOKENS)]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    folder = tmp_path_factory.mktemp("measured")
+    done = run_program(folder, "-c", PROGRAM, *words).processes[0]
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")] or [done.stderr]
     return list(json.loads(line.removeprefix("FOUND ")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[model.name for _, model in CASES])
 def test_counts_are_those_of_megatrons_model(measured: list[Any], number: int) -> None:
     model, (parameters, saved) = CASES[number][1], measured[number]

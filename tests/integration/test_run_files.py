@@ -5,8 +5,6 @@ started on two of them with fewer and smaller layers.
 """
 
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,14 +20,12 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import Job
 from tests.integration.conversations import write_conversations
-from tests.integration.megatron_job import SCRIPT, run
+from tests.integration.megatron_job import SCRIPT, run, run_program
 
 # With the stand-ins of the CPU platform, which stay for the rest of a process.
 PROGRAM = """
 import argparse, sys
 import torch
-from megatron_cp_plugin.integration import cpu
-cpu.install()
 from megatron.core.ssm import gated_delta_net
 from megatron.training.arguments import add_megatron_arguments, validate_args
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
@@ -156,21 +152,15 @@ def test_run_files_train_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(map(math.isfinite, found["qwen3_next_64k"]))
 
 
-def check_accepted(runs: Sequence[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *runs],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def check_accepted(folder: Path, runs: Sequence[str]) -> None:
+    done = run_program(folder, "-c", PROGRAM, *runs).processes[0]
     accepted = [line for line in done.stdout.splitlines() if line.startswith("ACCEPTED")]
     assert accepted == [f"ACCEPTED {run}" for run in runs], done.stderr[-3000:]
 
 
 @pytest.mark.slow
-def test_run_files_and_what_they_propose_are_accepted() -> None:
-    check_accepted(RUNS)
+def test_run_files_and_what_they_propose_are_accepted(tmp_path: Path) -> None:
+    check_accepted(tmp_path, RUNS)
 
 
 @pytest.mark.slow
@@ -186,4 +176,4 @@ def test_what_the_planner_writes_is_accepted(tmp_path: Path) -> None:
             path = tmp_path / f"{name}-{sharded}.yaml"
             write_run_file(path, megatron_settings(job, one), "zigzag", ())
             runs.append(f"{path} {split.gpus} {given}")
-    check_accepted(runs)
+    check_accepted(tmp_path, runs)

@@ -115,14 +115,14 @@ def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    [Mask(), Mask(causal=False), Mask(window=500), Mask(documents=(300, 2000))],
-    ids=["causal", "full", "window", "documents"],
+    [Mask(), Mask(window=300), Mask(documents=(300, 1000))],
+    ids=["causal", "window", "documents"],
 )
 def test_blocks_that_lie_alike_are_looked_at_once(
     mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same estimates as if each pair of blocks was planned by itself."""
-    shape, nodes = Shape(1, 24 * 96, 12, 4, 64), tuple(rank // 8 for rank in range(24))
+    shape, nodes = Shape(1, 12 * 96, 12, 4, 64), tuple(rank // 4 for rank in range(12))
     question = (shape, mask, DryRunGroup(0, nodes, peer_access=False))
     found = [one.placements for one in candidates(*question)[0]]
     kernel = next(iter(H200.kernels))
@@ -172,11 +172,10 @@ def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:
     assert "\n" not in sentence(choice)
 
 
-@pytest.mark.parametrize("kv_heads", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_choice_was_simulated(kv_heads: int) -> None:
+def test_the_choice_was_simulated() -> None:
     """Not only estimated, where few of many candidates can be simulated."""
     machine = Machine.load("h100_400g")
-    shape = Shape(1, 2**20, 8, kv_heads, 128)
+    shape = Shape(1, 2**20, 8, 2, 128)
     choice = choose([Kind("attention", shape, Mask())], place(16, machine, per_node=2))
     assert choice.best.rows[0].simulated
 
@@ -320,7 +319,6 @@ def test_a_choice_does_not_depend_on_earlier_ones() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)  # it takes 4 s; a step for each pair of ranks would take minutes
-@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(128, 32, 8), (1024, 64, 64)])
-def test_many_ranks_take_seconds(size: int, heads: int, kv_heads: int) -> None:
-    choice = of_one(Shape(1, size * 4096, heads, kv_heads, 128), size)
+def test_a_thousand_ranks_take_seconds() -> None:
+    choice = of_one(Shape(1, 1024 * 4096, 64, 64, 128), 1024)
     assert len(choice.combinations) > 10

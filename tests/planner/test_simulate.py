@@ -231,9 +231,7 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
 @pytest.mark.parametrize(
     ("algo", "mask"),
     [
-        ("zigzag", Mask()),
         pytest.param("usp", Mask(), marks=pytest.mark.slow),
-        pytest.param("zigzag", Mask(window=1000), marks=pytest.mark.slow),
         ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
     ],
 )
