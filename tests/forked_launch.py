@@ -15,7 +15,7 @@ from typing import Any
 from forks import ForkedJob
 
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.train import ranks_of
+from megatron_cp_plugin.harness.train import CommandLine
 
 
 def launch(
@@ -46,7 +46,7 @@ def launch(
 def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
     """`compare.logged`: its module is one of the ranks that it would start."""
     module, *words = program
-    ranks = ranks_of(words)
+    ranks = CommandLine.of(words).ranks
     if "--nproc-per-node" in words:
         at = words.index("--nproc-per-node")
         ranks = int(words[at + 1])

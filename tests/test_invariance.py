@@ -16,7 +16,7 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import invariance
 from megatron_cp_plugin.harness.invariance import LogProbs, Plan, check_same, plan_of
-from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
+from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.log_prob_report import LogProbReport
 from tests import forked_launch
 from tests.integration.megatron_job import TINY, run_warm
@@ -141,7 +141,7 @@ def test_what_the_reference_is(tmp_path: Path) -> None:
     assert names(*CP, documents) == ["CP 1, kernel reference", "CP 1, kernel auto"]
     experts = planned([*CP, "--expert-model-parallel-size", "2", "--load", "x"])
     assert experts.split_experts
-    sizes = [parallel_sizes(run.words) for run in (experts.reference, *experts.others)]
+    sizes = [CommandLine.of(run.words).sizes for run in (experts.reference, *experts.others)]
     assert [size["context_parallel_size"] for size in sizes] == [1, 2]
     assert flags(experts.reference.words)["--expert-model-parallel-size"] == "1"
     assert names(*LINEAR, *CP[2:]) == ["CP 1", None]

@@ -26,7 +26,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
-from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes, ranks_of
+from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.text_table import text_table
 
@@ -109,8 +109,8 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     """
     if line.flags.record is not None or "record" in line.section:
         raise ConfigError("compare records runs itself, got --cp-record: use --gradients")
-    size = parallel_sizes(line.words)["context_parallel_size"]
-    ranks = ranks_of(line.words) if known.nproc_per_node is None else known.nproc_per_node
+    size = line.sizes["context_parallel_size"]
+    ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     if ranks % size:
         raise ConfigError(f"--nproc-per-node must be a multiple of {size} ranks, got {ranks}")
     platform = line.of_plugin("platform")

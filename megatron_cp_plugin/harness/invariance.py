@@ -11,7 +11,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.compare import logged
 from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
-from megatron_cp_plugin.harness.train import CommandLine, parallel_sizes
+from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.log_prob_report import LogProbReport, draw, log_prob_report, tables
 
@@ -38,7 +38,6 @@ _SWITCHES = ("bf16", "fp16")
 _OF_DATA = ("data_path", "split")  # nothing is read with --batch
 # A forward pass of the model at the start, in evaluation mode.
 _FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
-_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 _OF_DOCUMENTS = ("dataloader_inter_document_masking", "sft")
 
 
@@ -146,15 +145,13 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
     Raises:
         ConfigError: The sizes do not fit.
     """
-    section, rest, of_megatron = line.section, line.rest, line.of_megatron
-    algo = line.of_plugin("algo")
-    sizes = [parallel_sizes(line.words)[name] for name in _SIZES]
-    if sizes[0] < 2:
+    algo, given = line.of_plugin("algo"), line.given
+    size, tensor, _ = line.sizes.values()
+    if size < 2:
         raise ConfigError(
-            f"invariance needs 2 or more context-parallel ranks, got {sizes[0]}: add "
+            f"invariance needs 2 or more context-parallel ranks, got {size}: add "
             "--context-parallel-size 2"
         )
-    given = line.given
     if (experts := given("expert_model_parallel_size", 1)) > 1 and not given("load", ""):
         raise ConfigError(
             f"new weights of experts depend on the rank, got expert_model_parallel_size {experts}: "
@@ -163,56 +160,49 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
     spans = bool(known.batch and read_batch(known.batch)[1])
     if spans and MEGATRON in known.also.split(","):
         raise ConfigError(f"{MEGATRON} knows no attention_spans, got --also {known.also}")
-    kernel = line.of_plugin("kernel", "auto")
-    chunk, platform = line.of_plugin("chunked_loss"), line.of_plugin("platform")
-    of_platform = ("--cp-platform", platform) if platform else ()
+    kernel, platform = line.of_plugin("kernel", "auto"), line.of_plugin("platform")
+    chunk = line.of_plugin("chunked_loss")
     alone = ("--context-parallel-size", "1", "--expert-model-parallel-size", "1")
+    other_tensor, ids = known.also_tensor, 0
+    if other_tensor is not None and not given("load", ""):
+        # Weights that depend on no rank, of as many ids for any tensor parallelism.
+        ids = lcm(tensor, other_tensor) * given("make_vocab_size_divisible_by", 128)
 
-    def of_plugin(name: str, kernel: str) -> tuple[str, ...]:
-        chunked = ("--cp-chunked-loss", str(chunk)) if chunk else ()
-        ours = ("--context-parallel-algo", name, "--cp-kernel", kernel, *chunked)
-        return (*of_megatron, *ours, *of_platform)
+    def run(name: str, file: str, *more: str, algo: str = "", kernel: str = kernel) -> Run:
+        """Args: algo: in the place of all that the flags and the run file say; "": as they do."""
+        words = [*line.rest, *more]
+        if algo:
+            words = [*line.of_megatron, "--context-parallel-algo", algo, *more]
+            words += ["--cp-platform", platform] if platform else []
+        if algo not in ("", MEGATRON):
+            words += ["--cp-kernel", kernel]
+            words += ["--cp-chunked-loss", str(chunk)] if chunk else []
+        if ids:
+            multiple = ids // (other_tensor if file == "tensor" else tensor)
+            words += ["--use-cpu-initialization", "--make-vocab-size-divisible-by", str(multiple)]
+        return Run(name, file, tuple(words), {} if algo else line.section)
 
-    own = (*of_megatron, "--context-parallel-algo", MEGATRON, *of_platform)
     noise: Run | None = None
     if (
         line.of_plugin("layers")
         or registry.kind_of("zigzag" if algo == registry.AUTO else algo) == "linear"
     ):
-        reference = Run("CP 1", "cp1", (*rest, *alone), section)
+        reference = run("CP 1", "cp1", *alone)
         if torch.cuda.is_available() and platform != "cpu":
-            words_of_noise = (*rest, *alone, "--cp-kernel", "chunked")
-            noise = Run("CP 1, kernel chunked", "noise", words_of_noise, section)
+            noise = run("CP 1, kernel chunked", "noise", *alone, "--cp-kernel", "chunked")
     else:
-        reference = Run("CP 1, Megatron's own attention", "cp1", (*own, *alone), {})
+        reference = run("CP 1, Megatron's own attention", "cp1", *alone, algo=MEGATRON)
         # Megatron's needs Transformer Engine for documents, and knows no spans.
         if spans or any(given(name, 0) for name in _OF_DOCUMENTS):
-            naive = (*of_plugin("zigzag", "reference"), *alone)
-            reference = Run("CP 1, kernel reference", "cp1", naive, {})
-        plugins = (*of_plugin("zigzag", kernel), *alone)
-        noise = Run(f"CP 1, kernel {kernel}", "noise", plugins, {})
-    others = [Run(f"CP {sizes[0]}, {algo}", "ours", tuple(rest), section)]
-    for name in filter(None, known.also.split(",")):
-        own_words = own if name == MEGATRON else of_plugin(name, kernel)
-        others.append(Run(f"CP {sizes[0]}, {name}", name, own_words, {}))
-    if known.also_tensor is not None:
-        tensor = ("--tensor-model-parallel-size", str(known.also_tensor))
-        name = f"CP {sizes[0]}, TP {known.also_tensor}, {algo}"
-        others.append(Run(name, "tensor", (*rest, *tensor), section))
-    every = Plan(reference, noise, tuple(others), experts > 1)
-    if known.also_tensor is None or given("load", ""):
-        return every
-    # Weights that depend on no rank, of as many ids for any tensor parallelism.
-    both = lcm(sizes[1], known.also_tensor) * given("make_vocab_size_divisible_by", 128)
-
-    def initialized(run: Run) -> Run:
-        tensor = parallel_sizes(run.words)["tensor_model_parallel_size"]
-        tensor = tensor if run.file == "tensor" else sizes[1]
-        more = ("--use-cpu-initialization", "--make-vocab-size-divisible-by", str(both // tensor))
-        return Run(run.name, run.file, (*run.words, *more), run.section)
-
-    noise = None if noise is None else initialized(noise)
-    return Plan(initialized(reference), noise, tuple(map(initialized, others)))
+            name = "CP 1, kernel reference"
+            reference = run(name, "cp1", *alone, algo="zigzag", kernel="reference")
+        noise = run(f"CP 1, kernel {kernel}", "noise", *alone, algo="zigzag")
+    others = [run(f"CP {size}, {algo}", "ours")]
+    others += [run(f"CP {size}, {n}", n, algo=n) for n in filter(None, known.also.split(","))]
+    if other_tensor is not None:
+        more = ("--tensor-model-parallel-size", str(other_tensor))
+        others.append(run(f"CP {size}, TP {other_tensor}, {algo}", "tensor", *more))
+    return Plan(reference, noise, tuple(others), experts > 1)
 
 
 def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:
@@ -284,6 +274,6 @@ def _computed(run: Run, dtype: str, line: CommandLine, known: Namespace) -> LogP
         *(["--bf16"] if dtype == "bfloat16" else []),
     ]
     print(f"{dtype}: {run.name}", flush=True)
-    ranks = ["--nproc-per-node", str(prod(parallel_sizes(words).values()))]
+    ranks = ["--nproc-per-node", str(CommandLine.of(words).ranks)]
     logged(known.output / f"{name}.log", (MODULE, str(folder), batch, *ranks, *words), {})
     return LogProbs.load(folder)

@@ -61,16 +61,14 @@ def start(argv: Sequence[str], *program: str) -> int:
     """
     need("megatron", "megatron-cp train")
     known, words = parser_of("train").parse_known_args(argv)
-    path, rest = launch.split_run_file(words)
-    launch.check_run_file(path)
-    flags, _ = split_flags(rest)
-    if path is None:
-        flags.check()
-    ranks = ranks_of(words) if known.nproc_per_node is None else known.nproc_per_node
+    line = CommandLine.of(words)
+    if not line.content:
+        line.flags.check()
+    ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if ranks < 1:
         raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
-    if gpus and ranks > gpus and flags.platform != "cpu":
+    if gpus and ranks > gpus and line.flags.platform != "cpu":
         raise ConfigError(
             f"{ranks} ranks need as many GPUs, got {gpus}: start it with torchrun on several "
             "machines, or add --cp-platform cpu"
@@ -108,41 +106,9 @@ def start(argv: Sequence[str], *program: str) -> int:
     return 0
 
 
-def ranks_of(words: Sequence[str]) -> int:
-    """The product of the parallel sizes that flags or the run file give."""
-    # One rank is enough to say which size is wrong.
-    return max(1, prod(parallel_sizes(words).values()))
-
-
-def parallel_sizes(words: Sequence[str]) -> dict[str, int]:
-    """What flags or the run file give, by the names of Megatron's settings; 1 for other words."""
-    path, rest = launch.split_run_file(words)
-    of_file = _megatron(_written(path))
-    parser = OneLineParser(add_help=False, allow_abbrev=False)
-    for name in _SIZES:
-        parser.add_argument("--" + name.replace("_", "-"), type=int)
-    given = vars(parser.parse_known_args(rest)[0])
-    sizes = {n: of_file.get(n, 1) if given[n] is None else given[n] for n in _SIZES}
-    return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
-
-
-def _written(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    from megatron_cp_plugin.integration.yaml_config import as_written
-
-    return as_written(path)
-
-
-def _megatron(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The section, by names with underscores."""
-    section = content.get("megatron") or {}
-    return {str(key).replace("-", "_"): value for key, value in section.items()}
-
-
 @dataclass(frozen=True)
 class CommandLine:
-    """Flags of `megatron-cp train` that another command starts runs with.
+    """Flags of `megatron-cp train`.
 
     Attributes:
         words: All of them.
@@ -159,8 +125,15 @@ class CommandLine:
     content: Mapping[str, Any]
 
     @classmethod
+    def of(cls, words: Sequence[str]) -> Self:
+        """Reads it. Raises: ConfigError if it cannot be read."""
+        path, rest = launch.split_run_file(words)
+        content = launch.read_run_file(path)
+        return cls(words, rest, *split_flags(rest), content)
+
+    @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:
-        """Reads and checks it.
+        """The same, for another command that starts runs with it.
 
         Raises:
             ConfigError: It chooses no algorithm of the plugin, or cannot be read.
@@ -169,9 +142,7 @@ class CommandLine:
             raise ConfigError(
                 f"{command} starts its own ranks, got those of torchrun: call it without"
             )
-        path, rest = launch.split_run_file(words)
-        launch.check_run_file(path)
-        found = cls(words, rest, *split_flags(rest), _written(path))
+        found = cls.of(words)
         if found.of_plugin("algo", MEGATRON) == MEGATRON:
             raise ConfigError(
                 f"{command} needs an algorithm of the plugin, got none: add "
@@ -184,6 +155,17 @@ class CommandLine:
         """The run file's settings of the plugin."""
         return self.content.get("context_parallel") or {}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of context, tensor and pipeline parallelism, by Megatron's names; 1 for other words."""
+        given = {name: self.given(name, 1) for name in _SIZES}
+        return {name: size if isinstance(size, int) else 1 for name, size in given.items()}
+
+    @property
+    def ranks(self) -> int:
+        """As many as these need; one is enough to say which size is wrong."""
+        return max(1, prod(self.sizes.values()))
+
     def of_plugin(self, name: str, default: Any = None) -> Any:
         """What a flag of the plugin gives, else the run file."""
         given = getattr(self.flags, name)
@@ -192,12 +174,16 @@ class CommandLine:
 
     def given(self, name: str, default: Any) -> Any:
         """What a flag of Megatron gives, of default's type, else the run file."""
+        parser = OneLineParser(add_help=False, allow_abbrev=False)
         flag = "--" + name.replace("_", "-")
-        if flag not in self.of_megatron:
-            return _megatron(self.content).get(name, default)
-        following = self.of_megatron[self.of_megatron.index(flag) + 1 :][:1]
-        has_value = following and not following[0].startswith("--")
-        return type(default)(following[0]) if has_value else True
+        parser.add_argument(flag, dest="value", nargs="?", const=True, type=type(default))
+        value = parser.parse_known_args(self.of_megatron)[0].value
+        return self._megatron().get(name, default) if value is None else value
+
+    def _megatron(self) -> dict[str, Any]:
+        """The run file's settings of Megatron, by names with underscores."""
+        section = self.content.get("megatron") or {}
+        return {str(key).replace("-", "_"): value for key, value in section.items()}
 
     def run_file(
         self, path: Path, section: Mapping[str, Any], dropped: Collection[str]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,10 +89,11 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     flags, rest = split_flags(words)
     if path is None:
         flags.check()
-    of_the_file = check_run_file(path)
+    # Needed before Megatron is imported.
+    of_file = read_run_file(path).get("context_parallel", {}).get("platform")
     if run_file:
         _let_first_rank_warn()
-    platform, why = _platform(flags.platform or of_the_file)
+    platform, why = _platform(flags.platform or (of_file if of_file in PLATFORMS else "auto"))
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
 
@@ -151,21 +153,20 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return known.config, rest
 
 
-def check_run_file(path: str | None) -> str:
-    """Reads a run file; needs no Megatron.
+def read_run_file(path: str | None) -> dict[str, Any]:
+    """Returns the sections of a run file as they are written; {}: there is none.
 
-    Returns: the platform that it names, which is needed before Megatron is imported.
+    Needs no Megatron.
 
     Raises:
         ConfigError: The file cannot be read, or has a section that there is not.
     """
     if path is None:
-        return "auto"
+        return {}
     need("megatron", "--config", "omegaconf", "yaml")
     from megatron_cp_plugin.integration.yaml_config import as_written
 
-    platform = as_written(path).get("context_parallel", {}).get("platform")
-    return platform if platform in PLATFORMS else "auto"
+    return as_written(path)
 
 
 def _with_run_file(path: str | None, words: list[str]) -> list[str]:
@@ -178,10 +179,10 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     parser.parse_args(words)
     if path is None:
         return words
-    from megatron_cp_plugin.integration.yaml_config import as_written, superseded, yaml_to_argv
+    from megatron_cp_plugin.integration.yaml_config import superseded, yaml_to_argv
 
     argv = yaml_to_argv(path, parser, words)
-    dropped = superseded(as_written(path).get("context_parallel", {}), words)
+    dropped = superseded(read_run_file(path).get("context_parallel", {}), words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
         _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")
