@@ -23,14 +23,12 @@ import headlines
 import predictions
 import traffic_table
 
-from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import BASELINES, Baseline, cost
-from megatron_cp_plugin.planner.dry_run import Event, Memory, Tile
+from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, Tile
 from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_of_stage
@@ -509,9 +507,9 @@ def lasp_table1() -> list[str]:
     def linear(algo: str, ranks: int) -> float:
         shape = TNL.shape(tokens)
         assert isinstance(shape, LinearShape)
-        made = registry.create_linear(algo, VirtualWorld(ranks).topology(ranks // 2), {})
-        sent = made.traffic(shape, ranks // 2, causal=True, final_state=False)
-        return sent.forward_bytes / MIB
+        made = Layer(algo, (), shape, Mask(), (0,) * ranks, False).on(ranks // 2)
+        posts = (one for one in trace_of(made, shape, Mask()).forward if isinstance(one, Post))
+        return sum(one.bytes + sum(size for _, size in one.sends) for one in posts) / MIB
 
     tensors = (4 * whole_mib * (n - 1) / n for n in ways)
     rows = [

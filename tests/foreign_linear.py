@@ -1,7 +1,6 @@
 """Linear attention that is not ours: states by prefix doubling, in log2 P rounds."""
 
 from collections.abc import Iterator
-from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.state_passing import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 
@@ -85,11 +84,5 @@ class Doubling(StatePassing):
         assert end is not None
         return self._states.all_gather(end).wait()[route.last_rank]
 
-    def sharing(self, route: Route) -> Iterator[Message]:
-        return permutations(range(self.topology.size), 2)
-
     def collect(self, gradient: Tensor, route: Route) -> Tensor:
         return self._states.all_gather(gradient).wait().sum(0)
-
-    def collecting(self, route: Route) -> Iterator[Message]:
-        return permutations(range(self.topology.size), 2)

@@ -30,6 +30,7 @@ from tests import test_linear_conformance as linear
 from tests.foreign_algorithm import RandomBalanced
 from tests.foreign_linear import Doubling
 from tests.halves import Halves
+from tests.linear_bytes import stated
 from tests.plan_check import check
 from tests.test_conformance import Case, assert_conforms
 
@@ -216,6 +217,6 @@ def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
         linear.assert_states_match(case, size, seq_len, tuple(range(1, seq_len, 5)))
     made = create_linear("doubling", VirtualWorld(size).topology(0), {})
     shape = LinearShape(1, 4 * size, 2, 8, 8)
-    rounds = made.traffic(shape, 0, causal=True, final_state=False).forward_messages
+    _, rounds, *_ = stated(made, shape, 0, causal=True, final_state=False)
     assert rounds == (size - 1).bit_length()
     assert len(picture("doubling", size).steps) == 2

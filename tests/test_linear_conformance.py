@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.fla_on_cpu import fla_on_cpu, launches
+from tests.linear_bytes import counted, stated
 from tests.linear_oracle import LinearExpected, all_pairs, linear_expected, recurrence
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
@@ -124,13 +125,11 @@ def assert_matches(
 def assert_bytes_are_stated(
     case: Case, size: int, shape: LinearShape, log: CommunicationLog, *, causal: bool
 ) -> None:
-    """What ranks sent in both passes, with the final state, is what `traffic` says."""
+    """What ranks sent in both passes, with the final state, is what their docstrings say."""
 
     def compare(topology: Topology) -> None:
         made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
-        traffic = made.traffic(shape, rank, causal=causal, final_state=True)
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+        assert counted(log, rank) == stated(made, shape, rank, causal=causal, final_state=True)
 
     run_virtual(size, compare)
 
@@ -306,13 +305,8 @@ def test_bytes_are_those_of_the_formula(
     def compare(topology: Topology) -> None:
         rank = topology.rank
         algorithm = create_linear(case.algo, topology, dict(case.options))
-        traffic = algorithm.traffic(
-            shape, rank, causal=causal, final_state=states, decays=rates != "plain"
-        )
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
-        assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-        assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+        settings = {"causal": causal, "final_state": states, "decays": rates != "plain"}
+        assert counted(log, rank) == stated(algorithm, shape, rank, **settings)
 
     run_virtual(size, compare)
 

@@ -13,9 +13,8 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication.devices import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.state_passing import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
@@ -92,9 +91,6 @@ class Lasp(StatePassing):
         for place, (source, target) in enumerate(pairwise(chain)):
             yield source, target, tuple(chain[: place + 1])
 
-    def _carried_bytes(self, shape: LinearShape) -> int:
-        return shape.state_bytes
-
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
         """Sends to the first of the later ranks; what was sent before has long arrived."""
         if capturing(state):
@@ -133,14 +129,6 @@ class Lasp(StatePassing):
         others = self._others(start)
         self._states.exchange([], list(zip(parts, others, strict=True))).wait()
         return torch.stack([gradient, *parts]).sum(0)
-
-    def sharing(self, route: Route) -> Iterator[Message]:
-        """See StatePassing.sharing: from the end to all others."""
-        return ((route.last_rank, rank) for rank in self._others(route.last_rank))
-
-    def collecting(self, route: Route) -> Iterator[Message]:
-        """See StatePassing.collecting: from all others to the beginning."""
-        return ((rank, route.first_rank) for rank in self._others(route.first_rank))
 
     def _others(self, rank: int) -> list[int]:
         return [other for other in range(self.topology.size) if other != rank]

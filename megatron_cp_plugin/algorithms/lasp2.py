@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.state_passing import LocalWork, Message, StatePassing
+from megatron_cp_plugin.core.linear.state_passing import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
@@ -84,11 +84,3 @@ class Lasp2(StatePassing):
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
         """See StatePassing.collect."""
         return self._states.all_gather(gradient).wait().sum(0)
-
-    def sharing(self, route: Route) -> Iterator[Message]:
-        """See StatePassing.sharing: none."""
-        return iter(())
-
-    def collecting(self, route: Route) -> Iterator[Message]:
-        """See StatePassing.collecting: from all to all."""
-        return permutations(range(self.topology.size), 2)

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
-from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.team import ExchangingTeam
@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
     LinearMove,
-    LinearShape,
     LinearTensors,
     LinearWork,
     Saved,
@@ -41,7 +40,7 @@ class LinearUlysses(LinearAlgorithm):
     too fast to hide an exchange of its inputs. Heads that are shared are repeated before.
 
     Where P does not divide H, heads of zeros are added to what is exchanged and computed, and taken
-    off again: H is then the next multiple of P, here and in `traffic`, 36 for 33 heads on 4 ranks.
+    off again: H is then the next multiple of P, 36 for 33 heads on 4 ranks.
 
     Source: DeepSpeed-Ulysses, as in LASP, section 4.1. Differs: any number of heads.
     """
@@ -110,20 +109,6 @@ class LinearUlysses(LinearAlgorithm):
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
         return dq, dk, dv, heads.own_states(dinitial), returned
-
-    def traffic(
-        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
-    ) -> Traffic:
-        """See LinearAlgorithm.traffic: what the class states, and heads of the final state."""
-        size = self.topology.size
-        shape = replace(shape, heads=self._filled(shape.heads).heads)
-        tokens = shape.batch * self._width(shape.seq_len) * (size - 1)
-        width = 2 * shape.heads // size * (shape.head_dim + shape.value_dim) * shape.element_bytes
-        width += shape.heads // size * shape.token_numbers * shape.wide_bytes
-        bytes_ = tokens * width
-        bytes_ += final_state * (size - 1) * shape.state_bytes // size
-        messages = (4 + shape.token_tensors + final_state) * (size - 1)
-        return Traffic(bytes_, messages, bytes_, messages)
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
         """See LinearAlgorithm.trace: shares of all heads that are computed, zeros included."""

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.linear.decay import Decay
@@ -45,13 +45,10 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """What the volume of communication depends on.
+    """The sizes of one linear attention.
 
     Attributes: seq_len: global N. heads: of states. element_bytes: of q, k, v. wide_bytes: of
-        states. transition: of how many numbers that of a run is for a head, see `Gates.numbers`.
-        token_numbers: of how many numbers a token's gates are for a head, each of wide_bytes, in
-            token_tensors tensors.
-        documents: as of `document_starts`.
+        states.
     """
 
     batch: int
@@ -61,20 +58,11 @@ class LinearShape:
     value_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
-    transition: int = 0
-    token_numbers: int = 0
-    token_tensors: int = 0
-    documents: tuple[int, ...] = ()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state of all heads."""
         return self.batch * self.heads * self.head_dim * self.value_dim * self.wide_bytes
-
-    @property
-    def run_bytes(self) -> int:
-        """Bytes of what a run does to the state: what it adds, and its transition."""
-        return self.state_bytes + self.batch * self.heads * self.transition * self.wide_bytes
 
 
 @dataclass(frozen=True)
@@ -182,15 +170,6 @@ class LinearAlgorithm(ABC):
 
         Returns: dq, dk, dv in the dtypes of q, k, v; dinitial [B,H,D,E], whose sum over ranks is
         the whole one; None: 0; and the gradients of the gates.
-        """
-
-    @abstractmethod
-    def traffic(
-        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
-    ) -> Traffic:
-        """What `rank` sends; the tests hold it against the counters.
-
-        Args: decays: not all rates are 1, which matters where attention is not causal.
         """
 
     @abstractmethod

@@ -9,17 +9,15 @@ where tokens see later ones: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Traffic
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
     LinearMove,
-    LinearShape,
     LinearTensors,
     LinearWork,
     Saved,
@@ -31,7 +29,6 @@ from megatron_cp_plugin.core.linear.states import NO_GATES, Gates, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 LocalWork = Callable[[], None]
-Message = tuple[int, int]  # from a rank to a rank
 
 
 class StatePassing(LinearAlgorithm):
@@ -70,40 +67,6 @@ class StatePassing(LinearAlgorithm):
     @abstractmethod
     def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Which rank sends which in `carry`, a state of each run, and of whose tokens it is."""
-
-    @abstractmethod
-    def sharing(self, route: Route) -> Iterable[Message]:
-        """Which rank sends which a state in `share`."""
-
-    @abstractmethod
-    def collecting(self, route: Route) -> Iterable[Message]:
-        """Which rank sends which a state in `collect`."""
-
-    def traffic(
-        self, shape: LinearShape, rank: int, *, causal: bool, final_state: bool, decays: bool = True
-    ) -> Traffic:
-        """See LinearAlgorithm.traffic: it does not depend on the number of tokens."""
-        size, total = self.topology.size, not causal and not decays
-        layout, seq_len = self.layout, self.layout.multiple(size)
-        if layout.follows_documents and shape.documents:
-            layout, seq_len = layout.within(shape.documents), shape.seq_len
-        there = Route.of(layout, size, seq_len, shape.documents if layout.follows_documents else ())
-        ways = [there] if causal or total else [there, there.flipped]
-        back, runs = there.back, max(there.counts)
-
-        def sent(ways: Iterable[Route], once: Iterable[Message]) -> tuple[int, int]:
-            carried = sum(source == rank for way in ways for source, *_ in self.hops(way))
-            others = sum(source == rank for source, _ in once)
-            bytes_ = carried * runs * self._carried_bytes(shape) + others * shape.state_bytes
-            return bytes_, carried + others
-
-        last = self.sharing(there) if total or final_state else ()
-        first = self.sharing(back) if total else self.collecting(back) if final_state else ()
-        return Traffic(*sent(ways, last), *sent([way.back for way in ways], first))
-
-    def _carried_bytes(self, shape: LinearShape) -> int:
-        """Of what is sent of a run."""
-        return shape.run_bytes
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         """See LinearAlgorithm.moves."""

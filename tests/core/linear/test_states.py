@@ -16,6 +16,7 @@ from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
+from tests.linear_bytes import counted, stated
 from tests.linear_oracle import gated_recurrence, passed_along
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
@@ -269,22 +270,14 @@ def test_bytes_are_stated(family: str) -> None:
         documents = () if layout == "contiguous" else (12, 36)
         drawn = draw(family, "plain", 48, documents)
         _, log = run(drawn, algo, layout, 3, dtype=torch.bfloat16)
-        shape = LinearShape(
-            *(2, 48, 2, DIM, VALUE_DIM),
-            transition=DIM * DIM if delta else gates[0],
-            token_numbers=sum(gates),
-            token_tensors=len(gates),
-            documents=documents,
-        )
+        shape = LinearShape(2, 48, 2, DIM, VALUE_DIM)
+        of_gates = {"transition": DIM * DIM if delta else gates[0], "gates": gates}
+        settings = {"causal": True, "final_state": True, "documents": documents, **of_gates}
 
-        def compare(topology: Topology, algo: str = algo, layout: str = layout) -> None:
-            rank, options = topology.rank, {} if algo == "lasp" else {"layout": layout}
-            made = create_linear(algo, topology, options)
-            traffic = made.traffic(shape, rank, causal=True, final_state=True)  # noqa: B023
-            assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes  # noqa: B023
-            assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes  # noqa: B023
-
-        run_virtual(3, compare)
+        options = {} if algo == "lasp" else {"layout": layout}
+        for rank in range(3):
+            made = create_linear(algo, VirtualWorld(3).topology(rank), options)
+            assert counted(log, rank) == stated(made, shape, rank, **settings)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""What ranks send in linear attention, by the formulas in the algorithms' docstrings."""
+
+from collections.abc import Sequence
+
+from megatron_cp_plugin.algorithms.lasp import Lasp
+from megatron_cp_plugin.algorithms.lasp2 import Lasp2
+from megatron_cp_plugin.algorithms.linear_ulysses import LinearUlysses
+from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.state_passing import StatePassing
+
+Sent = tuple[int, int, int, int]
+
+
+def counted(log: CommunicationLog, rank: int) -> Sent:
+    """Bytes and messages of a rank's forward, and of its backward."""
+    forward, backward = (
+        (log.bytes(rank=rank, phase=phase), log.messages(rank=rank, phase=phase))
+        for phase in ("forward", "backward")
+    )
+    return *forward, *backward
+
+
+def stated(
+    made: LinearAlgorithm,
+    shape: LinearShape,
+    rank: int,
+    *,
+    causal: bool,
+    final_state: bool,
+    decays: bool = True,
+    documents: tuple[int, ...] = (),
+    transition: int = 0,
+    gates: Sequence[int] = (),
+) -> Sent:
+    """As `counted`.
+
+    Args: decays: not all rates are 1. transition: of how many numbers that of a run is for a head.
+        gates: of each tensor of them, how many numbers a token has for a head.
+    """
+    size = made.topology.size
+    if isinstance(made, LinearUlysses):
+        heads = -(-shape.heads // size)
+        width = 2 * heads * (shape.head_dim + shape.value_dim) * shape.element_bytes
+        width += heads * sum(gates) * shape.wide_bytes
+        tokens = max(made.layout.length(one, size, shape.seq_len) for one in range(size))
+        state = shape.batch * heads * shape.head_dim * shape.value_dim * shape.wide_bytes
+        sent = (size - 1) * (shape.batch * tokens * width + final_state * state)
+        messages = (size - 1) * (4 + len(gates) + final_state)
+        return sent, messages, sent, messages
+    assert isinstance(made, StatePassing)
+    total, chain = not causal and not decays, isinstance(made, Lasp)
+    layout, seq_len, starts = made.layout, made.layout.multiple(size), ()
+    if layout.follows_documents and documents:
+        layout, seq_len, starts = layout.within(documents), shape.seq_len, documents
+    there = Route.of(layout, size, seq_len, starts)
+    ways = [there] if causal or total else [there, there.flipped]
+    of_run = shape.state_bytes
+    if not chain:
+        of_run += shape.batch * shape.heads * transition * shape.wide_bytes
+
+    def sent_in(ways: Sequence[Route], once: int) -> tuple[int, int]:
+        """Args: once: messages of one state beside those along the ways."""
+        carried = sum(source == rank for way in ways for source, *_ in made.hops(way))
+        runs = max(there.counts)
+        return carried * runs * of_run + once * shape.state_bytes, carried + once
+
+    def shared(route: Route) -> int:
+        """From the end to all others; of lasp2 every rank has it."""
+        has = rank == route.last_rank if chain else not isinstance(made, Lasp2)
+        return has * (size - 1)
+
+    back = there.back
+    collected = int(rank != back.first_rank) if chain else size - 1
+    last = shared(there) if total or final_state else 0
+    first = shared(back) if total else collected * final_state
+    return *sent_in(ways, last), *sent_in([way.back for way in ways], first)
