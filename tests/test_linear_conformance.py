@@ -146,10 +146,11 @@ def assert_all_match(case: Case, results: list[Result], expected: LinearExpected
     assert relative_error(dinitial, expected.dinitial) <= 1e-10
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("case", "size", "rates", "causal"),
+    pairwise(tuple(cases()), SIZES, tuple(RATES), (True, False)),
+    ids=str,
+)
 def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
     expected = linear_expected(RATES[rates], 6 * size, causal=causal)
     results, _ = run(case, expected, size, causal=causal, states=True)
@@ -158,7 +159,7 @@ def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) 
 
 @pytest.mark.parametrize(
     ("case", "size", "heads"),
-    pairwise(tuple(cases()), (2, 3, 4, 8), (1, 2, 7, 33)),
+    pairwise(tuple(cases()), (2, 3, 4), (1, 2, 7, 33)),
     ids=str,
 )
 def test_heads_that_ranks_do_not_divide(case: Case, size: int, heads: int) -> None:
@@ -236,9 +237,9 @@ def assert_states_match(case: Case, size: int, seq_len: int, starts: tuple[int, 
     assert_all_match(case, results, expected)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("case", "size", "causal"), pairwise(tuple(cases()), (1, 2, 3), (True, False)), ids=str
+)
 def test_without_states(case: Case, size: int, causal: bool) -> None:
     """No initial state is one of zeros; the final one need not be asked for."""
     slopes = RATES["slopes"]
@@ -277,8 +278,9 @@ def test_longer_than_a_kernel_chunk(case: Case) -> None:
     assert_matches(case, results, expected, bound=1e-9)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("case", "causal"), [(case, turn % 2 == 0) for turn, case in enumerate(cases())], ids=str
+)
 def test_bfloat16(case: Case, causal: bool) -> None:
     """Tensors in bfloat16, states in float32: the error of rounding inputs and outputs once."""
     expected = linear_expected(RATES["slopes"], 64, causal=causal)
@@ -315,7 +317,7 @@ def test_bytes_against_the_length_of_the_sequence() -> None:
     """Table 1 of the paper: B*H*D*D elements a hop, against Ulysses and Megatron's SP."""
     size, heads, head_dim = 4, 4, 8
     state = heads * head_dim * head_dim
-    for seq_len in (1024, 8192, 65536):
+    for seq_len in (1024, 8192):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(1, seq_len, heads, head_dim, generator=generator)
 
@@ -402,7 +404,7 @@ ON_CPU = {
 
 @pytest.mark.parametrize(
     ("case", "size", "documents", "rates", "causal", "batch"),
-    pairwise(tuple(cases()), (1, 2, 3, 4, 5), tuple(ON_CPU), tuple(RATES), (True, False), (1, 2)),
+    pairwise(tuple(cases()), (1, 2, 3, 4), tuple(ON_CPU), tuple(RATES), (True, False), (1, 2)),
     ids=str,
 )
 def test_with_flas_kernels(
@@ -436,11 +438,11 @@ def test_flas_kernels_with_ranks_without_tokens(algo: str) -> None:
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) -> None:
     """Of each of fla's kernels."""
-    seq_len = 128
+    seq_len = 64
     of_rates = 1.0, 0.9, 0.5, 1.0
     with fla_on_cpu():
         found = []
-        for starts in ((64,), (30, 64, 66), (*range(8, 128, 8),), (*range(1, 128),)):
+        for starts in ((32,), (14, 32, 34), (*range(1, 64),)):
             expected = linear_expected(of_rates, seq_len, causal=causal, documents=starts, batch=1)
             bounds = (0, *starts, seq_len)
             results, _ = run(

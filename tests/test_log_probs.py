@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.integration.ranks import on_ranks
+from tests.pairwise import pairwise
 from tests.test_chunked_loss import HIDDEN, TOKENS, VOCABULARY, LargestTensor, tensors
 
 # Log-probabilities, entropies, gradients of hidden and weight.
@@ -47,10 +48,10 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
     return hidden, weight, labels, dlog_probs, dlog_probs.flip(0).contiguous()
 
 
-@pytest.mark.parametrize("temperature", ["1", "0.7", "one a token"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 7, 24, 1000])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "chunk_tokens", "sequence_parallel", "temperature"),
+    pairwise((1, 2, 3), (1, 5, 7, 24, 1000), (False, True), ("1", "0.7", "one a token")),
+)
 def test_equal_those_of_all_logits(
     size: int, chunk_tokens: int, sequence_parallel: bool, temperature: str
 ) -> None:

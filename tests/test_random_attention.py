@@ -411,7 +411,7 @@ def assert_refused_or_equal(program: Program, results: list[list[Found] | str]) 
 
 
 @pytest.mark.parametrize("given_choice", CHOICES, ids=str)
-@examples(8)
+@examples(5)
 @given(data=st.data())
 def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> None:
     world = data.draw(worlds())
@@ -421,7 +421,7 @@ def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> 
     assert_refused_or_equal(program, results_of(program))
 
 
-@examples(15)
+@examples(10)
 @given(programs())
 def test_calls_after_one_another(program: Program) -> None:
     found: list[list[list[Found] | str]] = []
@@ -444,7 +444,7 @@ def test_calls_after_one_another(program: Program) -> None:
         assert_refused_or_equal(program, results)
 
 
-@examples(15)
+@examples(10)
 @given(st.data())
 def test_sends_what_the_plan_says(data: st.DataObject) -> None:
     world = data.draw(worlds())

@@ -16,6 +16,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import naive_attention, relative_error
+from tests.pairwise import pairwise
 from tests.test_conformance import Case
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 24
@@ -52,17 +53,14 @@ def expected(window: int | None, dtype: torch.dtype = torch.float64) -> tuple[Te
     return (out.detach(), *torch.autograd.grad(out, (q, k, v, sink), dout.double()))
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("window", [None, 7])
+def divides(case: Case, size: int, *_: object) -> bool:
+    """Two rows, and teams of two, need two ranks."""
+    return size > 1 or not {"rows", "ulysses"} & {*dict(case.options)}
+
+
 @pytest.mark.parametrize(
-    ("case", "size"),
-    # Two rows, and teams of two, need two ranks.
-    [
-        (c, n)
-        for c in CASES
-        for n in (1, 2, 4)
-        if n > 1 or not {"rows", "ulysses"} & {*dict(c.options)}
-    ],
+    ("case", "size", "window", "recomputed"),
+    pairwise(CASES, (1, 2, 4), (None, 7), (False, True), allowed=divides),
     ids=str,
 )
 def test_equals_unsplit_attention(

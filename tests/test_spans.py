@@ -47,7 +47,6 @@ from tests.test_conformance import Case, assert_conforms
 from tests.test_windows import CASES, divides
 
 HEADS = {"MHA": 8, "GQA": 2, "MQA": 1}  # of k and v, beside 8 of q
-SIZES = (1, 2, 3, 4, 5, 8)
 # The layout that follows the spans, too.
 CASES = [
     *CASES,
@@ -80,21 +79,21 @@ def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> D
 
 
 KERNELS = "torch_cpu", "reference"
-ALONE = pairwise(CASES, SIZES, tuple(HEADS), KERNELS, range(6), allowed=divides)
-BESIDE = pairwise(CASES, SIZES[:-1], tuple(HEADS), KERNELS, range(6), allowed=divides)
+ALONE = pairwise(CASES, (1, 2, 4, 5), tuple(HEADS), KERNELS, allowed=divides)
+BESIDE = pairwise(CASES, (2, 3, 4), tuple(HEADS), KERNELS, allowed=divides)
 
 
 @pytest.mark.parametrize(
-    ("beside", "case", "size", "heads", "kernel", "seed"),
+    ("beside", "case", "size", "heads", "kernel"),
     [(False, *row) for row in ALONE] + [(True, *row) for row in BESIDE],
     ids=str,
 )
 def test_equals_a_mask_of_all_pairs(
-    beside: bool, case: Case, size: int, heads: str, kernel: str, seed: int
+    beside: bool, case: Case, size: int, heads: str, kernel: str
 ) -> None:
     """With kernels that take square causal tiles only, and with one that takes any."""
     seq_len = 6 * size + size // 2
-    found = drawn(Random(f"{case} {size} {seed}"), seq_len, beside=beside)
+    found = drawn(Random(f"{case} {size} {heads}"), seq_len, beside=beside)
     sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads]}
     assert_conforms(case, size, **sizes, kernel=kernel, **found._asdict())
 

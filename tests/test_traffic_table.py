@@ -8,14 +8,17 @@ from megatron_cp_plugin.planner.costs import BASELINES
 from scripts import traffic_table
 from scripts.traffic_table import LINES, Line, sent
 from tests.oracle import expected_attention
+from tests.pairwise import pairwise
 from tests.test_conformance import Case, run
 
 RATIOS = {"32:32": (32, 32), "32:8": (32, 8)}
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("size", [4, 6, 8, 9])
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.label)
+@pytest.mark.parametrize(
+    ("line", "size", "ratio"),
+    pairwise(LINES, (4, 6, 9), tuple(RATIOS)),
+    ids=lambda value: value.label if isinstance(value, Line) else str(value),
+)
 def test_counted_bytes_are_those_of_the_table(line: Line, size: int, ratio: str) -> None:
     heads, kv_heads = RATIOS[ratio]
     seq_len = 2 * size

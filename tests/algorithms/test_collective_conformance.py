@@ -23,7 +23,7 @@ from tests.oracle import expected_attention
 from tests.pairwise import pairwise
 from tests.test_conformance import Case, assert_conforms, run
 
-SIZES = (1, 2, 3, 4, 6, 8, 9)
+SIZES = (1, 2, 3, 4, 6, 9)
 VARIANTS = ("zigzag", "no", "overlap")
 # "blocks": variant zigzag over peer memory, where nothing is gathered.
 KINDS = (*VARIANTS, "blocks")
@@ -80,20 +80,21 @@ def test_every_grid(
     check_grid(kind, size, options, seq_len=seq_len, causal=causal, kernel=kernel, **heads)
 
 
-@pytest.mark.parametrize("partials", ["model", "float32"])
-@pytest.mark.parametrize("gradients", ["model", "float32"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "partials", "gradients"),
+    pairwise(KINDS, ("model", "float32"), ("model", "float32")),
+)
 def test_what_travels_in_which_dtype(kind: str, partials: str, gradients: str) -> None:
     options = {"rows": 3, "partials": partials, "gradients": gradients}
     narrow = {"dtype": torch.bfloat16, "kernel": "reference", "bound": 8e-3}
-    check_grid(kind, 9, options, seq_len=36, **narrow)
+    check_grid(kind, 6, options, seq_len=24, **narrow)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounding_of_what_travels_costs_little(kind: str) -> None:
     """bf16 on the wire is at most 1.5 times as far off as float32."""
     expected = expected_attention(
-        seq_len=72, heads=4, kv_heads=2, head_dim=16, causal=True, dtype=torch.bfloat16
+        seq_len=48, heads=4, kv_heads=2, head_dim=16, causal=True, dtype=torch.bfloat16
     )
 
     blocks = kind == "blocks"
@@ -102,13 +103,13 @@ def test_rounding_of_what_travels_costs_little(kind: str) -> None:
     def errors(wire: str) -> list[float]:
         options = (("variant", variant), ("rows", 3), ("partials", wire), ("gradients", wire))
         case = Case("attention2d", options)
-        results, _ = run(case, expected, 9, causal=True, kernel="reference", peer_access=blocks)
+        results, _ = run(case, expected, 6, causal=True, kernel="reference", peer_access=blocks)
         layout = layout_of(case.algo, dict(case.options))
         square = []
         for index, name in enumerate(("out", "dq", "dk", "dv")):
             whole = getattr(expected, name)
             parts = [
-                (result[index].double() - shard(whole, 1, layout, rank, 9)).square().sum()
+                (result[index].double() - shard(whole, 1, layout, rank, 6)).square().sum()
                 for rank, result in enumerate(results)
             ]
             square.append((torch.stack(parts).sum() / whole.square().sum()).sqrt().item())

@@ -29,6 +29,7 @@ from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
 from megatron_cp_plugin.planner.trace import trace_of
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error
+from tests.pairwise import pairwise
 
 Channels = dict[tuple[str, int], SlottedCommunicator]
 
@@ -79,17 +80,18 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "mask", [Mask(), Mask(False), Mask(window=7), Mask(documents=(3, 7))], ids=str
+    ("case", "size", "mask"),
+    pairwise(CASES, (1, 2, 3, 4, 5), (Mask(), Mask(False), Mask(window=7), Mask(documents=(3, 7)))),
+    ids=str,
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
 def test_copy_engines_find_what_they_need(
-    algo: str, options: dict[str, object], size: int, mask: Mask
+    case: tuple[str, dict[str, object]], size: int, mask: Mask
 ) -> None:
     """Blocks of unequal lengths: all ranks have slots of one size, used in the same turns.
 
     With documents some ranks pass sums on to which they add nothing.
     """
+    algo, options = case
     if size == 1:
         mask = replace(mask, documents=())
     by_rank = compare(algo, options, size, mask, 5 * size + size // 2)

@@ -12,7 +12,7 @@ from megatron_cp_plugin.planner.costs import cost
 from tests.test_conformance import Case, assert_conforms
 
 RATIOS = [(33, 33), (33, 11), (2, 2), (7, 1)]
-SIZES = (2, 3, 4, 8)
+SIZES = (2, 3, 4)
 
 
 def cases(size: int) -> Iterator[Case]:
@@ -64,7 +64,7 @@ def test_as_few_heads_as_can_be(
     assert (found.heads, found.all_kv_heads) == filled
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 64])
+@pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
 def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> None:
     """(P-1)/P times HDe + HEe + V(D+E)e + Hw of the filled heads, and as much work."""

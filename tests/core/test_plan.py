@@ -153,14 +153,9 @@ def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("tokens", "name", "options"),
     [
-        (150, "ring", {}),
-        pytest.param(151, "zigzag", {"backward": "query"}, marks=pytest.mark.slow),
         (152, "zigzag", {"layout": "documents"}),
         (153, "distflash", {}),
-        pytest.param(154, "allgather", {}, marks=pytest.mark.slow),
-        pytest.param(155, "attention2d", {}, marks=pytest.mark.slow),
         (156, "attention2d", {"variant": "no", "rows": 16}),
-        pytest.param(158, "ulysses", {}, marks=pytest.mark.slow),
         (159, "usp", {"ulysses": 8}),
     ],
     ids=str,

@@ -32,9 +32,8 @@ from tests.any_placement import registered
 from tests.span_masks import mask_of, random_spans
 
 DIGESTS = Path(__file__).with_name("plans_of_before.json")
-SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
-MASKS = 3  # of each variant and size; of the sizes that take longest, one
-LONG = (12, 16)
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9)
+MASKS = 3  # of each variant and size
 SAMPLED = 7  # one case of so many is kept, of each size other variants
 
 Options = dict[str, Any]
@@ -144,7 +143,7 @@ def cases(size: int) -> Iterator[tuple[str, int, str]]:
         thd = options.get("layout") == "thd"
         suited = [mask for mask in names if mask.endswith("thd") == thd]
         first = size + MASKS * number
-        for turn in range(first, first + (1 if size in LONG else MASKS)):
+        for turn in range(first, first + MASKS):
             if count % SAMPLED == 0:
                 yield f"{number} {label(name, options)}", size, suited[turn % len(suited)]
             count += 1

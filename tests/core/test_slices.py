@@ -28,7 +28,7 @@ from tests.test_spans import HEADS
     ("case", "size", "packing", "heads"),
     pairwise(
         CALLERS,
-        (1, 2, 3, 4, 5),
+        (1, 2, 3, 4),
         tuple(PADDED),
         tuple(HEADS),
         allowed=lambda case, size, *_: serves(case, size),

@@ -347,6 +347,7 @@ STRIDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constants", "capability"),
     [(*kernel, (80, 90, 100)[number % 3]) for number, kernel in enumerate(COMPILED)],
