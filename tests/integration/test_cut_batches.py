@@ -66,6 +66,7 @@ def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
             check(errors, f"{case} on rank {rank}")
 
 
+@pytest.mark.slow
 def test_recurrent_models(tmp_path: Path) -> None:
     """Gated delta nets and Mamba, whose states pass through the chunks of each document."""
     for rank, results in enumerate(run(tmp_path, "recurrent", "3", ranks=3)):
@@ -76,7 +77,7 @@ def test_recurrent_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "tensor", "ranks", "cases"), [(1, 1, 2, 7), (4, 1, 4, 6), (2, 1, 4, 6), (2, 2, 4, 4)]
+    ("size", "tensor", "ranks", "cases"), [(1, 1, 2, 7), (4, 1, 4, 6), (2, 2, 4, 4)]
 )
 def test_micro_batches_choose_their_ranks(
     tmp_path: Path, size: int, tensor: int, ranks: int, cases: int

@@ -25,11 +25,12 @@ MODEL = (*MODEL, "--context-parallel-size", str(RANKS), "--seq-length", "96")
 MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers",
     [
         "zigzag, attention2d, allgather, ulysses, usp",
-        pytest.param("distflash, ring, lasp, lasp2, ulysses", marks=pytest.mark.slow),
+        "distflash, ring, lasp, lasp2, ulysses",
     ],
 )
 def test_two_runs_are_equal_to_the_bit(layers: str, tmp_path: Path) -> None:

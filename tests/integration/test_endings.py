@@ -123,6 +123,7 @@ print(*(name for name in names if "gloo" in name))
 """
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_0_while_gloo_lets_go_of_tensors(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()

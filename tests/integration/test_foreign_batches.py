@@ -17,7 +17,7 @@ WAYS = list(Ways(dict, 0, 2).all())
     ("algorithm", "size"),
     [
         ("zigzag", 2),
-        ("ring", 2),
+        pytest.param("ring", 2, marks=pytest.mark.slow),
         pytest.param("attention2d", 4, marks=pytest.mark.slow),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_batch_that_was_cut_otherwise_is_refused(
     assert len(job.losses) == 3
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_with_such_batches_ends_before_its_first_loss(tmp_path: Path, stages: int) -> None:
     words = f"--context-parallel-algo zigzag --context-parallel-size 2 --way contiguous \
         --pipeline-model-parallel-size {stages}"

@@ -65,12 +65,22 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
     [
         ("rotary", "--mask spans --context-parallel-algo ring", 1),
         ("rotary", "--mask given --context-parallel-algo zigzag --context-parallel-size 2", 2),
-        ("rotary", "--mask spans --context-parallel-algo zigzag --cp-options layout=documents", 2),
+        pytest.param(
+            *(
+                "rotary",
+                "--mask spans --context-parallel-algo zigzag --cp-options layout=documents",
+            ),
+            2,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("rotary", f"--mask spans --context-parallel-algo ulysses {RECOMPUTE}", 2),
             marks=pytest.mark.slow,
         ),
-        ("stages", f"--mask spans --context-parallel-algo zigzag {RECOMPUTE}", 4),
+        pytest.param(
+            *("stages", f"--mask spans --context-parallel-algo zigzag {RECOMPUTE}", 4),
+            marks=pytest.mark.slow,
+        ),
         ("packed", "--mask spans --context-parallel-algo zigzag --cp-options layout=documents", 2),
         pytest.param(
             *("packed", f"--mask given --context-parallel-algo distflash {RECOMPUTE}", 2),

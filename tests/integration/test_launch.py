@@ -150,11 +150,13 @@ def result(printed: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_without_an_algorithm_nothing_of_megatron_changes(printed: dict[str, str]) -> None:
     found = result(printed["nothing"])
     assert (found["changed"], found["rest"]) == ([], ["--lr", "1"])
 
 
+@pytest.mark.slow
 def test_an_algorithm_replaces_the_names_of_the_table_and_no_others(
     printed: dict[str, str],
 ) -> None:
@@ -165,6 +167,7 @@ def test_an_algorithm_replaces_the_names_of_the_table_and_no_others(
     assert len(found["listed"]) > 12  # some under several names
 
 
+@pytest.mark.slow
 def test_the_cpu_platform_replaces_the_names_of_the_table_and_no_others(
     printed: dict[str, str],
 ) -> None:
@@ -175,6 +178,7 @@ def test_the_cpu_platform_replaces_the_names_of_the_table_and_no_others(
     assert found["rest"][:4] == ["--lr", "1", "--distributed-backend", "gloo"]
 
 
+@pytest.mark.slow
 def test_no_module_of_megatron_keeps_a_checkpoint_that_runs_attention_twice(
     printed: dict[str, str],
 ) -> None:
@@ -183,6 +187,7 @@ def test_no_module_of_megatron_keeps_a_checkpoint_that_runs_attention_twice(
     assert [line for line in lines if line.startswith("LEFT")] == []
 
 
+@pytest.mark.slow
 def test_a_worker_without_the_plugin_refuses_the_same_command_line(printed: dict[str, str]) -> None:
     """It would train with Megatron's own attention, and without a word."""
     *_, refusal, code = printed["worker"].splitlines()

@@ -92,20 +92,20 @@ def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     ("kind", "flags", "ranks"),
     [
         ("rotary", "--context-parallel-algo ring", 1),
-        ("rotary", "--context-parallel-algo ring --context-parallel-size 2", 2),
-        (
+        pytest.param(
             "rotary",
             "--context-parallel-algo zigzag --context-parallel-size 4 --micro-batch-size 2 "
             "--recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
             4,
+            marks=pytest.mark.slow,
         ),
         (
             "rotary",
             f"{FOLLOWS} --context-parallel-size 2 --micro-batch-size 2 --calculate-per-token-loss",
             2,
         ),
-        ("stages", f"{FOLLOWS} --context-parallel-size 2", 4),
+        pytest.param("stages", f"{FOLLOWS} --context-parallel-size 2", 4, marks=pytest.mark.slow),
         pytest.param(
             "stages",
             "--cp-layers distflash,ulysses --context-parallel-size 2",
@@ -186,7 +186,12 @@ def assert_same_losses(job: Job, reference: Job) -> None:
             "--mtp-num-layers 2",
             marks=pytest.mark.slow,
         ),
-        ("ulysses", 1, "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable"),
+        pytest.param(
+            "ulysses",
+            1,
+            "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "zigzag --cp-options layout=documents",
             2,
@@ -228,6 +233,7 @@ def test_layers_of_linear_attention(model: list[str], tmp_path: Path) -> None:
     assert compare(whole, run, Tolerances()).loss.error > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", RECURRENT)
 def test_recurrent_layers(model: list[str], tmp_path: Path, job: str) -> None:
     """As layers of linear attention; Megatron's own let states pass documents of a mask."""

@@ -116,10 +116,10 @@ def assert_equal(kind: str, reference: Recording, run: Recording) -> None:
     ("whole", "flags", "ranks"),
     [
         ("delta", f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
-        ("delta", "--context-parallel-algo ulysses", 2),
+        pytest.param("delta", "--context-parallel-algo ulysses", 2, marks=pytest.mark.slow),
         pytest.param("delta", "--cp-layers allgather,usp", 2, marks=pytest.mark.slow),
         # Every layout is that of the whole sequence.
-        ("delta", "--context-parallel-algo ring", 1),
+        pytest.param("delta", "--context-parallel-algo ring", 1, marks=pytest.mark.slow),
         ("mamba", "--context-parallel-algo zigzag --use-distributed-optimizer", 4),
         pytest.param("mamba", "--context-parallel-algo ring", 2, marks=pytest.mark.slow),
     ],
@@ -155,9 +155,9 @@ STAGES = "--pipeline-model-parallel-size 2"
     [
         ("delta", TENSOR, f"zigzag --use-distributed-optimizer {RECOMPUTE}", ""),
         pytest.param("delta", STAGES, "allgather", "", marks=pytest.mark.slow),
-        ("mamba", TENSOR, f"zigzag {RECOMPUTE}", "M*EM"),
-        ("mamba", STAGES, "allgather", "M*|M-"),
-        ("mamba", "--mtp-num-layers 1", "zigzag", "M*-M/M*"),
+        pytest.param("mamba", TENSOR, f"zigzag {RECOMPUTE}", "M*EM", marks=pytest.mark.slow),
+        pytest.param("mamba", STAGES, "allgather", "M*|M-", marks=pytest.mark.slow),
+        pytest.param("mamba", "--mtp-num-layers 1", "zigzag", "M*-M/M*", marks=pytest.mark.slow),
     ],
 )
 def test_beside_model_parallelism(

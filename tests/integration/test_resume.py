@@ -85,15 +85,19 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
 @pytest.mark.parametrize(
     ("optimizer", "split", "ranks"),
     [
-        ("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
-        ("reshardable", "--context-parallel-algo megatron", 1),
+        pytest.param(
+            *("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("reshardable", "--context-parallel-algo megatron", 1, marks=pytest.mark.slow),
         # Saved by zigzag, and goes on by what the planner takes, which is another one.
         ("reshardable", "--context-parallel-algo auto --context-parallel-size 2", 2),
-        (
+        pytest.param(
             "reshardable",
             "--context-parallel-algo ulysses --context-parallel-size 2 "
             "--tensor-model-parallel-size 2",
             4,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "reshardable",

@@ -73,6 +73,7 @@ def test_ring_through_the_launcher_beside_data_parallel_with_recompute(
     assert_same_training(job.succeeded(), rope)
 
 
+@pytest.mark.slow
 def test_ring_with_learned_positions_on_a_length_that_megatron_refuses(
     learned: Job, tmp_path: Path
 ) -> None:
@@ -93,8 +94,11 @@ def test_one_rank(learned: Job, tmp_path: Path) -> None:
     "split",
     [
         "--pipeline-model-parallel-size 2",
-        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> None:
@@ -108,7 +112,11 @@ def test_model_parallel_beside_context_parallel(split: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("distflash", "*E*-/*-/*-"), ("attention2d", "*-|*-"), ("ring", "+E+-/+-")],
+    [
+        pytest.param("distflash", "*E*-/*-/*-", marks=pytest.mark.slow),
+        pytest.param("attention2d", "*-|*-", marks=pytest.mark.slow),
+        ("ring", "+E+-/+-"),
+    ],
 )
 def test_hybrid_model(name: str, pattern: str, tmp_path: Path) -> None:
     """Of attention, MLP and MoE; with more tokens predicted, or in two pipeline stages."""
@@ -136,15 +144,13 @@ def test_hybrid_model(name: str, pattern: str, tmp_path: Path) -> None:
     assert_same_training(job.succeeded(), reference.succeeded())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharding",
     [
         "--use-torch-fsdp2 --ckpt-format torch_dist",
-        pytest.param(
-            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-            "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
-            marks=pytest.mark.slow,
-        ),
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
         # Each of them, of two ranks, sums gradients in another stream than it computes in.
         "--num-distributed-optimizer-instances 2 --use-distributed-optimizer --overlap-grad-reduce",
     ],
