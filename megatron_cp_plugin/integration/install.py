@@ -18,21 +18,17 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
+from megatron_cp_plugin.integration.args import document_lengths
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
-from megatron_cp_plugin.integration.latent_attention import send_latents as send
-from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
-
-# By which callers cut batches, see `install`.
-_LAYOUTS = ("thd", "contiguous")
+from megatron_cp_plugin.integration.spec import LayerSpec, follow, with_plugin
 
 
 def install(
@@ -178,9 +174,7 @@ def adopt(model: nn.Module) -> nn.Module:
         )
     runtime = attention[0].runtime
     if not serves_inputs(model):
-        use_layout(model, runtime)
-        if runtime.config.send_latents:
-            send(model)
+        follow(model, runtime)
         group: Any = model.pg_collection
         CutInputs(model, runtime, group.cp)
     return model
@@ -261,21 +255,7 @@ def _config(
             "the plugin needs Megatron's parallel state, got none in this process: call it in "
             "each worker that builds models, after initialize_model_parallel"
         )
-    if layout not in _LAYOUTS:
-        raise ConfigError(
-            f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
-            f"{layout!r}: use one of them, or the launcher"
-        )
-    if chunked_loss is not None and chunked_loss < 1:
-        raise ConfigError(
-            f"chunked_loss must be at least 1, got {chunked_loss}: leave it out for all logits"
-        )
-    batches.check(algo)
-    if algo != registry.AUTO and registry.kind_of(algo) == "linear":
-        raise ConfigError(
-            f"batches that the caller splits need softmax attention, got {algo}: use one of "
-            f"{', '.join(registry.available('softmax'))}"
-        )
+    document_lengths(batches.mean_document, "mean_document")
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
     config = ContextParallelConfig(
@@ -283,7 +263,8 @@ def _config(
         chunked_loss=chunked_loss,
         send_latents=send_latents,
     )
-    config.layout  # noqa: B018  (an unknown option is the first thing to say)
+    check("install", config, batches=batches)
+    config.layout  # noqa: B018  (an unknown option)
     return config
 
 

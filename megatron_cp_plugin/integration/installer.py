@@ -23,7 +23,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import ALGORITHM, PluginFlags, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, described
+from megatron_cp_plugin.integration.checks import check_arguments, described
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 from megatron_cp_plugin.integration.rules import check, comm_type, replaced
@@ -155,7 +155,7 @@ class LauncherInstaller(Installer):
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         compat.check_args(args)
-        self._flags.comm_type.check_model(args)
+        check("types", self._flags.comm_type, args=args)
         config = self._activate(args)
         _write_args(config, args)
         check("start", Settings(args, config))
@@ -165,7 +165,7 @@ class LauncherInstaller(Installer):
         settings = Settings(validated, config, self._device)
         # Megatron has put the flags of today in the place of their former names.
         check("validated", settings)
-        _say(validated, describe_graphs(settings))
+        _say(validated, *replaced("validated", settings))
         if config.size > 1:
             algo = registry.AUTO if config.by_auto else config.algo  # which may yet change
             ours = "allgather" if settings.is_sparse else comm_type(algo)
@@ -261,12 +261,9 @@ class LauncherInstaller(Installer):
 def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
     """Logs on the first rank what of a model's settings the plugin takes the place of.
 
-    Args:
-        settings: Of the model, with the run's configuration.
-        said: Lines that were logged before.
+    Args: said: lines that were logged before.
 
-    Returns:
-        All lines.
+    Returns: all lines.
     """
     lines = replaced("model", settings)
     if torch.distributed.get_rank() == 0:

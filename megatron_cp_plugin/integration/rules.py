@@ -14,11 +14,13 @@ from importlib.util import find_spec
 from math import gcd, prod  # noqa: F401  (the table's)
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
+from megatron_cp_plugin.config import LINEAR_MODELS  # noqa: F401  (the table's)
 from megatron_cp_plugin.core.algorithm import PointToPoint
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS  # noqa: F401  (the table's)
 from megatron_cp_plugin.core.layout import Zigzag
 from megatron_cp_plugin.errors import ConfigError, near_multiples  # noqa: F401  (the table's)
 from megatron_cp_plugin.integration.comm_type import TYPES
@@ -27,23 +29,12 @@ from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.paths import check_folder
 
-# Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
-# whether a script can start with them, with and without an algorithm; validated arguments; those of
-# a script that trains; the configuration of a model, of a layer of linear attention, of a model for
-# `serve`; that of a recurrent layer; and a batch that says of no documents.
-Door = Literal[
-    "sizes",
-    "arguments",
-    "start",
-    "files",
-    "validated",
-    "training",
-    "model",
-    "linear layer",
-    "serve",
-    "recurrent layer",
-    "batch",
-]
+# Where settings come in, by names of the table: "sizes": what does not depend on the algorithm;
+# "arguments": Megatron's as parsed; "start" and "files": whether a script can start with them, with
+# and without an algorithm; "validated"; "training": of a script that trains; "model": the
+# configuration of a model, "serve": of one for `serve`, "linear layer" and "recurrent layer": of
+# such a layer; "batch": one that says of no documents; and those of [[flags]].
+type Door = str
 type Words = dict[str, object] | None
 
 
@@ -77,9 +68,12 @@ class Rule:
         """The command-line flag of the setting."""
         return _flag(self.setting)
 
-    def refusal(self, settings: Settings) -> str | None:
-        """Returns what to say to settings; None: they do not ask for it."""
-        names = globals() | {"s": settings}
+    def refusal(self, settings: Any, **given: object) -> str | None:
+        """Returns what to say to settings; None: they do not ask for it.
+
+        Args: given: what else expressions know.
+        """
+        names = globals() | given | {"s": settings}
         found = eval(_compiled(f"({self.when})"), names)
         if not found:
             return None
@@ -120,18 +114,22 @@ def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
     return ((rule, said) for rule in rules if (said := rule.refusal(settings)))
 
 
-def check(door: Door, settings: Settings) -> None:
+def check(door: Door, settings: Any, **given: object) -> None:
     """Refuses what the table does not let through a door.
+
+    Args: given: as `Rule.refusal` takes them.
 
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """
-    for _, said in refusals(door, settings):
-        raise ConfigError(said)
+    assert door in _DOORS, door
+    for rule in (*RULES, *FLAGS):
+        if door in rule.doors and (said := rule.refusal(settings, **given)):
+            raise ConfigError(said)
 
 
 def replaced(door: Door, settings: Settings) -> list[str]:
-    """What settings ask for and the plugin takes the place of, one line each."""
+    """What to say of settings that are served, one line each."""
     lines = (rule.refusal(settings) for rule in REPLACED if door in rule.doors)
     return [line for line in lines if line]
 
@@ -211,6 +209,13 @@ def _zigzag_choices(s: Settings) -> str:
     choices = _options_for(s, [Zigzag.name])
     choices.append(f"--context-parallel-algo {' or '.join(default)}")
     return ", or ".join(choices)
+
+
+def _kept_mib(s: Settings) -> float:
+    """Of attention of a layer and micro-batch: out [B,S,H,E], and lse [B,H,S] in float32."""
+    heads, _ = s.split_heads
+    tokens = s.samples * s.seq_length // s.cp.size
+    return float(tokens * heads * (s.head_dims[1] * s.dtype.itemsize + 4) / 2**20)
 
 
 def _without_fla(s: Settings) -> bool:
@@ -313,6 +318,7 @@ def comm_type(algo: str) -> str:
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 RULES = tuple(_read(_TABLE, "rules"))
+FLAGS = tuple(_read(_TABLE, "flags"))
+_DOORS = {door for rule in (*RULES, *FLAGS) for door in rule.doors}
 FEATURES = tuple(rule for rule in RULES if rule.name)
-# What is served although the plugin takes its place: what to say of it, once.
 REPLACED = tuple(_read(_TABLE, "replaced"))
