@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -117,7 +118,7 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
     algo, choice, shape = _choice(recipe, machine)
     config = _config(recipe, algo)
     finding.refused += _refusals(recipe, config)
-    settings = Settings(SimpleNamespace(**recipe.settings), config, torch.device("cuda"))
+    settings = _settings(recipe.settings, config)
     if recipe.size > 1 and not finding.refused:
         finding.lines.append(("layout", config.layout.name))
         if choice is not None:
@@ -136,18 +137,18 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
 
 def _complete(recipe: Recipe) -> None:
     """Adds what rules ask for and recipes leave to the job: the number of processes."""
-    settings = recipe.settings
-    names = ("tensor_model", "context", "pipeline_model")
-    sizes = [int(settings.get(f"{name}_parallel_size") or 1) for name in names]
-    settings |= {f"{name}_parallel_size": n for name, n in zip(names, sizes, strict=True)}
-    dense = sizes[0] * sizes[1] * sizes[2]
-    experts = int(settings.get("expert_model_parallel_size") or 1)
-    experts *= int(settings.get("expert_tensor_parallel_size") or sizes[0]) * sizes[2]
+    given, s = recipe.settings, Settings(SimpleNamespace(**recipe.settings))
+    given |= {
+        "tensor_model_parallel_size": int(s.tensor),
+        "context_parallel_size": int(s.ranks),
+        "pipeline_model_parallel_size": int(s.stages),
+    }
+    dense = int(s.tensor) * int(s.ranks) * int(s.stages)
     if recipe.gpus is None:
-        recipe.gpus = lcm(dense, experts if settings.get("num_experts") else 1)
+        recipe.gpus = lcm(dense, s.expert_ranks * s.stages if s.num_experts else 1)
         recipe.notes.append(f"the number of GPUs is not known, at least {recipe.gpus}: see --gpus")
-    settings["world_size"] = recipe.gpus
-    settings.setdefault("data_parallel_size", max(1, recipe.gpus // dense))
+    given["world_size"] = recipe.gpus
+    given.setdefault("data_parallel_size", max(1, recipe.gpus // dense))
 
 
 def _model(recipe: Recipe) -> str:
@@ -171,15 +172,10 @@ def _model(recipe: Recipe) -> str:
 
 
 def _ranks(recipe: Recipe) -> str:
-    names = {
-        "TP": "tensor_model",
-        "PP": "pipeline_model",
-        "CP": "context",
-        "EP": "expert_model",
-        "ETP": "expert_tensor",
-    }
-    sizes = {short: recipe.settings.get(f"{name}_parallel_size") for short, name in names.items()}
-    split = ", ".join(f"{short} {size}" for short, size in sizes.items() if size and size > 1)
+    short = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model"}
+    short |= {"ETP": "expert_tensor"}
+    sizes = {name: recipe.settings.get(f"{full}_parallel_size") for name, full in short.items()}
+    split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size and size > 1)
     tokens = f"; {recipe.tokens} tokens of a micro-batch" if recipe.tokens else ""
     return f"{recipe.gpus} GPUs: {split or 'no split'}{tokens}"
 
@@ -201,18 +197,18 @@ def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
     return ContextParallelConfig(algo or "zigzag", recipe.size, options=options)
 
 
+def _settings(source: dict[str, Any], config: ContextParallelConfig) -> Settings:
+    return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
+
+
 def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
     """Everything that training would refuse, with where it was written."""
-
-    def of(source: dict[str, object]) -> Settings:
-        return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
-
-    settings = of(recipe.settings)
+    settings = _settings(recipe.settings, config)
     asked: dict[Door, Settings] = {"sizes": settings}
     if recipe.flags is not None:
         asked |= {"arguments": settings, "validated": settings}
     else:
-        asked["model"] = of(_of_model(recipe, settings))
+        asked["model"] = _settings(_of_model(recipe, settings), config)
         if settings.is_recurrent:
             asked["recurrent layer"] = asked["model"]
     found: dict[str, None] = {}
@@ -276,12 +272,8 @@ def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Sh
             return said
         return next(iter(_refusals(recipe, _of_choice(recipe, combination))), None)
 
-    place = Place(
-        found,
-        nodes_of(settings, found.gpus_per_node),
-        kernel_on(found, "auto"),
-        found.memory_gib * GIB,
-    )
+    nodes = nodes_of(settings, found.gpus_per_node)
+    place = Place(found, nodes, kernel_on(found, "auto"), found.memory_gib * GIB)
     try:
         choice = choose(kinds, place, layouts=names, refusal=refusal)
     except ConfigError:

@@ -159,11 +159,6 @@ class Worst:
     error: float = 0.0
     at: str = ""
 
-    def or_worse(self, error: float, at: str) -> Worst:
-        """Returns the worse of this and another one. A NaN is infinitely wrong."""
-        error = math.inf if math.isnan(error) else error
-        return Worst(error, at) if error > self.error else self
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -198,41 +193,39 @@ class Comparison:
 def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Comparison:
     """Compares a run with a reference that has the same model shards."""
     problems = [*_disagreements(run), *_different_starts(reference, run)]
-    loss = Worst()
+    kinds = ("loss", "grad_norm", "gradient", "later_gradient")
+    errors: dict[str, list[Worst]] = {kind: [Worst()] for kind in kinds}
     expected_losses, losses = reference.losses(), run.losses()
     if not expected_losses:
         problems.append("the reference recorded no loss")
     if losses.keys() != expected_losses.keys():
         problems.append(f"losses are {sorted(losses)}, not {sorted(expected_losses)}")
     for name in expected_losses.keys() & losses.keys():
-        if len(losses[name]) != len(expected_losses[name]):
-            problems.append(
-                f"{len(losses[name])} iterations, the reference has {len(expected_losses[name])}"
-            )
-        for step, (want, got) in enumerate(zip(expected_losses[name], losses[name], strict=False)):
-            loss = loss.or_worse(relative_error(got, want), f"{name}, iteration {step + 1}")
-    grad_norm = Worst()
-    for step, (want, got) in enumerate(zip(reference.grad_norms(), run.grad_norms(), strict=False)):
-        grad_norm = grad_norm.or_worse(relative_error(got, want), f"iteration {step + 1}")
+        wanted, got = expected_losses[name], losses[name]
+        if len(got) != len(wanted):
+            problems.append(f"{len(got)} iterations, the reference has {len(wanted)}")
+        errors["loss"] += [
+            Worst(relative_error(*pair), f"{name}, iteration {step}")
+            for step, pair in enumerate(zip(got, wanted, strict=False), 1)
+        ]
+    norms = zip(run.grad_norms(), reference.grad_norms(), strict=False)
+    errors["grad_norm"] += [
+        Worst(relative_error(*pair), f"iteration {step}") for step, pair in enumerate(norms, 1)
+    ]
     skipped = [i.iteration for i in run.ranks[0].iterations if i.skipped]
     if skipped:
         problems.append(f"iterations {skipped} were skipped: gradients not finite")
     gradients, euclidean = _compare_gradients(reference, run, problems)
-    gradient, later_gradient = Worst(), Worst()
     for label, error in gradients.items():
-        if label.endswith(", iteration 1"):
-            gradient = gradient.or_worse(error, label)
-        else:
-            later_gradient = later_gradient.or_worse(error, label)
-    for what, worst, allowed in (
-        ("loss", loss, tolerances.loss),
-        ("grad norm", grad_norm, tolerances.grad_norm),
-        ("gradient", gradient, tolerances.gradient),
-        ("gradient", later_gradient, tolerances.later_gradient),
-    ):
-        if worst.error > allowed:
-            problems.append(f"{what} is off by {worst.error:.1e} (allowed {allowed:g}): {worst.at}")
-    return Comparison(loss, grad_norm, gradient, later_gradient, gradients, euclidean, problems)
+        kind = "gradient" if label.endswith(", iteration 1") else "later_gradient"
+        errors[kind].append(Worst(error, label))
+    worst = {kind: max(found, key=lambda one: one.error) for kind, found in errors.items()}
+    for kind, one in worst.items():
+        allowed: float = getattr(tolerances, kind)
+        what = kind.removeprefix("later_").replace("_", " ")
+        if one.error > allowed:
+            problems.append(f"{what} is off by {one.error:.1e} (allowed {allowed:g}): {one.at}")
+    return Comparison(**worst, gradients=gradients, euclidean=euclidean, problems=problems)
 
 
 def gradient_errors(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -274,7 +267,11 @@ def _compare_gradients(
             for name in sorted(want.keys() ^ got.keys()):
                 problems.append(f"only one of the runs has a gradient of {name}")
             for name in sorted(want.keys() & got.keys()):
-                label = name if len(at_reference) == 1 else f"{name} {_label(shard)}"
+                label = (
+                    name
+                    if len(at_reference) == 1
+                    else f"{name} (pp {shard[0]} tp {shard[1]} ep {shard[2]})"
+                )
                 label += f", iteration {step}"
                 if want[name].shape != got[name].shape:
                     problems.append(
@@ -330,10 +327,6 @@ def relative_error(got: float, want: float) -> float:
     if not (math.isfinite(got) and math.isfinite(want)):
         return math.inf
     return abs(got - want) / abs(want) if want else math.inf if got else 0.0
-
-
-def _label(shard: Shard) -> str:
-    return "(pp {} tp {} ep {})".format(*shard)
 
 
 def _few(names: list[str]) -> str:

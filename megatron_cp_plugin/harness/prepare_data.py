@@ -34,14 +34,9 @@ _OUTSIDE_STDLIB = {
 
 
 def find_files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Lists the text files under `paths`, in an order that depends on their names alone.
+    """Lists files, and those of folders with one of the suffixes, in the order of their names.
 
-    Args:
-        paths: Files, taken as they are, and folders, searched for files with one of the suffixes.
-        suffixes: File name endings that count as text, with their dots.
-
-    Raises:
-        ConfigError: A path does not exist, or no file was found.
+    Raises: ConfigError if a path does not exist, or no file was found.
     """
     files: list[Path] = []
     for path in paths:
@@ -53,8 +48,8 @@ def find_files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
             raise ConfigError(f"no such file or folder: {path}")
     files = list(dict.fromkeys(files))
     if not files:
-        wanted = " ".join(suffixes)
-        raise ConfigError(f"no text file ({wanted}) in {_listed(paths)}: name others by --suffix")
+        wanted, where = " ".join(suffixes), ", ".join(map(str, paths))
+        raise ConfigError(f"no text file ({wanted}) in {where}: name others by --suffix")
     return files
 
 
@@ -82,13 +77,9 @@ def write_dataset(
 ) -> dict[str, object]:
     """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which says what is in them.
 
-    Args:
-        files: Text files in the order of their documents; empty ones are left out.
-        prefix: Path of the dataset without its suffix.
-        document_bytes: Of a document at most; longer files are cut.
+    Args: files: in the order of their documents. document_bytes: of a document at most.
 
-    Returns:
-        What was written to PREFIX.json.
+    Returns: what was written to PREFIX.json.
     """
     # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
     with warnings.catch_warnings():
@@ -173,7 +164,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     # Path.with_suffix would cut a prefix such as "corpus.v2".
     return prefix.with_name(prefix.name + suffix)
-
-
-def _listed(paths: Iterable[Path]) -> str:
-    return ", ".join(str(path) for path in paths)

@@ -50,13 +50,7 @@ class SplitByHeads(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Returns the parameters for a distributed checkpoint.
-
-        Args:
-            prefix: Of their keys.
-            sharded_offsets: What modules around it have split already.
-            metadata: Holds the data- and context-parallel group.
-        """
+        """Returns the parameters for a distributed checkpoint, as all modules of Megatron do."""
         parameters = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             parameters,
@@ -100,19 +94,12 @@ class ContextParallelAttention(SplitByHeads):
     ) -> None:
         """Builds the module; a collective operation of the context-parallel ranks.
 
-        Args:
-            config: Megatron's model configuration.
-            layer_number: Counts from 1. `apply_query_key_layer_scaling` divides the scores by it
-                before and multiplies by it inside the softmax, so the result does not depend on it.
-            attn_mask_type: Mask of calls that do not name one.
-            attention_type: "self": only such layers are given this class.
-            attention_dropout: 0, or None: the rules refuse models with dropout.
-            softmax_scale: Of the scores; default 1 / sqrt(d).
-            cp_comm_type: Transformer Engine's algorithm, without meaning here.
-            pg_collection: Must hold the groups `tp` and `cp`.
-            k_channels: d, where it is not the configuration's.
-            v_channels: e, which the values that come have too.
-            runtime: The run's layout and algorithm.
+        Args: as Megatron's DotProductAttention. Without meaning are cp_comm_type, v_channels, which
+            values say, and attention_dropout, with which rules refuse a model.
+            layer_number: `apply_query_key_layer_scaling` divides the scores by it before and
+                multiplies by it inside the softmax, so the result does not depend on it.
+            softmax_scale: of the scores; None: 1 / sqrt(d).
+            runtime: the run's layout and algorithm.
 
         Raises:
             ContextParallelError: The model asks for what no algorithm here computes.
@@ -238,12 +225,9 @@ class ContextParallelAttention(SplitByHeads):
 def is_causal(mask_type: AttnMaskType, *, packed: bool = False) -> bool:
     """Whether tokens see earlier ones only.
 
-    Args:
-        mask_type: Megatron's.
-        packed: Whether there are packed documents, of which all padding comes last.
+    Args: packed: whether there are packed documents, of which all padding comes last.
 
-    Raises:
-        ContextParallelError: Another mask type than causal and no_mask.
+    Raises: ContextParallelError for another mask type than causal and no_mask.
     """
     if packed and mask_type in _CAUSAL_IF_PACKED:
         return _CAUSAL_IF_PACKED[mask_type]

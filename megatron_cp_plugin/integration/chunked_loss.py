@@ -81,11 +81,7 @@ class Head:
     ) -> tuple[Tensor, Tensor | None]:
         """Losses and entropies [...] of some tokens.
 
-        Args:
-            rows: [...], their numbers in hidden, none twice.
-            labels: [...].
-            temperature: A number, or [...].
-            entropy: Whether entropies are wanted.
+        Args: rows: [...], their numbers in hidden, none twice. temperature: [...], or a number.
         """
         at, length = rows.flatten(), self.shape[0] * self.shape[1]
         of_all = len(at) == length
@@ -244,15 +240,11 @@ class ChunkedLogits:
 
 
 def serve_loss(model: Any, chunk_tokens: int, *, for_programs: bool = False) -> None:
-    """Makes a model compute its losses in chunks.
+    """Makes a GPTModel or HybridModel compute its losses in chunks of tokens.
 
-    Args:
-        model: GPTModel or HybridModel.
-        chunk_tokens: How many tokens' logits there are at a time.
-        for_programs: It returns `ChunkedLogits` where it is given no labels.
+    Args: for_programs: it returns `ChunkedLogits` where it is given no labels.
 
-    Raises:
-        ContextParallelError: Its output layer is of another kind.
+    Raises: ContextParallelError if its output layer is of another kind.
     """
     layer = getattr(model, "output_layer", None)
     if layer is not None:  # on the last stage of a pipeline
@@ -375,15 +367,7 @@ def acceptance_counts(
 ) -> tuple[Tensor, Tensor]:
     """Takes the place of Megatron's `_compute_mtp_acceptance_counts`.
 
-    Args:
-        original: Megatron's.
-        mtp_logits: Of multi-token prediction, pending or not.
-        mtp_labels: [B,S].
-        loss_mask: [B,S].
-        args, kwargs: Whatever else it takes.
-
-    Returns:
-        How many tokens that count are predicted rightly, and how many there are: [], [].
+    Returns: how many tokens that count are predicted rightly, and how many there are: [], [].
     """
     if not isinstance(mtp_logits, Head):
         return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)

@@ -31,12 +31,9 @@ _WITHOUT_MEGATRON = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "trito
 def check(*parts: Part, allow_untested: bool) -> None:
     """Checks the running Megatron at start-up, before any of its names is replaced.
 
-    Args:
-        parts: What of the plugin the run needs.
-        allow_untested: Whether the version may be one that nobody ran.
+    Args: allow_untested: whether the version may be one that nobody ran.
 
-    Raises:
-        ContextParallelError: The version was never run, or Megatron is not as the table says.
+    Raises: ContextParallelError if nobody ran it, or Megatron is not as the table says.
     """
     version, text = running_version()
     if not allow_untested and version not in map(_version, VERSIONS):
@@ -133,8 +130,10 @@ def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
         if isinstance(each._owner, ModuleType):
             after[before] = value
     kinds = {type(before) for before in after}
-    modules = [module for name, module in list(sys.modules.items()) if _may_import_megatron(name)]
-    for module in [each for each in modules if isinstance(each, ModuleType)]:
+    for name, module in list(sys.modules.items()):
+        # Not Python's own modules and those of torch, most of all: a look at each takes time.
+        if name.partition(".")[0] in _WITHOUT_MEGATRON or not isinstance(module, ModuleType):
+            continue
         # A copy, for other threads import; a list of the items would take three times as long.
         for alias, value in vars(module).copy().items():
             # `id` would be slow: packages around Megatron audit each call of it.
@@ -142,18 +141,10 @@ def _set(changes: Iterable[tuple[Replacement, Any, Any]]) -> None:
                 setattr(module, alias, after[value])
 
 
-def _may_import_megatron(module: str) -> bool:
-    """Not Python's own modules and those of torch, most of all: a look at each takes time."""
-    return module.partition(".")[0] not in _WITHOUT_MEGATRON
-
-
 def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Replacement]:
     """Replaces names of Megatron, wherever they have been imported.
 
-    Args:
-        hooks: The functions that take their places, by `Name.name`; each is given Megatron's own
-            before the arguments.
-        parts: What of the plugin is to be installed.
+    Args: hooks: by `Name.name`; each is given Megatron's own before the arguments.
     """
     version, _ = running_version()
     rows = {row.name: row for row in NAMES if row.part in parts}

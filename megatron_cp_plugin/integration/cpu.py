@@ -29,52 +29,43 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import OneLineParser
 
-# What Megatron's command line must say on a CPU: (option, value or None for a switch, why).
-_FLAGS: tuple[tuple[str, str | None, str], ...] = (
-    ("--distributed-backend", "gloo", "NCCL needs GPUs"),
-    ("--transformer-impl", "local", "Transformer Engine needs GPUs"),
-    ("--num-workers", "0", "the stand-ins live in one process"),
-    ("--no-gradient-accumulation-fusion", None, "CUDA kernel"),
-    ("--no-masked-softmax-fusion", None, "CUDA kernel"),
-    ("--no-bias-swiglu-fusion", None, "CUDA kernel"),
-    ("--no-bias-gelu-fusion", None, "CUDA kernel"),
-    ("--no-bias-dropout-fusion", None, "CUDA kernel"),
-    ("--no-rope-fusion", None, "CUDA kernel"),
-    ("--no-persist-layer-norm", None, "CUDA kernel"),
-    (
-        "--no-gradient-reduce-div-fusion",
-        None,
-        "Megatron-FSDP would ask gloo for what only NCCL has",
-    ),
+# What Megatron's command line must say on a CPU: values, and why; and switches of CUDA kernels.
+_VALUES = {
+    "--distributed-backend": ("gloo", "NCCL needs GPUs"),
+    "--transformer-impl": ("local", "Transformer Engine needs GPUs"),
+    "--num-workers": ("0", "the stand-ins live in one process"),
+}
+_SWITCHES = (
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
+    "--no-gradient-reduce-div-fusion",  # Megatron-FSDP would ask gloo for what only NCCL has
 )
 
 
 def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Adds the Megatron flags that a CPU run needs and the user did not give.
+    """Adds the Megatron flags that a CPU run needs and nobody gave; returns all, and those.
 
-    Args:
-        argv: Megatron's command line, program name excluded.
-
-    Returns:
-        The completed command line, and the flags that were added.
-
-    Raises:
-        ConfigError: The user asked for a value that cannot work without a GPU.
+    Raises: ConfigError if the user asked for a value that cannot work without a GPU.
     """
-    added: list[str] = []
     parser = OneLineParser(add_help=False, allow_abbrev=False)
-    for option, _, _ in _FLAGS:
+    for option in (*_VALUES, *_SWITCHES):
         parser.add_argument(option, dest=option, nargs="?", const="")
-    values = vars(parser.parse_known_args(argv)[0])
-    for option, value, why in _FLAGS:
-        given = values[option]
-        if given is None:
-            added += [option] if value is None else [option, value]
-        elif value is not None and given != value:
+    given = vars(parser.parse_known_args(argv)[0])
+    added: list[str] = []
+    for option, (value, why) in _VALUES.items():
+        if given[option] is None:
+            added += [option, value]
+        elif given[option] != value:
             raise ConfigError(
-                f"the CPU platform needs {option} {value} ({why}), got {given}: "
+                f"the CPU platform needs {option} {value} ({why}), got {given[option]}: "
                 f"leave {option} out, or use --cp-platform cuda"
             )
+    added += [option for option in _SWITCHES if given[option] is None]
     return [*argv, *added], added
 
 
@@ -277,16 +268,6 @@ def _adapt_megatron() -> None:
     `--mtp-num-layers`, for which it needs classes of Transformer Engine to compare with.
     """
 
-    def get_state(
-        original: Any, device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-    ) -> Any:
-        return torch.get_rng_state()
-
-    def set_state(
-        original: Any, new_state: Any, device: Any = -1, graph_safe: bool = False
-    ) -> None:
-        torch.set_rng_state(new_state)
-
     def norm(make_norm: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
         plain.sequence_parallel = False
@@ -296,16 +277,14 @@ def _adapt_megatron() -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return module
 
-    def to_cpu(
-        original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
+    def to_cpu(original: Any, tensor: Any, as_numpy: bool = False, **others: Any) -> Any:
         # Megatron's own leaves a tensor that is there already a tensor, which no collective takes
         # for sizes.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     hooks: dict[str, Callable[..., Any]] = {
-        "_get_cuda_rng_state": get_state,
-        "_set_cuda_rng_state": set_state,
+        "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda original, new, *args, **kwargs: torch.set_rng_state(new),
         # It warms up compiled functions with random numbers, as many as a rank has tokens: the
         # model would start from other weights for each context_parallel_size.
         "_warmup_jit_function": _nothing,

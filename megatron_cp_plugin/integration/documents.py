@@ -212,13 +212,9 @@ def mask_of_cut(
 ) -> DocumentMask | None:
     """Like `document_mask` for a batch that the caller has cut, where documents may be padded.
 
-    Args:
-        packed: What a model was given; all that the caller added to it is in the result too.
-        layout: By which the batch was cut.
-        group: The context-parallel ranks that have it, see `group_of`.
+    All that the caller added to packed_seq_params is in the result too.
 
-    Raises:
-        ContextParallelError: It was cut otherwise, or its numbers contradict each other.
+    Raises: ContextParallelError if it was cut otherwise, or its numbers contradict each other.
     """
     if isinstance(packed, DocumentMask):
         return packed.beside(mask_of_cut(packed.packed, layout, group))
@@ -257,14 +253,9 @@ def mask_of_cut(
 
 
 def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns the context-parallel ranks of a micro-batch.
+    """Returns the context-parallel ranks of a micro-batch: as packed_seq_params say, or its own.
 
-    Args:
-        packed: What a model was given; its `local_cp_size` and `cp_group` say it, if there are any.
-        own: The group of the run.
-
-    Raises:
-        ContextParallelError: The two contradict each other.
+    Raises: ContextParallelError if `local_cp_size` and `cp_group` contradict each other.
     """
     if isinstance(packed, DocumentMask):
         return packed.group or group_of(packed.packed, own)
@@ -284,11 +275,7 @@ def mask_of_tokens(
 ) -> Mask:
     """Returns which keys queries see that are no padding.
 
-    Args:
-        packed: Documents or spans; None: there are none.
-        seq_len: Tokens of the whole sequence.
-        causal: Whether tokens see earlier ones only, where no spans say whom they see.
-        window: How many of the last ones; None: all.
+    Args: causal, window: where no spans say whom they see; None: all earlier ones.
     """
     if packed is None:
         return Mask(causal, window)
@@ -316,16 +303,12 @@ def _documents(
 
 
 def starts_of(packed: Any, seq_len: int, *, causal: bool) -> tuple[int, ...]:
-    """Where documents begin in what a layer was given.
+    """Where documents begin in what a layer was given: a `DocumentMask`, or None.
 
-    Args:
-        packed: A `DocumentMask`, or None.
-        seq_len: Tokens of the whole sequence.
-        causal: Whether tokens see earlier ones only, where no spans say whom they see.
+    Args: causal: whether tokens see earlier ones only, where no spans say whom they see.
 
-    Raises:
-        ContextParallelError: It is something else, or of another number of tokens; or tokens would
-            see the padding of documents.
+    Raises: ContextParallelError if it is something else, or of another number of tokens; or if
+    tokens would see the padding of documents.
     """
     if packed is None:
         return ()
@@ -414,16 +397,10 @@ class PositionsOfPacks:
     def begin(
         self, position_ids: Tensor, mask: DocumentMask | None, seq_len: int
     ) -> Callable[[], str | None]:
-        """Begins to look at a pack; on a GPU the host waits only in what is returned.
+        """Begins to look at the position ids [b,S] of a pack; on a GPU the host does not wait.
 
-        Args:
-            position_ids: [b,S] of this rank's tokens.
-            mask: Of the documents that the model was given beside them.
-            seq_len: Of the whole sequence.
-
-        Returns:
-            A function that says what is wrong if they are those of another layout, or of another
-            rank.
+        Returns: a function that waits, and says what is wrong if they are those of another layout,
+        or of another rank.
         """
         if self._means_nothing:
             return lambda: None
@@ -468,10 +445,7 @@ class PositionsOfPacks:
     ) -> bool:
         """Whether these are position ids of a rank in a layout.
 
-        Args:
-            row, documents: As in `_check`.
-            name: Of the layout.
-            telling: Not if they are all the same, as of documents of one token, or of no tokens.
+        Args: telling: not if they are all the same, as of documents of one token, or of no tokens.
         """
         starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
         try:

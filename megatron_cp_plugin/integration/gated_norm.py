@@ -20,17 +20,7 @@ from megatron_cp_plugin.core.partial import delta_of
 
 
 def gated_norm(x: Tensor, gate: Tensor, epsilon: float, group: dist.ProcessGroup) -> Tensor:
-    """Returns gate * x / rms(x), the mean over all heads of a token, those of all ranks.
-
-    Args:
-        x: [s,b,h,d].
-        gate: [s,b,h,d] in x's dtype.
-        epsilon: Is added to the mean of the squares.
-        group: Ranks among which the heads are split.
-
-    Returns:
-        [s,b,h,d] in x's dtype, contiguous.
-    """
+    """Returns gate * x / rms(x) [s,b,h,d], with the mean over all heads of a token on all ranks."""
     out: Tensor = _GatedNorm.apply(x, gate, epsilon, group)
     return out
 

@@ -31,16 +31,9 @@ def largest_scores(
 
     A collective operation of the group's ranks; the host waits for nothing.
 
-    Args:
-        q: [B,S,H,D].
-        k: [B,S,G,D].
-        scale: Of the scores, above 0.
-        mask: Which keys queries see.
-        layout: By which the sequence is split.
-        group: The context-parallel group.
+    Args: q: [B,S,H,D]. k: [B,S,G,D]. scale: above 0.
 
-    Returns:
-        [H] in float32, or float64 where q is; -inf where no query sees a key.
+    Returns: [H] in float32, or float64 where q is; -inf where no query sees a key.
     """
     whole, size = k, group.size()
     if size > 1:

@@ -58,15 +58,11 @@ def send_latents(model: nn.Module) -> None:
 
 
 def _keep_latents(owner: Any, linear: Any, latent: Tensor) -> tuple[Tensor, None]:
-    """Takes the place of the linear map's forward.
+    """Takes the place of the forward of a layer's map from latents to keys and values.
 
-    Args:
-        owner: The layer.
-        linear: Its map from latents to keys without rotated part and values.
-        latent: [s,b,L], with sequence parallelism this rank's part of s.
+    Args: latent: [s,b,L], with sequence parallelism this rank's part of s.
 
-    Returns:
-        What stands for its results: zeros [s,b,n] that take no memory.
+    Returns: what stands for its results: zeros [s,b,n] that take no memory.
     """
     if type(linear) is TELayerNormColumnParallelLinear:
         latent = normed(linear, latent)
@@ -79,15 +75,7 @@ def _keep_latents(owner: Any, linear: Any, latent: Tensor) -> tuple[Tensor, None
 
 
 def normed(linear: Any, x: Tensor) -> Tensor:
-    """The norm that Transformer Engine computes with a linear map.
-
-    Args:
-        linear: Has its settings and its weight.
-        x: [s,b,L].
-
-    Returns:
-        [s,b,L] in the dtype of x; computed in float32.
-    """
+    """The norm of x [s,b,L] that Transformer Engine computes with a linear map, in float32."""
     wide, weight = x.float(), linear.layer_norm_weight.float()
     weight = 1 + weight if linear.zero_centered_gamma else weight
     size = x.shape[-1:]

@@ -68,16 +68,8 @@ class LinearSelfAttention(MegatronModule):
     ) -> None:
         """Builds the module; a collective operation of the context-parallel ranks.
 
-        Args:
-            config: Megatron's model configuration.
-            submodules: The projections, or their specs; there is no core attention.
-            layer_number: Counts from 1 over the whole depth.
-            attn_mask_type: causal or no_mask.
-            cp_comm_type: Transformer Engine's algorithm, without meaning here.
-            pg_collection: Must hold the groups `tp` and `cp`.
-            pp_layer_offset: Layers in earlier pipeline stages, without meaning here.
-            name: Of the module; Megatron gives none before 0.18.
-            runtime: The run's layout and algorithm.
+        Args: as Megatron's SelfAttention; submodules have no core attention, and cp_comm_type and
+            pp_layer_offset no meaning. runtime: the run's layout and algorithm.
 
         Raises:
             ContextParallelError: The model asks for what these layers do not compute.
@@ -217,12 +209,6 @@ class LinearizedPositions(SplitByHeads):
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
-        """Builds the module.
-
-        Args:
-            config: Megatron's model configuration.
-            tp_group: Ranks among which the heads are split.
-        """
         super().__init__(config=config)
         self.tp_group = tp_group
         groups, head_dim = config.num_query_groups or config.num_attention_heads, config.kv_channels
@@ -287,13 +273,6 @@ class TransNormerAttention(LinearSelfAttention):
     _gated = True
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        """As LinearSelfAttention's.
-
-        Args:
-            config: Megatron's model configuration.
-            args: See LinearSelfAttention.
-            kwargs: See LinearSelfAttention.
-        """
         super().__init__(config, *args, **kwargs)
         self.positions = None
         if self.layer_number == 1:

@@ -42,10 +42,8 @@ def forward_step_calc_loss(
 def mean_over_sequence(loss_func: Callable[..., Any], group: Any) -> Callable[..., Any]:
     """Returns a loss function whose loss, divided as Megatron does, is a part of the whole mean.
 
-    Args:
-        loss_func: Returns the sum of this rank's losses [], the number of its tokens that count []
-            and what to log. Other results, such as a mean of a script's own, stay as they are.
-        group: The context-parallel group.
+    Args: loss_func: returns the sum of this rank's losses [], the number of its tokens that count
+        [] and what to log. Other results, such as a mean of a script's own, stay as they are.
     """
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -65,10 +63,7 @@ def mean_over_sequence(loss_func: Callable[..., Any], group: Any) -> Callable[..
 def reporting_for_all(loss_func: Callable[..., Any], group: Any) -> Callable[..., Any]:
     """Returns a loss function that reports sums over all ranks.
 
-    Args:
-        loss_func: As in `mean_over_sequence`; reports pairs of a sum and a number of tokens [2].
-            What it reports in another form stays as it is.
-        group: The context-parallel group.
+    Args: loss_func: reports pairs of a sum and a number of tokens [2]; others stay as they are.
     """
 
     def summed(value: Any) -> Any:

@@ -124,20 +124,12 @@ def _counting(
 def next_tokens(
     tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, mask: DocumentMask | None
 ) -> tuple[Tensor, Tensor]:
-    """Gives each token what the one after it in its sample has.
+    """Gives each token [..., S] of a rank what the one after it in its sample has.
 
-    Args:
-        tensor: [..., S], of this rank's tokens.
-        group: The context-parallel group.
-        runtime: The run's layout.
-        mask: Documents or spans; None: the sequence is one sample.
+    Args: mask: documents or spans; None: the sequence is one sample.
 
-    Returns:
-        [..., S], 0 for the last token of the sequence and of each sample; the sum over all ranks
-        [].
-
-    Raises:
-        ContextParallelError: Spans have samples that part.
+    Returns: [..., S], 0 for the last token of the sequence and of each sample; the sum over all
+    ranks [].
     """
     seq_len = tensor.size(-1) * group.size()
     starts = mask.sample_starts(seq_len) if mask else ()

@@ -85,16 +85,7 @@ class RecurrentSequence:
 
 
 def _refuse(layers: str, given: Mapping[str, Any], packed: Any) -> None:
-    """Refuses arguments that are not served.
-
-    Args:
-        layers: Their name for users.
-        given: By their names for users, arguments that must be None.
-        packed: As of `RecurrentSequence`.
-
-    Raises:
-        ContextParallelError: One is not None, or there are spans.
-    """
+    """Refuses arguments, by their names for users, that are not None, and spans."""
     for what, value in {**given, "spans": getattr(packed, "spans", None)}.items():
         if value is not None:
             raise ContextParallelError(f"{layers} layers do not support {what}: leave it out")

@@ -247,14 +247,10 @@ class Settings:
 
 
 def window_of(window_size: Sequence[int] | None) -> int | None:
-    """Returns how many keys a query sees, its own included; None: all.
+    """Returns how many keys a query sees, its own included, by Megatron's window_size; None: all.
 
-    Args:
-        window_size: Megatron's: keys to the left and to the right of the query, -1 for all.
-
-    Raises:
-        ConfigError: They are not two, keys to the right are asked for, or a number has no
-            meaning.
+    Raises: ConfigError if it is not two numbers, keys to the right are asked for, or a number has
+    no meaning.
     """
     if window_size is None:
         return None

@@ -79,20 +79,12 @@ _ELSEWHERE = {
 def yaml_to_argv(
     path: str | Path, parser: argparse.ArgumentParser, words: Sequence[str] = ()
 ) -> list[str]:
-    """Translates a YAML run file into command-line arguments.
+    """Translates a YAML run file into command-line arguments, those of `context_parallel` last.
 
-    Args:
-        path: The YAML file.
-        parser: Megatron's parser with this plugin's flags added; it says which flags exist and
-            what each of them takes.
-        words: The command line, which overrides the file.
+    Args: parser: Megatron's with the plugin's flags: which there are and what they take. words: the
+        command line, which overrides the file; what it overrides may be among the arguments.
 
-    Returns:
-        Arguments for `parser`, in the order of the file, those of `context_parallel` last. What
-        `words` override may be among them.
-
-    Raises:
-        ConfigError: The file cannot be read, or a section, key or value is not one that exists.
+    Raises: ConfigError if the file cannot be read, or for sections, keys or values of no use.
     """
     overrides = _given_values(words, parser)
     sections = _resolved(path, parser, overrides)
@@ -113,13 +105,10 @@ def yaml_to_argv(
 def superseded(settings: Mapping[str, Any], words: Sequence[str]) -> dict[str, object]:
     """Returns the settings of a file's algorithm that the command line takes out of force.
 
-    Args:
-        settings: The section `context_parallel` of a run file.
-        words: The command line. If it chooses another algorithm, the file's own and its options
-            are not in force; with Megatron's own path only the platform is.
+    If it chooses another algorithm, the file's own and its options are not in force; with
+    Megatron's own path only the platform is.
 
-    Raises:
-        ConfigError: A flag of the plugin has no value or a value that is not allowed.
+    Args: settings: the section `context_parallel` of a run file.
     """
     algo = chosen_algorithm(words)
     if algo is None or algo == settings.get("algo"):
@@ -149,13 +138,9 @@ def _plain(text: str) -> object:
 
 
 def load_run_file(path: str | Path) -> DictConfig:
-    """Reads a YAML run file without following its references or looking at its keys.
+    """Reads a YAML run file, or one that this package ships, but follows no references.
 
-    Args:
-        path: The file, or the name of one that this package ships.
-
-    Raises:
-        ConfigError: The file cannot be read, is not YAML or has an unknown section.
+    Raises: ConfigError if it cannot be read, is not YAML or has an unknown section.
     """
     shipped = {file.stem: file for file in _SHIPPED.glob("*.yaml")}
     try:
@@ -195,24 +180,19 @@ def _resolved(
 
     Args: overrides: values of flags of Megatron that references give in place of the file's.
     """
-    written = as_written(path)
-    names = written.get("megatron", {})
-    given = {
-        name: overrides[action.dest]
-        for name in (*names, *overrides)
-        for action in _named(parser, str(name))
-        if action.dest in overrides
-    }
-    referred = {**written, "megatron": {**names, **given}}
+    config: Any = load_run_file(path)
+    names = list(config.get("megatron") or ())
+    for name in (*names, *overrides):
+        for action in _named(parser, str(name)):
+            if action.dest in overrides:
+                config = OmegaConf.merge(config, {"megatron": {name: overrides[action.dest]}})
     try:
-        sections: Any = OmegaConf.to_container(OmegaConf.create(referred), resolve=True)
+        sections: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from None
-    sections["megatron"] = {name: sections["megatron"][name] for name in names}
-    return {
-        section: {str(key): value for key, value in settings.items()}
-        for section, settings in sections.items()
-    }
+    if "megatron" in sections:
+        sections["megatron"] = {str(name): sections["megatron"][name] for name in names}
+    return {name: settings or {} for name, settings in sections.items()}
 
 
 def _named(parser: argparse.ArgumentParser, key: str) -> list[argparse.Action]:
