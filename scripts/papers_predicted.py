@@ -32,10 +32,10 @@ from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, Tile
 from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_of_stage
+from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
 from megatron_cp_plugin.planner.step import Step, nodes_of, only, step
-from megatron_cp_plugin.planner.trace import trace_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))

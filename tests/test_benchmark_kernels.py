@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.partial import merge_into
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Memory
-from megatron_cp_plugin.planner.trace import trace_of
+from megatron_cp_plugin.planner.meta import trace_of
 
 
 @pytest.mark.parametrize("spec", benchmark_kernels.MERGING)

@@ -27,71 +27,19 @@ from torch import Tensor
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
-    BackwardPass,
     Cache,
-    ForwardPass,
+    Gradients,
     LinearInputs,
     LinearKernel,
     LinearProblem,
+    Running,
 )
-from megatron_cp_plugin.core.linear.runs import Runs
-from megatron_cp_plugin.core.linear.states import Gates
+from megatron_cp_plugin.core.linear.route import Runs
+from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64
 _CHUNK_OF_CHANNELS = 16  # where scores are sums over channels that each have weights of their own
-
-
-class _Forward(ForwardPass):
-    def __init__(self, given: LinearInputs) -> None:
-        self._chunks = _Chunks(given)
-        self.states, self.through = self._chunks.run_states()
-        if isinstance(given.transition, Decay):
-            self.through = None
-
-    def intra(self) -> None:
-        assert self._chunks.within is not None  # it is made, while states travel
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        return self._chunks.outputs(incoming), (incoming,)
-
-
-class _Backward(BackwardPass):
-    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
-        q, k, v, transition, runs = given
-        (incoming,) = cache
-        if incoming is None:
-            wide = accumulation_dtype(q.dtype)
-            shape = len(runs), q.shape[0], *q.shape[2:], v.shape[3]
-            incoming = q.new_zeros(shape, dtype=wide)
-        gates = () if isinstance(transition, Decay) else transition
-        with torch.enable_grad():
-            self._leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates) if x is not None]
-            incoming = incoming.detach().requires_grad_()
-            (q, k, v), others = self._leaves[:3], self._leaves[3:]
-            if isinstance(transition, Gates):
-                transition = transition.each(lambda _: others.pop(0))
-            chunks = _Chunks(LinearInputs(q, k, v, transition, runs))
-            self._out = chunks.outputs(incoming)
-        self._ends, self._transition, self._dout = chunks.ends, transition, dout
-        (self.dstates,) = torch.autograd.grad(
-            self._out, incoming, dout, retain_graph=True, materialize_grads=True
-        )
-
-    def intra(self) -> None:
-        pass
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        results, gradients = [self._out], [self._dout]
-        if doutgoing is not None:
-            results.append(self._ends)
-            gradients.append(doutgoing)
-        dq, dk, dv, *others = torch.autograd.grad(
-            results, self._leaves, gradients, materialize_grads=True
-        )
-        if isinstance(self._transition, Gates):
-            self.dgates = self._transition.each(lambda _: others.pop(0))
-        return dq, dk, dv
 
 
 class Chunked(LinearKernel):
@@ -99,10 +47,51 @@ class Chunked(LinearKernel):
 
     name = "chunked"
     deterministic = True
-    forward, backward = _Forward, _Backward
 
     def unsupported(self, problem: LinearProblem) -> str | None:
         return None
+
+    def forward(self, given: LinearInputs) -> Running[tuple[Tensor, Cache]]:
+        chunks = _Chunks(given)
+        states, through = chunks.run_states()
+        return Running(
+            states,
+            lambda: chunks.within,
+            lambda incoming: (chunks.outputs(incoming), (incoming,)),
+            None if isinstance(given.transition, Decay) else through,
+        )
+
+    def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
+        q, k, v, transition, runs = given
+        (incoming,) = cache
+        if incoming is None:
+            wide = accumulation_dtype(q.dtype)
+            shape = len(runs), q.shape[0], *q.shape[2:], v.shape[3]
+            incoming = q.new_zeros(shape, dtype=wide)
+        gates = NO_GATES if isinstance(transition, Decay) else transition
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates) if x is not None]
+            incoming = incoming.detach().requires_grad_()
+            (q, k, v), others = leaves[:3], leaves[3:]
+            if isinstance(transition, Gates):
+                transition = transition.each(lambda _: others.pop(0))
+            chunks = _Chunks(LinearInputs(q, k, v, transition, runs))
+            out = chunks.outputs(incoming)
+        (dstates,) = torch.autograd.grad(
+            out, incoming, dout, retain_graph=True, materialize_grads=True
+        )
+
+        def finish(doutgoing: Tensor | None) -> Gradients:
+            results, gradients = [out], [dout]
+            if doutgoing is not None:
+                results.append(chunks.ends)
+                gradients.append(doutgoing)
+            dq, dk, dv, *dgates = torch.autograd.grad(
+                results, leaves, gradients, materialize_grads=True
+            )
+            return dq, dk, dv, gates.each(lambda _: dgates.pop(0))
+
+        return Running(dstates, lambda: None, finish)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.runs import Interval, Runs
+from megatron_cp_plugin.core.linear.route import Interval, Runs
 from megatron_cp_plugin.core.linear.states import Ways
 from megatron_cp_plugin.core.partial import accumulation_dtype
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
-    BackwardPass,
     Cache,
-    ForwardPass,
+    Gradients,
     LinearInputs,
     LinearKernel,
     LinearProblem,
+    Running,
 )
 from megatron_cp_plugin.core.linear.states import Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -407,52 +407,6 @@ class _Folded:
         return x.contiguous().view(len(self._given.runs), len(self._given.q), *x.shape[1:])
 
 
-class _Forward(ForwardPass):
-    def __init__(self, given: LinearInputs) -> None:
-        self._given, self._folded = given, _Folded(given)
-        self._rule = self._folded.rule
-        self._kept = self._rule.prepare()
-        added, through = self._rule.summaries()
-        self.states = self._folded.of_runs(added)
-        if isinstance(given.transition, Gates):
-            if self._folded.widened and given.transition.beta is None:
-                through = through[..., :1]
-            self.through = self._folded.of_runs(through)
-
-    def intra(self) -> None:
-        self._rule.within()
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        entered = self._rule.entering(None if incoming is None else incoming.flatten(0, 1))
-        out = self._folded.unfold(self._rule.outputs(), self._given.q)
-        return out, (*self._kept, *entered)
-
-
-class _Backward(BackwardPass):
-    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
-        self._given, self._folded = given, _Folded(given)
-        self._rule = self._folded.rule
-        *kept, self._rule.before, self._rule.through = cache
-        dout = self._folded.fold(dout)
-        found = self._rule.restore(tuple(x for x in kept if x is not None), dout)
-        self.dstates = self._folded.of_runs(found)
-
-    def intra(self) -> None:
-        self._rule.within_back()
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        behind = None if doutgoing is None else doutgoing.flatten(0, 1)
-        dq, dk, dv, *dgates = self._rule.gradients(behind)
-        q, k, v, transition, _ = self._given
-        unfold = self._folded.unfold
-        if isinstance(transition, Gates):
-            if self._folded.widened:
-                dgates[0] = dgates[0].sum(3)
-            pairs = zip_longest(dgates, transition)
-            self.dgates = Gates(*(None if like is None else unfold(x, like) for x, like in pairs))
-        return unfold(dq, q), unfold(dk, k), unfold(dv, v)
-
-
 class FlaLinear(LinearKernel):
     """All of fla's families.
 
@@ -461,7 +415,6 @@ class FlaLinear(LinearKernel):
     """
 
     name = "fla"
-    forward, backward = _Forward, _Backward
 
     def unsupported(self, problem: LinearProblem) -> str | None:
         if find_spec("fla") is None:
@@ -475,3 +428,37 @@ class FlaLinear(LinearKernel):
             if dim % 2 or dim > 256:
                 return f"takes even head dims up to 256, got {dim}"
         return None
+
+    def forward(self, given: LinearInputs) -> Running[tuple[Tensor, Cache]]:
+        folded = _Folded(given)
+        rule, transition = folded.rule, given.transition
+        kept = rule.prepare()
+        added, through = rule.summaries()
+        if isinstance(transition, Gates) and folded.widened and transition.beta is None:
+            through = through[..., :1]
+
+        def finish(incoming: Tensor | None) -> tuple[Tensor, Cache]:
+            entered = rule.entering(None if incoming is None else incoming.flatten(0, 1))
+            return folded.unfold(rule.outputs(), given.q), (*kept, *entered)
+
+        gated = folded.of_runs(through) if isinstance(transition, Gates) else None
+        return Running(folded.of_runs(added), rule.within, finish, gated)
+
+    def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
+        folded = _Folded(given)
+        rule, unfold = folded.rule, folded.unfold
+        *kept, rule.before, rule.through = cache
+        dstates = rule.restore(tuple(x for x in kept if x is not None), folded.fold(dout))
+
+        def finish(doutgoing: Tensor | None) -> Gradients:
+            behind = None if doutgoing is None else doutgoing.flatten(0, 1)
+            dq, dk, dv, *dgates = rule.gradients(behind)
+            if folded.widened:
+                dgates[0] = dgates[0].sum(3)
+            likes = () if isinstance(given.transition, Decay) else given.transition
+            pairs = zip_longest(dgates, likes)
+            of_gates = [None if like is None else unfold(x, like) for x, like in pairs]
+            dq, dk, dv = map(unfold, (dq, dk, dv), given[:3])
+            return dq, dk, dv, Gates(*of_gates)
+
+        return Running(folded.of_runs(dstates), rule.within_back, finish)

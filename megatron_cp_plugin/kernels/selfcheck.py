@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.kernel import (
 )
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.route import Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype, delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.choice import kernels, why_not
@@ -233,9 +233,10 @@ def _run(
     forward.intra()
     out, cache = forward.finish(before.unsqueeze(0))
     backward = kernel.backward(given, dout, cache)
-    dbefore = backward.dstates[0] + kept * dafter
+    dbefore = backward.states[0] + kept * dafter
     backward.intra()
-    return (out, last, *backward.finish(dafter.unsqueeze(0)), dbefore)
+    *gradients, _ = backward.finish(dafter.unsqueeze(0))
+    return (out, last, *gradients, dbefore)
 
 
 def _parts(x: Tensor, places: Sequence[slice]) -> Tensor:

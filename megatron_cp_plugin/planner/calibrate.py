@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.route import Runs
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

@@ -99,23 +99,23 @@ def candidates(
 
 def linear_candidates(
     shape: LinearShape, size: int, layouts: tuple[str, ...] | None
-) -> tuple[list[tuple[str, Options, str]], list[Refusal]]:
-    """The same for linear attention: algorithm, options and name of the layout."""
-    found: list[tuple[str, Options, str]] = []
+) -> tuple[list[Candidate], list[Refusal]]:
+    """The same for linear attention, which has no placements."""
+    found: list[Candidate] = []
     refused: dict[str, str] = {}
     for algo in registry.available("linear"):
         cls = registry.algorithm_class(algo)
         assert issubclass(cls, LinearAlgorithm)
         for options, given in _combinations(cls, size):
-            layout = cls.layout_for(options).name
-            if layouts is not None and layout not in layouts:
+            layout = cls.layout_for(options)
+            if layouts is not None and layout.name not in layouts:
                 continue
             try:
                 cls.check(options, size=size, heads=shape.heads)
             except ContextParallelError as error:
                 refused.setdefault(str(error), algo)
                 continue
-            found.append((algo, given, layout))
+            found.append(Candidate(algo, given, layout, ()))
     return found, [Refusal(name, why) for why, name in refused.items()]
 
 

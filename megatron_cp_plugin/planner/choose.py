@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.simulate import Timeline, simulate
+from megatron_cp_plugin.planner.simulate import simulate
 
 # Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
 # simulation takes beside them.
@@ -193,15 +193,19 @@ def choose(
     tables = []
     for kind in kinds:
         if isinstance(kind.shape, LinearShape):
-            tables.append(_linear_table(kind, kind.shape, place, layouts))
+            # Few candidates and quick to simulate: all of them.
+            found, refused = linear_candidates(kind.shape, len(place.nodes), layouts)
+            rows = [_simulated(one, kind, place) for one in found]
+            rows.sort(key=lambda row: (row.seconds, row.name))
+            tables.append(Table(kind, tuple(rows), tuple(refused)))
         else:
             looked_at = _looked_at(kind.shape, kind.mask, place, layouts, among, _registered())
             tables.append(_table(kind, looked_at, place, 0 if quick else _WORK))
     taken: list[Combination] = []
-    refused = [one for table in tables for one in table.refused]
-    found = _ranked(_combined(tables, runs_again))
+    refusals = [one for table in tables for one in table.refused]
+    ranked = _ranked(_combined(tables, runs_again))
     late: list[str] = []
-    for combination in found:
+    for combination in ranked:
         reason = None
         # The best one, and the best of another algorithm.
         algorithms = {one.algo for one in taken}
@@ -213,15 +217,15 @@ def choose(
         if reason is None:
             taken.append(combination)
         else:
-            refused.append(Refusal(combination.name, reason))
+            refusals.append(Refusal(combination.name, reason))
             late.append(f"{combination.name}: {reason}")
     first: dict[str, Refusal] = {}  # of each algorithm
-    for one in refused:
+    for one in refusals:
         first.setdefault(one.name.split()[0], one)
     if not taken:
         reasons = [f"{one.name}: {one.reason}" for one in first.values()]
         raise ConfigError(
-            f"auto found no algorithm that serves this and fits, of {len(found)}: "
+            f"auto found no algorithm that serves this and fits, of {len(ranked)}: "
             f"{next(iter(late + reasons), 'none has a layout in common with the others')}"
         )
     return Choice(place, tuple(tables), tuple(taken), tuple(first.values()))
@@ -379,24 +383,13 @@ def _estimates(
 
 
 def _simulated(candidate: Candidate, kind: Kind, place: Place) -> Row:
-    timeline = simulate(
-        candidate.algo,
-        dict(candidate.options),
-        kind.shape,
-        kind.mask,
-        place.machine,
-        place.nodes,
-        kernel=place.kernel,
-    )
-    return _row(candidate.algo, candidate.options, candidate.layout.name, timeline)
-
-
-def _row(algo: str, options: Options, layout: str, timeline: Timeline) -> Row:
+    of_kind = kind.shape, kind.mask, place.machine, place.nodes
+    timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=place.kernel)
     sent = timeline.bytes
     return Row(
-        algo,
-        options,
-        layout,
+        candidate.algo,
+        candidate.options,
+        candidate.layout.name,
         timeline.forward.seconds,
         timeline.backward.seconds,
         timeline.exposed_communication,
@@ -418,19 +411,6 @@ def _estimated(candidate: Candidate, passes: Sequence[Estimate], scale: float) -
         forward.inside + backward.inside,
         forward.between + backward.between,
     )
-
-
-def _linear_table(
-    kind: Kind, shape: LinearShape, place: Place, layouts: tuple[str, ...] | None
-) -> Table:
-    """Few candidates and quick to simulate: all of them, on the ranks of a few nodes at most."""
-    found, refused = linear_candidates(shape, len(place.nodes), layouts)
-    rows = []
-    for algo, options, layout in found:
-        timeline = simulate(algo, dict(options), shape, kind.mask, place.machine, place.nodes)
-        rows.append(_row(algo, options, layout, timeline))
-    rows.sort(key=lambda row: (row.seconds, row.name))
-    return Table(kind, tuple(rows), tuple(refused))
 
 
 def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination]:

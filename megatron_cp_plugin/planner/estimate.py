@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, wraps
 from typing import NamedTuple
 
@@ -544,14 +544,7 @@ def _extent(span: Span) -> tuple[int, int]:
 
 def _whatever_heads(placement: BlockPlacement) -> Hashable:
     """Equal of placements whose blocks meet alike."""
-    kind = type(placement)
-    return kind, *(getattr(placement, name) for name in _names_beside_heads(kind))
-
-
-@lru_cache(maxsize=64)
-def _names_beside_heads(kind: type[BlockPlacement]) -> tuple[str, ...]:
-    of_heads = ("groups", "wide_partials", "wide_gradients")
-    return tuple(one.name for one in fields(kind) if one.name not in of_heads)
+    return replace(placement, groups=(), wide_partials=False, wide_gradients=False)
 
 
 def _met(tiles: TileTable) -> _Met:

@@ -25,7 +25,7 @@ from megatron_cp_plugin.planner.dry_run import (
     Wait,
 )
 from megatron_cp_plugin.planner.machine import Machine, Pass
-from megatron_cp_plugin.planner.trace import Trace
+from megatron_cp_plugin.planner.meta import Trace
 
 Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
 

@@ -1,9 +1,15 @@
-"""Operations on torch's meta device, each run once for all tensors that are laid out alike.
+"""Records what a rank does in an attention layer by running its own code without data.
 
-Most of them are written in Python there and take up to a millisecond, though nothing is computed.
+The executors run as they are, on torch's meta device, where tensors have no storage. So what is
+simulated launches, copies, posts and waits as the real thing does, whatever the algorithm.
+
+Each operation is run once for all tensors that are laid out alike: most are written in Python
+there and take up to a millisecond, though nothing is computed.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +18,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner.dry_run import Event, Memory, recording
+from megatron_cp_plugin.planner.layer import AnyAlgorithm, passes
+from megatron_cp_plugin.planner.sizes import SizesOnly
 
 
 class _Laid(NamedTuple):
@@ -124,3 +137,66 @@ def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) ->
 def _bytes(tree: Any) -> int:
     tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
     return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class Trace(NamedTuple):
+    """Both passes of one rank."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+
+
+def trace_of(algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask) -> Trace:
+    """What a rank does in both passes. Args: algorithm: on a `DryRunGroup`."""
+    both = passes(algorithm, shape, mask, SizesOnly())
+    forward, (*_, saved) = _recorded(both.forward)
+    backward, _ = _recorded(lambda: both.backward(saved))
+    return Trace(forward, backward)
+
+
+def _recorded[T](body: Callable[[], T]) -> tuple[tuple[Event, ...], T]:
+    events: list[Event] = []
+    token = recording.set(events)
+    try:
+        with _Operations(events):
+            found = body()
+    finally:
+        recording.reset(token)
+    return tuple(events), found
+
+
+class _Operations(OnMeta):
+    """Notes torch's own operations that read or write memory."""
+
+    # Makes a tensor, or a view of one, and launches nothing.
+    _SILENT = frozenset(
+        {"empty", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+        | {"detach", "alias", "view", "slice", "select", "expand", "transpose", "permute", "t"}
+        | {"unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "unfold"}
+        | {"_unsafe_view", "_reshape_alias"}
+    )
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in self._SILENT:
+            return func(*args, **kwargs)
+        result, size = run(func, args, kwargs)
+        # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
+        # indices and lengths, only a first call does.
+        if name != "empty_like" and not _of_host(args):
+            self._events.append(Memory(name, size))
+        return result
+
+
+def _of_host(args: Sequence[Any]) -> bool:
+    """Whether a tensor among them has values."""
+    return any(
+        not x.is_meta if isinstance(x, Tensor) else isinstance(x, list | tuple) and _of_host(x)
+        for x in args
+    )

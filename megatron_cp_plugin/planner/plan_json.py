@@ -23,12 +23,12 @@ heads are as in head_groups.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import starts_and_slices
-from megatron_cp_plugin.core.plans.plan import Block, Kept, Move, Plan, move_row_bytes
+from megatron_cp_plugin.core.plans.plan import Move, Plan, move_row_bytes
 from megatron_cp_plugin.core.shape import Shape
 
 Json = dict[str, Any]
@@ -48,59 +48,29 @@ def to_json(plan: Plan, shape: Shape, nodes: Sequence[int]) -> Json:
         "rectangular": plan.rectangular,
         "relay": plan.relay,
         "shares": plan.shares,
-        "head_groups": [_heads(group) for group in plan.groups],
+        "head_groups": _plain(plan.groups),
         "ranks": [
             {
                 "positions": [[span.start, span.stop, span.step] for span in spans],
                 "node": nodes[rank],
                 "sends": plan.sent(rank, shape)._asdict(),
                 "sends_to_other_nodes": plan.sent(rank, shape, nodes)._asdict(),
-                "keeps": _kept(plan.kept, rank),
+                "keeps": [
+                    {name: value for name, value in _plain(kept).items() if name != "rank"}
+                    for kept in plan.kept
+                    if kept.rank == rank
+                ],
             }
             for rank, spans in enumerate(plan.spans)
         ],
-        "computes": [
-            {
-                "step": compute.step,
-                "rank": compute.rank,
-                "queries": _block(compute.queries),
-                "keys": _block(compute.keys),
-                "heads": _heads(compute.heads),
-                "share": compute.share,
-                "pairs": float(plan.pairs(compute)),
-            }
-            for compute in plan.computes
-        ],
-        "transfers": [_transfer(move, shape, nodes) for move in plan.moves],
+        "computes": [{**_plain(one), "pairs": float(plan.pairs(one))} for one in plan.computes],
+        "transfers": [{**_plain(move), **_sent(move, shape, nodes)} for move in plan.moves],
     }
 
 
-def _kept(all_ranks: Sequence[Kept], rank: int) -> list[Json]:
-    return [
-        {
-            "tensors": list(kept.tensors),
-            "owners": list(kept.owners),
-            "share": kept.share,
-            "rows": None if kept.rows is None else _ranges(kept.rows),
-        }
-        for kept in all_ranks
-        if kept.rank == rank
-    ]
-
-
-def _transfer(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
+def _sent(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
     end = move.target if move.result else move.source
     return {
-        "posted": move.posted,
-        "needed": move.needed,
-        "source": move.source,
-        "target": move.target,
-        "messages": [list(message) for message in move.messages],
-        "block": _block(move.block),
-        "tokens": move.tokens,
-        "heads": _heads(move.heads),
-        "share": move.share,
-        "wide": move.wide,
         "bytes": shape.batch * move.tokens * move_row_bytes(move, shape),
         "kind": "result" if move.result else "input",
         "route": "direct" if end in move.block.owners else "relay",
@@ -108,18 +78,14 @@ def _transfer(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
     }
 
 
-def _block(block: Block) -> Json:
-    return {"owners": list(block.owners), "rows": _ranges(block.rows)}
-
-
-def _ranges(rows: Rows) -> list[list[int]]:
-    return [[start, stop] for start, stop in rows]
-
-
-def _heads(group: HeadGroup) -> Json:
-    return {
-        "q": [group.q.start, group.q.stop],
-        "kv": [group.kv.start, group.kv.stop],
-        "first": group.first,
-        "last": group.last,
-    }
+def _plain(x: Any) -> Any:
+    """An object of what has names, a list of other tuples."""
+    if isinstance(x, HeadGroup):
+        return {one.name: _plain(getattr(x, one.name)) for one in fields(x)}
+    if isinstance(x, slice):
+        return [x.start, x.stop]
+    if not isinstance(x, tuple):
+        return x
+    if hasattr(x, "_asdict"):
+        return {name: _plain(value) for name, value in x._asdict().items()}
+    return list(map(_plain, x))

@@ -1,6 +1,6 @@
 """Simulates an attention layer on a machine: what each rank does and waits for.
 
-What a rank does is what its own code does without data (`planner.trace`), which follows the plan.
+What a rank does is what its own code does without data (`planner.meta`), which follows the plan.
 How long that takes is played on the machine (`planner.event_simulation`).
 """
 
@@ -24,7 +24,7 @@ from megatron_cp_plugin.planner.event_simulation import (
 )
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine, Pass
-from megatron_cp_plugin.planner.trace import Trace, trace_of
+from megatron_cp_plugin.planner.meta import Trace, trace_of
 
 __all__ = [
     "PASSES",

@@ -11,21 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import register_fused
-from megatron_cp_plugin.core.kernel import (
-    Gradients,
-    KernelCall,
-    Packing,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import (
-    BackwardPass,
     Cache,
-    ForwardPass,
+    Gradients,
     LinearInputs,
     LinearKernel,
+    Running,
 )
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.route import Runs
+from megatron_cp_plugin.core.linear.states import NO_GATES
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
@@ -73,7 +68,9 @@ class SizesOnly(SoftmaxKernel):
         self.called(call, None)
         return out, lse
 
-    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
+    def backward(
+        self, call: KernelCall, dout: Tensor, statistics: Statistics
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = call.into or [x.new_empty(x.shape) for x in (call.q, call.k, call.v)]
         self.called(call, statistics)
         return dq, dk, dv
@@ -178,66 +175,52 @@ def _segments(q: Tensor, runs: Runs) -> int:
     return len(runs) * segments_of(tokens // len(runs), batch * tokens, heads)
 
 
-class _Forward(ForwardPass):
-    """Of a forward."""
-
-    def __init__(self, given: LinearInputs) -> None:
-        q, _, v, _, runs = given
-        self._q, self._v = q, v
-        self._flop = _flop(q, v)
-        note(Linear("forward", self._flop / 3))
-        self._segments = _segments(q, runs)
-        self._ends = _states(q, v, self._segments)
-        self.states = _states(q, v, len(runs))
-
-    def intra(self) -> None:
-        note(Linear("forward", self._flop * 2 / 3))
-        self._before = _states(self._q, self._v, self._segments)
-        self._out = torch.empty_like(self._v)
-
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        if incoming is not None:
-            note(Memory("earlier tokens", _bytes(self._q, self._v, self._v)))
-            self._before = _states(self._q, self._v, self._segments)
-        return self._out, (self._before,)
-
-
-class _Backward(BackwardPass):
-    """Of a backward."""
-
-    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
-        q, k, v, _, runs = given
-        self._of, self._runs = (q, k, v), runs
-        self._flop = _flop(q, v)
-        note(Linear("backward", self._flop / 3))
-        self._segments = _segments(q, runs)
-        self._dstarts = _states(q, v, self._segments)
-        self.dstates = _states(q, v, len(runs))
-
-    def intra(self) -> None:
-        note(Linear("backward", self._flop * 2 / 3))
-        self._before_chunks = self._of_chunks()
-
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._of
-        dends, dafter_chunks = _states(q, v, self._segments), self._of_chunks()
-        dq, dk = torch.empty_like(q), torch.empty_like(k)
-        del self._before_chunks
-        dv = torch.empty_like(v)
-        del dends, dafter_chunks
-        return dq, dk, dv
-
-    def _of_chunks(self) -> Tensor:
-        q, _, v = self._of
-        runs = len(self._runs)
-        return _states(q, v, runs * -(-q.shape[1] // runs // CHUNK), q.dtype)
-
-
 class LinearSizes(LinearKernel):
     """Computes nothing; the state of a run takes a third of a pass."""
 
     name = "sizes"
-    forward, backward = _Forward, _Backward
 
     def unsupported(self, problem: object) -> str | None:
         return None
+
+    def forward(self, given: LinearInputs) -> Running[tuple[Tensor, Cache]]:
+        q, _, v, _, runs = given
+        note(Linear("forward", _flop(q, v) / 3))
+        segments = _segments(q, runs)
+        living = [_states(q, v, segments)]  # as long as the pass
+
+        def intra() -> None:
+            note(Linear("forward", _flop(q, v) * 2 / 3))
+            living.extend((_states(q, v, segments), torch.empty_like(v)))
+
+        def finish(incoming: Tensor | None) -> tuple[Tensor, Cache]:
+            if incoming is not None:
+                note(Memory("earlier tokens", _bytes(q, v, v)))
+                living[1] = _states(q, v, segments)
+            return living[2], (living[1],)
+
+        return Running(_states(q, v, len(runs)), intra, finish)
+
+    def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
+        q, k, v, _, runs = given
+        note(Linear("backward", _flop(q, v) / 3))
+        segments = _segments(q, runs)
+        living = [_states(q, v, segments)]
+
+        def of_chunks() -> Tensor:
+            count = len(runs)
+            return _states(q, v, count * -(-q.shape[1] // count // CHUNK), q.dtype)
+
+        def intra() -> None:
+            note(Linear("backward", _flop(q, v) * 2 / 3))
+            living.append(of_chunks())
+
+        def finish(doutgoing: Tensor | None) -> Gradients:
+            dends, dafter_chunks = _states(q, v, segments), of_chunks()
+            dq, dk = torch.empty_like(q), torch.empty_like(k)
+            living.pop()
+            dv = torch.empty_like(v)
+            del dends, dafter_chunks
+            return dq, dk, dv, NO_GATES
+
+        return Running(_states(q, v, len(runs)), intra, finish)

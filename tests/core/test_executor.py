@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
-from megatron_cp_plugin.planner.trace import trace_of
+from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error
 from tests.pairwise import pairwise

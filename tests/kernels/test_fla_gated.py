@@ -9,7 +9,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.route import Runs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.registry import layout_of

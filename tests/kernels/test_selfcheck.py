@@ -11,7 +11,8 @@ from megatron_cp_plugin.core.kernel import (
     forward_by_sequence,
 )
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.runs import Runs
+from megatron_cp_plugin.core.linear.route import Runs
+from megatron_cp_plugin.core.linear.states import NO_GATES
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
@@ -265,7 +266,7 @@ class PlantedLinear(LinearKernel):
             given = given._replace(k=torch.cat((torch.zeros_like(k[:, :1024]), k[:, 1024:]), 1))
         if self.fault == "documents":
             given = given._replace(runs=Runs.single(tokens))
-        made = Chunked.forward(given)
+        made = Chunked().forward(given)
         if self.fault == "state":
             made.states = made.states * 1.02
         if self.fault == "incoming":
@@ -274,12 +275,12 @@ class PlantedLinear(LinearKernel):
         return made
 
     def backward(self, given, dout, cache):
-        made = Chunked.backward(given, dout, cache)
+        made = Chunked().backward(given, dout, cache)
         if self.fault == "nan":
             finish, nan = made.finish, torch.full_like(given.v, torch.nan)
-            made.finish = lambda doutgoing: (*finish(doutgoing)[:2], nan)
+            made.finish = lambda doutgoing: (*finish(doutgoing)[:2], nan, NO_GATES)
         if self.fault == "dstate":
-            made.dstates = -made.dstates
+            made.states = -made.states
         return made
 
 

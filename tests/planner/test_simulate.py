@@ -24,8 +24,8 @@ from megatron_cp_plugin.planner.machine import (
     Machine,
     Rate,
 )
+from megatron_cp_plugin.planner.meta import Trace, trace_of
 from megatron_cp_plugin.planner.simulate import simulate
-from megatron_cp_plugin.planner.trace import Trace, trace_of
 
 FLOPS, BYTES = 1e12, 1e9
 KERNELS = Kernels(

@@ -12,19 +12,22 @@ A pass over all runs comes in three parts, so that states can travel while the m
 the neighbours need, what needs nothing of them, and the rest.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Kernel
 from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.runs import Runs
-from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
+from megatron_cp_plugin.core.linear.route import Runs
+from megatron_cp_plugin.core.linear.states import Gates
 
 Cache = tuple[Tensor | None, ...]
+# dq, dk [B,S,H,D], dv [B,S,H,E], and those of the gates, in the dtypes of what they are of.
+Gradients = tuple[Tensor, Tensor, Tensor, Gates]
 
 
 @dataclass(frozen=True)
@@ -73,71 +76,34 @@ class LinearInputs(NamedTuple):
     runs: Runs
 
 
-class ForwardPass(ABC):
-    """A forward under way. States are float32 (float64 for float64).
+@dataclass
+class Running[R]:
+    """A pass under way. States are float32 (float64 for float64).
 
     Attributes:
-        states: behind the last document of each run [n,B,H,D,E], contiguous, if nothing comes from
-            before the runs.
-        through: transitions of the runs, see `RunStates`; None: those of constant decay.
+        states: [n,B,H,D,E], contiguous: of a forward those behind the last document of each run, if
+            nothing comes from before the runs; of a backward gradients of the states before the
+            runs, if those of the states behind them are 0.
+        intra: computes what needs nothing of other runs. Call it once.
+        finish: completes the runs, given the states before them, or the gradients of those behind
+            them [n,B,H,D,E]; None: 0.
+        through: of a forward, transitions of the runs, see `RunStates`; None: those of constant
+            decay.
     """
 
     states: Tensor
+    intra: Callable[[], object]
+    finish: Callable[[Tensor | None], R]
     through: Tensor | None = None
-
-    @abstractmethod
-    def __init__(self, given: LinearInputs) -> None:
-        """Begins a forward."""
-
-    @abstractmethod
-    def intra(self) -> None:
-        """Computes what needs nothing from before the runs. Call it once."""
-
-    @abstractmethod
-    def finish(self, incoming: Tensor | None) -> tuple[Tensor, Cache]:
-        """Completes the runs.
-
-        Args: incoming: the states before the runs [n,B,H,D,E]; None: 0.
-
-        Returns: out [B,S,H,E] in q's dtype, and what `BackwardPass` takes as `cache`.
-        """
-
-
-class BackwardPass(ABC):
-    """A backward under way.
-
-    Attributes:
-        dstates: gradients of the states before the runs [n,B,H,D,E], contiguous, if those of the
-            states behind them are 0.
-        dgates: gradients of the gates, once `finish` has returned, in their dtypes.
-    """
-
-    dstates: Tensor
-    dgates: Gates = NO_GATES
-
-    @abstractmethod
-    def __init__(self, given: LinearInputs, dout: Tensor, cache: Cache) -> None:
-        """Begins a backward. Args: dout: [B,S,H,E]. cache: of `ForwardPass.finish`."""
-
-    @abstractmethod
-    def intra(self) -> None:
-        """Computes what does not need the gradients of the states behind the runs. Call it once."""
-
-    @abstractmethod
-    def finish(self, doutgoing: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Completes the runs.
-
-        Args: doutgoing: gradients of the states behind the runs [n,B,H,D,E]; None: 0.
-
-        Returns: dq, dk [B,S,H,D], dv [B,S,H,E] in the dtypes of q, k, v.
-        """
 
 
 class LinearKernel(Kernel[LinearProblem]):
-    """Causal linear attention over runs of consecutive tokens, of any number of documents.
+    """Causal linear attention over runs of consecutive tokens, of any number of documents."""
 
-    Attributes: forward, backward: its passes.
-    """
+    @abstractmethod
+    def forward(self, given: LinearInputs) -> Running[tuple[Tensor, Cache]]:
+        """Begins a forward, which gives out [B,S,H,E] in q's dtype, and what `backward` takes."""
 
-    forward: ClassVar[type[ForwardPass]]
-    backward: ClassVar[type[BackwardPass]]
+    @abstractmethod
+    def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
+        """Begins a backward. Args: dout: [B,S,H,E]. cache: of the forward."""

@@ -28,7 +28,7 @@ from megatron_cp_plugin.core.linear.route import Route
 from megatron_cp_plugin.core.linear.states import NO_GATES, Gates, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
-LocalWork = Callable[[], None]
+LocalWork = Callable[[], object]
 
 
 class StatePassing(LinearAlgorithm):
@@ -228,7 +228,7 @@ class StatePassing(LinearAlgorithm):
         inputs = LinearInputs(q, k, v, transition, route.local(self.topology.rank))
         running = call.kernel.backward(inputs, dout, tuple(cache))
         back = route.back
-        states = _of_shared(running.dstates, call, summed=True)
+        states = _of_shared(running.states, call, summed=True)
         if dfinal is not None:
             dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0], back)
         arrived, end = self.carry(
@@ -243,8 +243,8 @@ class StatePassing(LinearAlgorithm):
             arrived, dinitial = (
                 None if x is None else _to_first(x, call.shared) for x in (arrived, dinitial)
             )
-        dq, dk, dv = running.finish(arrived)
-        return dq, dk, dv, dinitial, running.dgates
+        dq, dk, dv, dgates = running.finish(arrived)
+        return dq, dk, dv, dinitial, dgates
 
 
 def _shared_decay(call: LinearCall) -> Decay:
