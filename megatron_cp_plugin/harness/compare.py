@@ -113,19 +113,15 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     if ranks % size:
         raise ConfigError(f"--nproc-per-node must be a multiple of {size} ranks, got {ranks}")
-    platform = line.of_plugin("platform")
     against = known.reference
     if against == "auto":
         has_engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-        against = "te" if has_engine and platform != "cpu" else "cp1"
-    own = ["--context-parallel-algo", MEGATRON]
-    own += ["--cp-platform", platform] if platform else []
-    if against == "cp1":
-        own += ["--context-parallel-size", "1"]
+        against = "te" if has_engine and line.of_plugin("platform") != "cpu" else "cp1"
+    alone = ["--context-parallel-size", "1"] if against == "cp1" else []
     both = ["--train-iters", str(known.iters), "--log-interval", "1"]
     found = []
     for name, section, flags in (
-        ("reference", {}, [*line.of_megatron, *own]),
+        ("reference", {}, [*line.by(MEGATRON), *alone]),
         ("ours", line.section, line.rest),
     ):
         here = ranks // size if (name, against) == ("reference", "cp1") else ranks

@@ -160,8 +160,7 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
     spans = bool(known.batch and read_batch(known.batch)[1])
     if spans and MEGATRON in known.also.split(","):
         raise ConfigError(f"{MEGATRON} knows no attention_spans, got --also {known.also}")
-    kernel, platform = line.of_plugin("kernel", "auto"), line.of_plugin("platform")
-    chunk = line.of_plugin("chunked_loss")
+    kernel, chunk = line.of_plugin("kernel", "auto"), line.of_plugin("chunked_loss")
     alone = ("--context-parallel-size", "1", "--expert-model-parallel-size", "1")
     other_tensor, ids = known.also_tensor, 0
     if other_tensor is not None and not given("load", ""):
@@ -170,10 +169,7 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
 
     def run(name: str, file: str, *more: str, algo: str = "", kernel: str = kernel) -> Run:
         """Args: algo: in the place of all that the flags and the run file say; "": as they do."""
-        words = [*line.rest, *more]
-        if algo:
-            words = [*line.of_megatron, "--context-parallel-algo", algo, *more]
-            words += ["--cp-platform", platform] if platform else []
+        words = [*(line.by(algo) if algo else line.rest), *more]
         if algo not in ("", MEGATRON):
             words += ["--cp-kernel", kernel]
             words += ["--cp-chunked-loss", str(chunk)] if chunk else []
@@ -188,7 +184,7 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
         or registry.kind_of("zigzag" if algo == registry.AUTO else algo) == "linear"
     ):
         reference = run("CP 1", "cp1", *alone)
-        if torch.cuda.is_available() and platform != "cpu":
+        if torch.cuda.is_available() and line.of_plugin("platform") != "cpu":
             noise = run("CP 1, kernel chunked", "noise", *alone, "--cp-kernel", "chunked")
     else:
         reference = run("CP 1, Megatron's own attention", "cp1", *alone, algo=MEGATRON)

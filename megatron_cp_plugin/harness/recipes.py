@@ -429,43 +429,30 @@ def _assigned(
     function: ast.FunctionDef,
     functions: Mapping[str, ast.FunctionDef],
     outer: Mapping[str, ast.expr],
-    place: str,
+    file: str,
 ) -> Iterator[Word]:
-    names = dict(outer)
-    arguments = function.args.args
-    names |= {
-        argument.arg: default
-        for argument, default in zip(
-            arguments[len(arguments) - len(function.args.defaults) :],
-            function.args.defaults,
-            strict=True,
-        )
-    }
+    arguments = zip(function.args.args[::-1], function.args.defaults[::-1], strict=False)
+    names = {**outer, **{argument.arg: default for argument, default in arguments}}
     for node in ast.walk(function):
-        called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr == "from_hf_pretrained":
-            assert isinstance(node, ast.Call)
-            for argument in node.args[:1]:
-                yield Word(f"hf_path={_constant(argument, names)}", f"{place}:{node.lineno}")
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-            continue
-        target, value = node.targets[0], node.value
-        if isinstance(target, ast.Name):
-            names[target.id] = value
-            base = value.func if isinstance(value, ast.Call) else None
-            if isinstance(base, ast.Name) and base.id in functions:
-                yield from _assigned(functions[base.id], functions, outer, place)
-                yield Word(f"recipe={base.id}", place)
-            continue
-        key = ast.unparse(target).removeprefix("cfg.").replace("model_cfg.", "model.")
-        if "." not in key and not key.startswith("dataset"):
-            continue  # a provider, of which the model's name was taken
-        found = _constant(value, names)
-        known = found is not ...
-        text = str(found) if known else ast.unparse(value)
-        if key.startswith("dataset") and "packing" in ast.unparse(value):
-            yield Word("dataset.enable_offline_packing=true", f"{place}:{node.lineno}")
-        yield Word(f"{key}={'null' if found is None else text}", f"{place}:{node.lineno}", known)
+        match node:
+            case ast.Call(ast.Attribute(attr="from_hf_pretrained"), [path, *_]):
+                yield Word(f"hf_path={_constant(path, names)}", f"{file}:{node.lineno}")
+            case ast.Assign([ast.Name(name)], value):
+                names[name] = value
+                if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                    base = functions.get(value.func.id)
+                    if base is not None:
+                        yield from _assigned(base, functions, outer, file)
+                        yield Word(f"recipe={base.name}", file)
+            case ast.Assign([target], value):
+                key = ast.unparse(target).removeprefix("cfg.").replace("model_cfg.", "model.")
+                if "." not in key and not key.startswith("dataset"):
+                    continue  # a provider, of which the model's name was taken
+                found, written, place = _constant(value, names), ast.unparse(value), node.lineno
+                if key.startswith("dataset") and "packing" in written:
+                    yield Word("dataset.enable_offline_packing=true", f"{file}:{place}")
+                text = "null" if found is None else written if found is ... else found
+                yield Word(f"{key}={text}", f"{file}:{place}", found is not ...)
 
 
 def _constant(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:

@@ -172,6 +172,12 @@ class CommandLine:
         is_unset = given == {"kernel": "auto", "layers": ()}.get(name)
         return self.section.get(name, default) if is_unset else given
 
+    def by(self, algo: str) -> list[str]:
+        """Megatron's flags with another algorithm, on the same platform."""
+        platform = self.of_plugin("platform")
+        of_platform = ["--cp-platform", platform] if platform else []
+        return [*self.of_megatron, "--context-parallel-algo", algo, *of_platform]
+
     def given(self, name: str, default: Any) -> Any:
         """What a flag of Megatron gives, of default's type, else the run file."""
         parser = OneLineParser(add_help=False, allow_abbrev=False)
