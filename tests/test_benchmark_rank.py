@@ -103,10 +103,10 @@ def test_no_row_begins_when_the_time_is_over(made_up_gpu, tmp_path, capsys):
 
 
 def test_a_row_is_given_up(made_up_gpu, tmp_path):
-    asked = "--ranks 4 --tokens 64 --heads 4:2 --algos zigzag --row-seconds 0.001 --output"
+    asked = "--ranks 4 --tokens 64 --heads 4:2 --algos zigzag --row-seconds 0.02 --output"
     benchmark.main([*asked.split(), str(tmp_path)])
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert "took more than 0.001 s" in row["note"]
+    assert "took more than 0.02 s" in row["note"]
 
 
 def test_it_refuses_without_a_gpu(tmp_path):

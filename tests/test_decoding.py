@@ -15,7 +15,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import naive_attention, relative_error
 
-PROMPT, DECODED, DIM, VALUE_DIM = 43, 100, 8, 12
+PROMPT, DECODED, DIM, VALUE_DIM = 43, 40, 8, 12
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
 
 
@@ -28,7 +28,7 @@ def inputs(heads: str, batch: int = 2, tokens: int = PROMPT + DECODED) -> list[T
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("algo", "heads", "window"),
     [
@@ -38,7 +38,7 @@ def inputs(heads: str, batch: int = 2, tokens: int = PROMPT + DECODED) -> list[T
         ("attention2d-no", "GQA", 25),
     ],
 )
-def test_a_prompt_and_100_tokens(algo: str, heads: str, window: int | None, size: int) -> None:
+def test_a_prompt_and_40_tokens(algo: str, heads: str, window: int | None, size: int) -> None:
     """The shards of the prompt's keys and values are the cache; ranks take turns to add a token."""
     q, k, v = inputs(heads)
     expected = naive_attention(q, k, v, causal=True, scale=DIM**-0.5, window=window)

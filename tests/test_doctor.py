@@ -179,6 +179,7 @@ def test_kernels_are_checked_with_the_model_s_head_dims(monkeypatch, capsys):
     assert all(finding.failed for finding in findings.values())
 
 
+@pytest.mark.slow
 def test_a_report_has_findings_links_and_times(tmp_path):
     """Under torchrun, as someone with more GPUs would send it."""
     path = tmp_path / "report.json"

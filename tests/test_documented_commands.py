@@ -272,6 +272,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
+@pytest.mark.slow
 def test_pages_build(tmp_path: Path) -> None:
     """As `make docs` does: Sphinx warns of lost links, and of pages without a place."""
     words = ["sphinx", "-q", "-W", "--keep-going", "-b", "html", str(ROOT / "docs"), str(tmp_path)]

@@ -137,7 +137,7 @@ def call(one: LinearAttention, topology: Topology) -> list[Tensor | None]:
     return [*found, *([] if one.initial else [None])]
 
 
-@examples(25)
+@examples(15)
 @given(st.data())
 def test_equals_the_recurrence(data: st.DataObject) -> None:
     world = data.draw(worlds())

@@ -379,8 +379,8 @@ def close(found: Any, wanted: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@examples(4)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@examples(3)
 @given(SEEDS)
 def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
     compare(Random(seed), size, layout)

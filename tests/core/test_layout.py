@@ -80,7 +80,7 @@ def test_ranks_have_equal_work_whatever_the_documents(words, size):
         assert max(work) <= 1.02 * sum(work) / size
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 32])
+@pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("name", ["prefix", "images", "diffusion", "prefix_lm", "sequences"])
 def test_ranks_have_equal_work_whatever_the_spans(name, size):
     """The zigzag layout has up to 1.28 times the mean on a rank. In few parts a rank."""

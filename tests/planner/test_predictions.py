@@ -62,6 +62,7 @@ def test_the_fit_finds_a_number_again(monkeypatch):
     assert found.between.exchange.bytes_per_second == pytest.approx(1.5e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_held_out_ranks_alone():
     """The host decides in half of them; times of equal code differ by up to 1.4 there."""
     every = page.of_ranks()
