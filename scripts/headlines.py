@@ -7,7 +7,7 @@ from pathlib import Path
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Model, Split
-from megatron_cp_plugin.planner.step import only, step
+from megatron_cp_plugin.planner.step import step
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
@@ -62,9 +62,7 @@ def linear() -> dict[str, dict[int, float]]:
         split = step(model, Split(context=64), tokens, machine, "linear_ulysses")
         # One head a rank, of all tokens: the same work as LASP's without its messages.
         alone = step(model, Split(), tokens // 64, machine, "lasp").parts["attention"]
-        tensor = step(
-            model, Split(tensor=64), tokens, machine, attention=only(alone / model.layers)
-        )
+        tensor = step(model, Split(tensor=64), tokens, machine, attention=alone / model.layers)
         for name, one in zip(found, (lasp, split, tensor), strict=True):
             found[name][length] = tokens / one.seconds
     return found

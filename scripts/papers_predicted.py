@@ -29,13 +29,14 @@ from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import BASELINES, Baseline, cost
 from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, Tile
+from megatron_cp_plugin.planner.event_simulation import Timeline, tile_seconds
 from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_of_stage
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
-from megatron_cp_plugin.planner.simulate import Timeline, simulate, tile_seconds
-from megatron_cp_plugin.planner.step import Step, nodes_of, only, step
+from megatron_cp_plugin.planner.simulate import simulate
+from megatron_cp_plugin.planner.step import Step, nodes_of, step
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
@@ -164,7 +165,7 @@ def whole(
     """A step of training."""
     nodes = nodes_of(split, on)
     attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
-    return step(model, split, tokens, on, attention=attention)
+    return step(model, split, tokens, on, attention=attention.seconds)
 
 
 def filled(model: Model, ways: int) -> Model:
@@ -181,7 +182,7 @@ def tensor(
     model, split = filled(model, ways), Split(tensor=ways, recompute=recompute)
     attention = layer("zigzag", {}, model.shape(tokens, ways), on, (0,))
     again = model.layers * attention.forward.seconds if recompute == "full" else 0.0
-    return step(model, split, tokens, on, attention=attention).seconds + again
+    return step(model, split, tokens, on, attention=attention.seconds).seconds + again
 
 
 def prefill(
@@ -198,7 +199,7 @@ def prefill(
     nodes = nodes_of(split, on)
     attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
     once, again = (
-        step(model, replace(split, recompute=how), tokens, on, attention=only(0.0)).seconds
+        step(model, replace(split, recompute=how), tokens, on, attention=0.0).seconds
         for how in ("none", "full")
     )
     return again - once + model.layers * attention.forward.seconds
@@ -316,7 +317,7 @@ def gpt3_nodes() -> list[str]:
         found = []
         for algo, options in HERE.values():
             attention = layer(algo, options, model.shape(tokens), on, nodes_of(split, on))
-            found.append(step(model, split, tokens, shared, attention=attention))
+            found.append(step(model, split, tokens, shared, attention=attention.seconds))
         rows.append([what, *_ms(found)])
     lines = [
         "The 2.7B, 4 layers, 4 ranks on 2 GPUs as two emulated nodes, ms a step, **predicted** "
@@ -541,7 +542,7 @@ LINEAR = ("lasp", "lasp2", "linear_ulysses")
 def _linear_tensor(model: Model, split: Split, tokens: int, on: Machine) -> Step:
     """Some heads of all tokens: as much work as all heads of some tokens, without messages."""
     one = layer("lasp", {}, model.shape(tokens // split.tensor), on, (0,))
-    return step(model, split, tokens, on, attention=only(one.seconds))
+    return step(model, split, tokens, on, attention=one.seconds)
 
 
 def lasp_figure4_here() -> list[str]:
@@ -965,7 +966,7 @@ def distflash_table5() -> list[str]:
         for kilo in (8, 16, 32):
             split, tokens = Split(context=gpus, recompute="full"), gpus * kilo * K
             attention = layer(PAPERS, NCCL, LLAMA.shape(tokens), on, nodes_of(split, on))
-            once = step(LLAMA, split, tokens, on, attention=attention).seconds
+            once = step(LLAMA, split, tokens, on, attention=attention.seconds).seconds
             twice = once + LLAMA.layers * attention.forward.seconds
             row.append(f"{twice:.1f} / {once:.1f} s, {twice / once:.2f}x")
         rows.append(row)
@@ -996,7 +997,7 @@ def lightseq() -> list[str]:
             split = Split(context=16, recompute="full")
             # Ulysses computes attention again with the layer, as Megatron's.
             attention = layer("ulysses", {}, model.shape(tokens), on, nodes_of(split, on))
-            by_heads = step(model, split, tokens, on, attention=attention).seconds
+            by_heads = step(model, split, tokens, on, attention=attention.seconds).seconds
             got = (
                 tensor(model, 16, tokens, on, "full"),
                 by_heads + model.layers * attention.forward.seconds,
@@ -1147,10 +1148,10 @@ def burst_batches() -> list[str]:
         # Beside attention, sequences side by side take what a long one takes.
         shape = Shape(batch, 4 * K, LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim)
         attention = layer(*BURST, shape, pci(600), (0,) * 8, full)
-        one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention)
+        one = step(LLAMA, split, batch * 4 * K, pci(600), attention=attention.seconds)
         ring.append(f"{batch * 4 * K / one.seconds:.0f}")
         attention = layer("zigzag", {}, replace(shape, heads=4, kv_heads=4), pci(600), (0,))
-        one = step(LLAMA, Split(tensor=8), batch * 4 * K, pci(600), attention=attention)
+        one = step(LLAMA, Split(tensor=8), batch * 4 * K, pci(600), attention=attention.seconds)
         by_heads.append(f"{batch * 4 * K / one.seconds:.0f}")
     return table(["batch", *map(str, batches)], [*rows, ring, by_heads])
 

@@ -22,17 +22,18 @@ from benchmark_rank import NODE, Case
 from headlines import section
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.dry_run import Tile
-from megatron_cp_plugin.planner.event_simulation import Timeline, play
+from megatron_cp_plugin.planner.event_simulation import Timeline, play, tile_seconds
 from megatron_cp_plugin.planner.layer import Layer
-from megatron_cp_plugin.planner.machine import Links, Machine, Pass, Rate
+from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
-from megatron_cp_plugin.planner.simulate import simulate, tile_seconds, traces_of
+from megatron_cp_plugin.planner.simulate import simulate, traces_of
 from megatron_cp_plugin.planner.step import Step, step
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -225,7 +226,7 @@ def _single(row: Row, machine: Machine, mask: Mask) -> tuple[float, float]:
         area = sum(n * (n + 1) / 2 if mask.causal else n * n for n in lengths)
         mean = row.tokens // len(lengths)
         dims = row.heads, row.kv_heads, row.head_dim, row.value_dim
-        name: Pass = "forward" if phase == "forward" else "backward"
+        name: Phase = "forward" if phase == "forward" else "backward"
         tile = Tile(name, 1, mean, mean, area, *dims, mask.causal)
         times.append((tile_seconds(machine, row.kernel, tile) + host) / row.gpus * MS)
     return times[0], sum(times)

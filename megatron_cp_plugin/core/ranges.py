@@ -163,12 +163,12 @@ class Ranges(Sequence[Span]):
         start, stop, step = self.table
         return type(self)(np.stack((start + by, stop + by, step)))
 
-    def reversed_where(self, flags: Flags) -> Self:
-        """Some of the ranges in reverse order."""
+    @property
+    def backward(self) -> Self:
+        """Each range in reverse order."""
         start, _, step = self.table
-        start = np.where(flags, start + step * (self.lengths - 1), start)
-        step = np.where(flags, -step, step)
-        return type(self)(np.stack((start, start + step * self.lengths, step)))
+        last = start + step * (self.lengths - 1)
+        return type(self)(np.stack((last, start - step, -step)))
 
     def at(self, start: int, stop: int) -> Self:
         """The elements with numbers [start, stop), as far as there are any."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin import functional
-from megatron_cp_plugin.core.comm import Communicator, Operation, Pending
+from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
@@ -35,7 +35,6 @@ from megatron_cp_plugin.planner.machine import (
     KernelSpeed,
     Links,
     Machine,
-    Pass,
     Rate,
 )
 from megatron_cp_plugin.planner.simulate import host_seconds
@@ -225,7 +224,7 @@ class _Calibration:
 
     def _tile(
         self, kernel: SoftmaxKernel, rows: int, columns: int, *, causal: bool
-    ) -> dict[Pass, float]:
+    ) -> dict[Phase, float]:
         q, k, v, dout = self._inputs(rows, columns)
         scale = q.shape[3] ** -0.5
         call = KernelCall(q, k, v, scale, causal)

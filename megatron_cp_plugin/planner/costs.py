@@ -91,12 +91,8 @@ def peak(
     """Works out the memory that a rank's GPU needs for a layer of softmax attention.
 
     Args:
-        algo: A name of `available("softmax")`.
-        size: Number of context-parallel ranks.
-        rank: One of them.
-        shape: The whole problem.
-        mask: Default: causal.
-        options: Of the algorithm; values may be text.
+        algo, size, shape, mask, options: As of `cost`.
+        rank: One of the ranks.
         kernel: Name of the kernel, which need not run here.
         peer_access: Whether ranks reach each other's memory, as GPUs of one node do.
 
@@ -124,17 +120,7 @@ def document(
     shape, passes (forward and backward, see `planner.plan_json`), idle: the share of the
     forward's time, and peak_bytes: of each rank, see `planner.call_memory.Peak`.
 
-    Args:
-        algo: A name of `available("softmax")`.
-        size: Number of context-parallel ranks.
-        shape: The whole problem.
-        mask: Default: causal.
-        options: Of the algorithm; values may be text.
-        kernel: Name of the kernel, which need not run here.
-
-    Raises:
-        ConfigError: As `cost`.
-        KernelUnavailableError: No kernel has that name.
+    Args: as of `peak`. Raises: as of `peak`.
     """
     mask, options = mask or Mask(), options or {}
     algorithm = planned(algo, size, shape, mask, options)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase, Receive, Send
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.planner.machine import Pass
 
 ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
 
@@ -51,7 +50,7 @@ class Tile(NamedTuple):
         area: Pairs of a query and a key, for each head.
     """
 
-    phase: Pass
+    phase: Phase
     batch: int
     rows: float
     columns: float
@@ -66,7 +65,7 @@ class Tile(NamedTuple):
 class Linear(NamedTuple):
     """A part of a kernel of linear attention."""
 
-    phase: Pass
+    phase: Phase
     flop: float
 
 

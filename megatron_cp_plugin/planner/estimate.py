@@ -18,16 +18,16 @@ import numpy as np
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, together
-from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
-from megatron_cp_plugin.core.plans.plan import row_bytes
+from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import Tile as Kernel
-from megatron_cp_plugin.planner.machine import Machine, Pass
-from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
+from megatron_cp_plugin.planner.event_simulation import tile_seconds
+from megatron_cp_plugin.planner.machine import Machine
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
@@ -229,13 +229,13 @@ class Estimator:
 
     def least(self, placements: Sequence[Placement]) -> float:
         """Seconds that forward and backward take at least, without much work."""
-        return sum(self._least(*one) for one in zip(placements, PASSES, strict=True))
+        return sum(self._least(*one) for one in zip(placements, PHASES, strict=True))
 
     def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
         """Forward and backward."""
-        return [self._pass(*one) for one in zip(placements, PASSES, strict=True)]
+        return [self._pass(*one) for one in zip(placements, PHASES, strict=True)]
 
-    def _least(self, placement: Placement, phase: Pass) -> float:
+    def _least(self, placement: Placement, phase: Phase) -> float:
         """Seconds that one rank computes at least, or gets what it needs in."""
         members = 1
         if isinstance(placement, HeadPlacement):
@@ -257,7 +257,7 @@ class Estimator:
 
     @_kept(lambda self, placement, *of_pass: (placement.layout, placement.size, *of_pass))
     def _own(
-        self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Pass, members: int
+        self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Phase, members: int
     ) -> float:
         """Seconds in which a rank computes all of its queries, or all of its keys."""
         own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
@@ -265,7 +265,7 @@ class Estimator:
         return self._computing(tiles, together(placement.groups), phase)
 
     @_kept(lambda self, placement, phase: (placement, phase))
-    def _pass(self, placement: Placement, phase: Pass) -> Estimate:
+    def _pass(self, placement: Placement, phase: Phase) -> Estimate:
         if isinstance(placement, HeadPlacement):
             found = self._by_heads(placement, phase)
         else:
@@ -277,14 +277,14 @@ class Estimator:
 
     # -- blocks that meet on ranks
 
-    def _by_blocks(self, placement: BlockPlacement, phase: Pass, members: int) -> Estimate:
+    def _by_blocks(self, placement: BlockPlacement, phase: Phase, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
         ranks = {0, placement.size - 1, *self._busiest(placement)}
         one = self._gathered if placement.assembled else self._steps
         return max(one(placement, phase, rank, members) for rank in ranks)
 
     def _gathered(
-        self, placement: BlockPlacement, phase: Pass, rank: int, members: int
+        self, placement: BlockPlacement, phase: Phase, rank: int, members: int
     ) -> Estimate:
         groups, coming, leaving = placement.groups, _Moved(), _Moved()
         queries, keys = self._blocks.owners(placement, rank)
@@ -332,7 +332,7 @@ class Estimator:
         bands, tokens = self.mask.bands, self.shape.seq_len
         return bands.keys_of(tokens), bands.transposed.keys_of(tokens)
 
-    def _steps(self, placement: BlockPlacement, phase: Pass, rank: int, members: int) -> Estimate:
+    def _steps(self, placement: BlockPlacement, phase: Phase, rank: int, members: int) -> Estimate:
         kinds, order = self._of_rank(placement, rank, members)
         group, times = placement.groups[0], len(placement.groups)
         wide, backward = placement.wide_gradients, phase == "backward"
@@ -437,7 +437,7 @@ class Estimator:
 
     # -- heads that are exchanged
 
-    def _by_heads(self, placement: HeadPlacement, phase: Pass) -> Estimate:
+    def _by_heads(self, placement: HeadPlacement, phase: Phase) -> Estimate:
         shape, members = self.shape, placement.members
         between, count = placement.of_teams, len(placement.exchanges)
         computing = self._by_blocks(between, phase, members)
@@ -462,7 +462,7 @@ class Estimator:
 
     # -- parts of both
 
-    def _launching(self, kernels: int, messages: int, phase: Pass) -> float:
+    def _launching(self, kernels: int, messages: int, phase: Phase) -> float:
         """Seconds of the host. Args: messages: exchanges, each with what puts it in place."""
         host = self.machine.host
         kernel = host.kernel if phase == "forward" else host.kernel_backward
@@ -512,7 +512,7 @@ class Estimator:
         return Counter(self.nodes[rank] for rank in ranks)
 
     @_kept(lambda self, tiles, group, phase: (tiles, group.heads, group.kv_heads, phase))
-    def _computing(self, tiles: tuple[_Tiles, ...], group: HeadGroup, phase: Pass) -> float:
+    def _computing(self, tiles: tuple[_Tiles, ...], group: HeadGroup, phase: Phase) -> float:
         shape = self.shape
         heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
         kernels = (

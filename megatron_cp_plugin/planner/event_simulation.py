@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.planner.dry_run import (
     ChannelId,
     Event,
@@ -24,7 +24,7 @@ from megatron_cp_plugin.planner.dry_run import (
     Tile,
     Wait,
 )
-from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace
 
 Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
@@ -201,7 +201,7 @@ class _Operation:
 class _Begin(NamedTuple):
     """A pass begins."""
 
-    phase: Pass
+    phase: Phase
 
 
 @dataclass
@@ -217,11 +217,11 @@ class _Rank:
 
     events: Sequence[Event | _Begin]
     place: int = 0
-    phase: Pass = "forward"
+    phase: Phase = "forward"
     host: float = 0.0
     stream: float = 0.0
     copies: float = 0.0
-    waited: dict[Pass, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    waited: dict[Phase, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     ended: float = 0.0
     busy: list[tuple[float, float]] = field(default_factory=list)
     slowed: list[tuple[float, float]] = field(default_factory=list)
@@ -256,7 +256,7 @@ class _Run:
         self.channel_next: dict[tuple[int, ChannelId], int] = {}
         self.free: dict[tuple[str, int], float] = {}  # links
         self.intervals: list[Interval] = []
-        self.sent: dict[tuple[int, Pass, str], int] = defaultdict(int)
+        self.sent: dict[tuple[int, Phase, str], int] = defaultdict(int)
 
     def timeline(self) -> Timeline:
         while True:
@@ -548,7 +548,7 @@ class _Run:
             len(self.ranks),
         )
 
-    def _pass(self, phase: Pass, seconds: float, waited: float) -> PassTime:
+    def _pass(self, phase: Phase, seconds: float, waited: float) -> PassTime:
         sent: dict[int, dict[str, int]] = {rank: {} for rank in self.ranks}
         for (rank, of, link), size in self.sent.items():
             if of == phase:

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, log
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
-from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 
-Pass = Literal["forward", "backward"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FOLDER = Path(__file__).parent.parent / "configs" / "machines"
 
@@ -183,7 +182,7 @@ class Machine:
         inside = sent - between if operation == "all_to_all" else sent
         return max(seconds, self.inside.rate(operation, local).time(inside))
 
-    def linear_speed(self, phase: Pass) -> float:
+    def linear_speed(self, phase: Phase) -> float:
         """FLOP a second of linear attention. Raises: ConfigError if they are not known."""
         if phase not in self.linear_flops:
             raise ConfigError(
@@ -273,7 +272,7 @@ def _plain(value: Any) -> Any:
 # What may be 0: times, and rows and columns of tiles that are no slower.
 _FROM_ZERO = frozenset(("seconds", "operation_seconds", "rows", "columns"))
 _COUNTS = frozenset(("gpus_per_node", "cards_per_node", "ranks_per_gpu"))
-_SPEEDS = tuple(f"{one} {shape}" for one in get_args(Pass) for shape in ("causal", "full"))
+_SPEEDS = tuple(f"{one} {shape}" for one in get_args(Phase) for shape in ("causal", "full"))
 
 
 def _check_numbers(where: str, value: Mapping[Any, Any]) -> None:

@@ -14,29 +14,10 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.event_simulation import (
-    Interval,
-    PassTime,
-    Timeline,
-    launched,
-    play,
-    tile_seconds,
-)
+from megatron_cp_plugin.planner.event_simulation import PassTime, Timeline, launched, play
 from megatron_cp_plugin.planner.layer import Layer
-from megatron_cp_plugin.planner.machine import Machine, Pass
+from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace, trace_of
-
-__all__ = [
-    "PASSES",
-    "Interval",
-    "PassTime",
-    "Timeline",
-    "host_seconds",
-    "simulate",
-    "tile_seconds",
-]
-
-PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 def simulate(

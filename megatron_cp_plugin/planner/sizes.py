@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import (
@@ -25,7 +26,6 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 from megatron_cp_plugin.planner.dry_run import Linear, Memory, Tile, note, recording
-from megatron_cp_plugin.planner.machine import Pass
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -45,7 +45,7 @@ class SizesOnly(SoftmaxKernel):
             return
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
         packing = call.packing or Packing.adjacent((0, rows), (0, columns))
-        phase: Pass = "forward" if statistics is None else "backward"
+        phase: Phase = "forward" if statistics is None else "backward"
         rows, columns = packing.edges[:, 1] - packing.edges[:, 0]
         pairs = pairs_within(rows, columns, call.causal, call.window)
         area = float(pairs.sum())

@@ -13,14 +13,15 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.dry_run import Tile
+from megatron_cp_plugin.planner.event_simulation import tile_seconds
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Model, Recompute, Split
-from megatron_cp_plugin.planner.simulate import PASSES, tile_seconds
-from megatron_cp_plugin.planner.step import Step, check_split, nodes_of, only, step
+from megatron_cp_plugin.planner.step import Step, check_split, nodes_of, step
 
 STEP_TOKENS = 2**22  # of a step, where nobody says
 _CLOSER = 6  # whose attention is simulated, and not only estimated
@@ -181,9 +182,7 @@ def _ways(job: Job) -> Iterator[Split]:
 
 def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> Step:
     """Args: seconds: of one layer's attention."""
-    return step(
-        job.model, split, job.tokens, job.machine, attention=only(seconds), attention_gib=gib
-    )
+    return step(job.model, split, job.tokens, job.machine, attention=seconds, attention_gib=gib)
 
 
 def _least(job: Job, split: Split) -> float:
@@ -193,7 +192,7 @@ def _least(job: Job, split: Split) -> float:
         return 0.0
     pairs = visible_pairs(job.tokens, job.mask)
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim
-    tiles = (Tile(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PASSES)
+    tiles = (Tile(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PHASES)
     return sum(tile_seconds(job.machine, job.kernel, tile) for tile in tiles) / split.context
 
 

@@ -24,7 +24,7 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory, own_parameters
 from megatron_cp_plugin.planner.model import Model, Split
 from megatron_cp_plugin.planner.products import Product, passes_seconds
-from megatron_cp_plugin.planner.simulate import PassTime, Timeline, simulate
+from megatron_cp_plugin.planner.simulate import simulate
 
 # How often a layer reads or writes a tensor of one activation: norms, residual sums, rotations,
 # activation functions and gradients of them all. Of a profile of Llama 7B's layers, 128K tokens on
@@ -72,21 +72,21 @@ def step(
     options: Mapping[str, object] | None = None,
     *,
     mask: Mask | None = None,
-    attention: Timeline | None = None,
+    attention: float | None = None,
     attention_gib: float = 0.0,
 ) -> Step:
     """A step of training on sequences of so many tokens.
 
     Args:
-        algo, options: of attention. mask: default: causal. attention: one layer's, if it is known
-            already. attention_gib: what attention needs beside its inputs and results.
+        algo, options: of attention. mask: default: causal. attention: seconds of one layer's, if
+            they are known already. attention_gib: what it needs beside its inputs and results.
 
     Raises: ConfigError if the model cannot be split like this.
     """
     check_split(model, split, tokens)
     if attention is None:
         shape, nodes = model.shape(tokens, split.tensor), nodes_of(split, machine)
-        attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes)
+        attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes).seconds
     parts = _times(model, split, tokens, machine, attention)
     return Step(
         sum(parts.values()),
@@ -143,7 +143,7 @@ def _check_sharded(model: Model, split: Split) -> None:
 
 
 def _times(
-    model: Model, split: Split, tokens: int, machine: Machine, attention: Timeline
+    model: Model, split: Split, tokens: int, machine: Machine, attention: float
 ) -> dict[str, float]:
     again = split.recompute == "full"
     layers = -(-model.layers // split.pipeline)
@@ -154,7 +154,7 @@ def _times(
     passes = layers * model.expert_share * (3 if again else 2)
     touched_seconds = local / split.tensor * touched / machine.memory_bytes_per_second
     each = {
-        "attention": layers * attention.seconds,
+        "attention": layers * attention,
         "matrix products": _products(model, split, local, machine, layers, again=again),
         "other kernels": touched_seconds + passes * copies,
         "tensor-parallel messages": layers * _tensor(model, split, local, machine, again=again),
@@ -163,7 +163,7 @@ def _times(
     count = split.micro_batches
     parts = {name: seconds * count for name, seconds in each.items() if seconds}
     if split.sharded:
-        computing = attention.seconds * layers + each["matrix products"] + each["other kernels"]
+        computing = attention * layers + each["matrix products"] + each["other kernels"]
         exposed = _sharding(model, split, machine, layers, computing)
         parts["messages of sharded parameters"] = exposed * count
     if split.pipeline > 1:
@@ -263,9 +263,3 @@ def _optimizer(model: Model, split: Split, machine: Machine) -> float:
             seconds += machine.collective_seconds("reduce_scatter", copies, stride, 4 * part)
             seconds += machine.collective_seconds("all_gather", copies, stride, 2 * part)
     return seconds
-
-
-def only(seconds: float) -> Timeline:
-    """A layer of attention of which only the time is known."""
-    nothing = PassTime(0.0, 0.0, {})
-    return Timeline(PassTime(seconds, 0.0, {}), nothing, (), 0)

@@ -15,7 +15,7 @@ from megatron_cp_plugin.planner.detected_machine import machine_here, machine_na
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import Job, proposals
-from megatron_cp_plugin.planner.step import only, step
+from megatron_cp_plugin.planner.step import step
 
 LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
 
@@ -116,7 +116,7 @@ def test_what_fits_only_without_attention_is_refused() -> None:
         for name in ("tensor", "context", "pipeline", "data")
     ]
     least = min(
-        step(model, replace(way, chunked_loss=True), 65536, machine, attention=only(0.0)).gib
+        step(model, replace(way, chunked_loss=True), 65536, machine, attention=0.0).gib
         for way in ways
     )
     few = replace(machine, memory_gib=(least + 1e-6) / 0.9)

@@ -13,7 +13,7 @@ from megatron_cp_plugin.planner.experts import Dispatch, Dispatcher
 from megatron_cp_plugin.planner.machine import Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Model, Split
 from megatron_cp_plugin.planner.splits import Job, _ways
-from megatron_cp_plugin.planner.step import check_split, dispatch, only, step
+from megatron_cp_plugin.planner.step import check_split, dispatch, step
 
 H100 = Machine.load("h100_400g")
 QWEN = MODELS["qwen3-30b-a3b"]
@@ -112,7 +112,7 @@ def test_all_gpus_together_have_all_states_and_all_products(split: Split) -> Non
     model = replace(QWEN, experts=experts, layers=4, vocabulary=1, ffn=960)
     free = replace(H100, memory_bytes_per_second=1e30)
     tokens = 20 * 2**22
-    found = step(model, split, tokens, free, attention=only(0.0))
+    found = step(model, split, tokens, free, attention=0.0)
     states = found.memory["optimizer"] * 2**30 * split.gpus
     assert states == pytest.approx(12 * model.parameters, rel=1e-6)
     active = model.attention_parameters + model.active * model.expert_parameters
@@ -125,8 +125,7 @@ def test_parts_of_experts_keep_whole_tokens() -> None:
     """Each of four parts gets the eight copies of the tokens of all four ranks."""
     split = Split(tensor=4, data=2)
     kept = [
-        step(QWEN, replace(split, expert_tensor=ways), 8192, H100, attention=only(0.0))
-        for ways in (1, 4)
+        step(QWEN, replace(split, expert_tensor=ways), 8192, H100, attention=0.0) for ways in (1, 4)
     ]
     more = (kept[1].memory["activations"] - kept[0].memory["activations"]) * 2**30
     assert more == QWEN.layers * 2 * (8192 / 4) * 8 * QWEN.hidden * 3
@@ -134,7 +133,7 @@ def test_parts_of_experts_keep_whole_tokens() -> None:
 
 def test_tensor_parallelism_is_round_attention_where_only_experts_follow() -> None:
     def seconds(model: Model) -> float:
-        found = step(model, Split(tensor=4), 8192, H100, attention=only(0.0))
+        found = step(model, Split(tensor=4), 8192, H100, attention=0.0)
         return found.parts["tensor-parallel messages"] / model.layers
 
     whole = seconds(replace(QWEN, experts=0))
@@ -147,7 +146,7 @@ def test_whole_experts_on_few_gpus_are_faster_than_parts_of_all() -> None:
     """128 experts cut in four have narrow matrices of few rows."""
     way = Split(tensor=4, context=2, data=8)
     parts, whole = (
-        step(QWEN, replace(way, expert=expert, expert_tensor=cut), 131072, H100, attention=only(0))
+        step(QWEN, replace(way, expert=expert, expert_tensor=cut), 131072, H100, attention=0)
         for expert, cut in ((1, 4), (4, 1))
     )
     assert parts.memory["optimizer"] == pytest.approx(whole.memory["optimizer"])

@@ -10,7 +10,7 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
-from megatron_cp_plugin.planner.step import Step, only, step
+from megatron_cp_plugin.planner.step import Step, step
 
 H100 = Machine.load("h100_400g")
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
@@ -19,7 +19,7 @@ GIB = 2**30
 
 def of(split: Split, machine: Machine = H100, seconds: float = 0.0, tokens: int = 15360) -> Step:
     model = MIXTRAL if split.expert > 1 else LLAMA
-    return step(model, split, tokens, machine, attention=only(seconds))
+    return step(model, split, tokens, machine, attention=seconds)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_layers_are_gathered_while_they_compute() -> None:
     # Wide layers: one comes, and gradients of two wait.
     wide = replace(LLAMA, hidden=16384, ffn=53248, heads=128, name="wide")
     layer, ends = 16384 * (2 * 16384 + 2 * 1024 + 3 * 53248), 2 * 16384 * 128256
-    memory = step(wide, Split(context=8, sharded=True), 8192, H100, attention=only(0.0)).memory
+    memory = step(wide, Split(context=8, sharded=True), 8192, H100, attention=0.0).memory
     expected = 2 * (ends + 2 * layer) + 4 * 3 * layer
     assert memory["layers gathered"] * GIB == pytest.approx(expected)
     # A model of two layers has no more than these.
     few = replace(LLAMA, layers=2, vocabulary=256)
-    memory = step(few, Split(context=8, sharded=True), 8192, H100, attention=only(0.0)).memory
+    memory = step(few, Split(context=8, sharded=True), 8192, H100, attention=0.0).memory
     assert memory["layers gathered"] * GIB == pytest.approx(6 * few.parameters)
 
 
@@ -100,8 +100,8 @@ def test_messages_hide_behind_what_is_computed() -> None:
 def test_what_megatron_or_the_plugin_refuses(model: str, split: Split, message: str) -> None:
     sharded = replace(split, sharded=True)
     with pytest.raises(ConfigError, match=message):
-        step(MODELS[model], sharded, 8192, H100, attention=only(0.0))
-    assert step(MODELS[model], split, 8192, H100, attention=only(0.0)).seconds > 0
+        step(MODELS[model], sharded, 8192, H100, attention=0.0)
+    assert step(MODELS[model], split, 8192, H100, attention=0.0).seconds > 0
 
 
 def test_sharded_where_whole_parameters_do_not_fit(

@@ -12,7 +12,7 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_of_stage
 from megatron_cp_plugin.planner.model import MODELS, Model, Split
 from megatron_cp_plugin.planner.splits import Job
-from megatron_cp_plugin.planner.step import only, step
+from megatron_cp_plugin.planner.step import step
 
 H100 = Machine.load("h100_400g")
 
@@ -38,14 +38,14 @@ def test_a_step_without_attention_is_its_products():
     model = replace(MODELS["llama2-7b"], vocabulary=1)
     free = replace(H100, memory_bytes_per_second=1e30)
     for recompute, flop in (("none", 6), ("full", 8)):
-        found = step(model, Split(recompute=recompute), 4096, free, attention=only(0.0))
+        found = step(model, Split(recompute=recompute), 4096, free, attention=0.0)
         expected = flop * model.layers * model.layer_parameters * 4096 / H100.matmul_flops
         assert found.parts["matrix products"] == pytest.approx(expected, rel=1e-3)
         assert found.tokens == 4096
 
 
 def test_what_splitting_does():
-    model, attention = MODELS["llama3-8b"], only(1e-3)
+    model, attention = MODELS["llama3-8b"], 1e-3
 
     def of(**ways):
         return step(model, Split(**ways), 131072, H100, attention=attention)
@@ -66,7 +66,7 @@ def test_what_splitting_does():
 def test_experts():
     model = MODELS["mixtral-8x7b"]
     alone, spread = (
-        step(model, Split(data=8, expert=ways), 8192, H100, attention=only(0.0)) for ways in (1, 8)
+        step(model, Split(data=8, expert=ways), 8192, H100, attention=0.0) for ways in (1, 8)
     )
     assert spread.memory["parameters and gradients"] < alone.memory["parameters and gradients"] / 4
     assert "expert-parallel messages" in spread.parts
@@ -81,8 +81,7 @@ def test_small_experts_are_split_rather_than_multiplied_slowly():
     """128 experts on every GPU have few rows each; on 16 GPUs each has those of 16."""
     model = MODELS["qwen3-30b-a3b"]
     alone, spread = (
-        step(model, Split(data=16, expert=ways), 8192, H100, attention=only(0.0))
-        for ways in (1, 16)
+        step(model, Split(data=16, expert=ways), 8192, H100, attention=0.0) for ways in (1, 16)
     )
     assert alone.parts["matrix products"] > 1.3 * spread.parts["matrix products"]
     assert alone.seconds > spread.seconds
@@ -92,7 +91,7 @@ def test_tokens_that_come_to_experts_are_kept():
     """Each a copy, for the gradient of the expert's first matrix."""
     model = MODELS["qwen3-30b-a3b"]
     fewer = replace(model, active=4)
-    kept = [step(one, Split(), 8192, H100, attention=only(0.0)) for one in (model, fewer)]
+    kept = [step(one, Split(), 8192, H100, attention=0.0) for one in (model, fewer)]
     grown = (kept[0].memory["activations"] - kept[1].memory["activations"]) * 2**30
     assert grown == pytest.approx(model.layers * 8192 * 2 * 4 * (3 * model.ffn + model.hidden))
 
@@ -100,7 +99,7 @@ def test_tokens_that_come_to_experts_are_kept():
 def test_embedding_and_logits_count_as_layers():
     """As Llama 3 405B was trained: 126 layers on 16 stages."""
     model, split = MODELS["llama3-405b"], Split(8, 8, 16, micro_batches=16, recompute="full")
-    found = step(model, split, 131072, H100, attention=only(1e-3))
+    found = step(model, split, 131072, H100, attention=1e-3)
     assert found.fits(H100)
     job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
     settings = megatron_settings(job, split)
@@ -113,7 +112,7 @@ def test_a_last_stage_with_fewer_layers():
     """DeepSeek-V3 has 61 layers."""
     model, split = MODELS["deepseek-v3"], Split(8, 4, 16, 2, 8, 8, 16, "full")
     assert split.last_layers(model) == 1
-    assert step(model, split, 131072, H100, attention=only(1e-3)).seconds > 0
+    assert step(model, split, 131072, H100, attention=1e-3).seconds > 0
     job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
     settings = megatron_settings(job, split)
     assert settings["decoder_last_pipeline_num_layers"] == 1
@@ -129,14 +128,14 @@ def test_later_stages_hold_experts_where_the_first_has_dense_layers(
     attention = 7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
     expert = 3 * 7168 * 2048
     own = layers * (attention + (256 // 8 + 1) * expert) + ends * 129280 * 7168
-    found = step(model, split, 32768, H100, attention=only(0.0)).memory
+    found = step(model, split, 32768, H100, attention=0.0).memory
     assert found["parameters and gradients"] * 2**30 == pytest.approx(6 * own)
 
 
 def test_a_chunked_loss_needs_little_memory_and_another_product():
     model, local = MODELS["llama3-8b"], Split(context=8, recompute="full")
     whole, chunked = (
-        step(model, replace(local, chunked_loss=on), 2**20, H100, attention=only(1e-3))
+        step(model, replace(local, chunked_loss=on), 2**20, H100, attention=1e-3)
         for on in (False, True)
     )
     name = "logits, or a layer run again"
@@ -166,7 +165,7 @@ def test_the_last_stage_of_a_pipeline_has_the_logits():
 
 
 def test_what_fits():
-    model, attention = MODELS["llama3-70b"], only(1e-3)
+    model, attention = MODELS["llama3-70b"], 1e-3
     assert not step(model, Split(), 8192, H100, attention=attention).fits(H100)
     wide = Split(tensor=8, pipeline=4, data=4, context=2, recompute="full")
     assert step(model, wide, 8192, H100, attention=attention).fits(H100)

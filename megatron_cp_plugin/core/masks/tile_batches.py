@@ -302,7 +302,7 @@ def _call(
     if len(numbers) == 1:
         (tile,) = some
         return tile
-    rows, cols = (x.reversed_where(some.reverse) for x in (some.q, some.kv))
+    rows, cols = (x.backward if some.reverse[0] else x for x in (some.q, some.kv))
     return Batch(rows, cols, bool(some.causal[0]), apart, forward, int(some.window[0]))
 
 
