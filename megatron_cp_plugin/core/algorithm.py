@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from math import inf
-from typing import cast
 from weakref import proxy
 
 import torch
@@ -90,8 +89,6 @@ class Algorithm(ABC):
         overlap: messages travel during computations.
         topology: the ranks.
         options: as given.
-        compiled: a call, compiled, by the arguments of `_compile`; the same for all calls that are
-            alike.
     """
 
     name: str = ""
@@ -110,11 +107,18 @@ class Algorithm(ABC):
         self.options = options
         self.layout = self.layout_for(options)
         self._checked: set[Phase] = set()
-        # Without a circle of references: what this object holds, such as process groups, is let go
-        # of with the last reference to it, and not whenever the garbage collector comes.
-        weak = cast("Algorithm", proxy(self))
-        self._on = lru_cache(16)(partial(type(self)._make_on, weak))
-        self.compiled = lru_cache(64)(partial(type(self)._compile, weak))
+
+    # Without a circle of references: what this object holds, such as process groups, is let go of
+    # with the last reference to it, and not whenever the garbage collector comes.
+
+    @cached_property
+    def compiled(self) -> Callable[..., "Compiled"]:
+        """A call, compiled, by the arguments of `_compile`; the same for all that are alike."""
+        return lru_cache(64)(partial(type(self)._compile, proxy(self)))
+
+    @cached_property
+    def _on(self) -> Callable[[Layout], "Algorithm"]:
+        return lru_cache(16)(partial(type(self)._make_on, proxy(self)))
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:

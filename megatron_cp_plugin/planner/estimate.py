@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Place, Placement
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.shape import Shape
@@ -124,28 +124,28 @@ class _Blocks:
         return tuple(self._pairs(placement, rank))
 
     def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
-        spans, met = self.spans(placement), list[tuple[tuple[int, int], Place]]()
+        spans, met = self.spans(placement), list[tuple[int, tuple[int, int, Any, int]]]()
         known = self._met_of[placement.layout, placement.size]
-        blocks: dict[tuple[object, ...], tuple[Sequence[Span], Sequence[Span]]] = {}
+        blocks: dict[Hashable, tuple[Sequence[Span], Sequence[Span]]] = {}
         for pair in placement.pairs_of(rank):
             for place in placement.place(*pair):
                 if place.rank != rank:
                     continue
-                met.append((pair, place))
                 key = *pair, *place[2:]
+                met.append((place.step, key))
                 if key not in known:
                     q, k = (spans(owner) for owner in pair)
                     if not place.whole:
                         q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
                     blocks[key] = q, k
         known.update(zip(blocks, self.meet(list(blocks.values())), strict=True))
-        for pair, place in met:
-            found = known[*pair, *place[2:]]
+        for step, key in met:
+            found = known[key]
             if found.tiles:
-                yield place.step, found, *pair
+                yield step, found, *key[:2]
 
     @cached_property
-    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[tuple[object, ...], _Met]]:
+    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[Hashable, _Met]]:
         return defaultdict(dict)
 
     def meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:

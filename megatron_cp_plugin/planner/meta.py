@@ -104,9 +104,8 @@ def _like(key: Any) -> Any:
     return key.value if isinstance(key, _Other) else [_like(one) for one in key]
 
 
-# torch's own import its compiler, or sympy, for these on meta, which takes seconds.
+# torch's own import its compiler for these on meta, which takes seconds.
 _JOINING = torch.ops.aten.cat.default, torch.ops.aten.stack.default
-_LIKE = torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default
 
 
 @lru_cache(maxsize=4096)
@@ -121,9 +120,6 @@ def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) ->
         else:
             shape[dim] = sum(block.shape[dim] for block in blocks)
         result = blocks[0].new_empty(shape)
-    elif func in _LIKE and given[0].is_contiguous():
-        named.pop("memory_format", None)
-        result = given[0].new_empty(given[0].shape, **named)
     else:
         result = func(*given, **named)
     size = _bytes((given, named, result))

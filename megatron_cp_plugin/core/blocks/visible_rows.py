@@ -189,6 +189,7 @@ def rows_of_parts(
     return found
 
 
+@lru_cache(maxsize=16)  # a planner asks with many options
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
     layout = layout.within(mask.followed)
