@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import megatron.core
@@ -266,51 +265,6 @@ def test_settings_that_are_not_in_the_table_cannot_be_read() -> None:
         settings.no_such_setting  # noqa: B018
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.21.0", "0.22.0rc1", "1.0.0"])
-def test_versions_that_nobody_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    assert refusal(lambda: check("algorithm")) == (
-        f"Megatron {version} was never tested with this plugin: use {', '.join(VERSIONS[:-1])} "
-        f"or {VERSIONS[-1]}, or add --cp-allow-untested-megatron to run it if it has everything "
-        "that the plugin relies on"
-    )
-
-
-def test_an_untested_version_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held against the table all the same."""
-    monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
-    flags, rest = split_flags(["--context-parallel-algo", "ring", "--cp-allow-untested-megatron"])
-    assert flags.allow_untested_megatron
-    assert rest == []
-    compat.check("algorithm", allow_untested=True)
-    monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
-    said = refusal(
-        lambda: LauncherInstaller(flags, torch.device("cpu")).install(allow_untested=True)
-    )
-    assert ": megatron.core.utils.get_batch_on_this_cp_rank is missing" in said
-
-
-@pytest.mark.parametrize("version", [*VERSIONS, "0.19.7", "0.20.0+d98e8a64d", "0.20.0rc1"])
-def test_versions_that_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
-    monkeypatch.setattr(compat, "problems", lambda *parts: [])
-    check("algorithm")
-
-
-@pytest.mark.parametrize(
-    ("part", "said"),
-    [
-        ("record", "--cp-record needs Megatron 0.18 or later, got 0.17.1: leave it out"),
-        ("script", "this script needs Megatron 0.19 or later, got 0.17.1: start the pretrain_gpt"),
-    ],
-)
-def test_what_a_version_cannot_have(
-    part: contract.Part, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
-    assert refusal(lambda: check(part)).startswith(said)
-
-
 def test_the_command_lists_all_differences(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,18 +345,3 @@ def test_every_setting_of_the_configuration_that_is_read_is_in_the_table() -> No
     }
     assert {name for _, name in read} >= {"window_size", "kv_lora_rank", "params_dtype"}
     assert {(path, name) for path, name in read if name not in known} == set()
-
-
-def test_a_program_that_has_imported_a_name_before_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As mcore-bridge, whose `roll_tensor` would go on to know Megatron's layout only."""
-    from megatron.core.transformer import multi_token_prediction
-
-    framework = ModuleType("a_framework")
-    framework.rolled = own = multi_token_prediction.roll_tensor
-    monkeypatch.setitem(sys.modules, framework.__name__, framework)
-    (replacement,) = compat.replace({"roll_tensor": lambda original, x: -x}, "algorithm")
-    assert framework.rolled(3) == multi_token_prediction.roll_tensor(3) == -3
-    compat.Replacement.undo([replacement])
-    assert framework.rolled is multi_token_prediction.roll_tensor is own

@@ -9,9 +9,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.linear.route import Runs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import relative_error
 
@@ -22,43 +20,6 @@ FAMILIES = {
     "kda": ("channels", True),
 }
 NAMES = "out", "dq", "dk", "dv", "dgate", "dbeta"
-
-
-def test_where_documents_are() -> None:
-    """Two batch entries with two runs of 70 and 1, and of 29 tokens; chunks of 64."""
-    runs = Runs((((0, 70), (70, 71)), ((71, 100),)))
-    found = fla.sequences_of(runs, 2, 1, 64, torch.device("cpu"))
-    assert (found.count, found.is_cut) == (6, False)
-    assert found.starts.tolist() == [0, 70, 71, 100, 170, 171, 200]
-    assert found.chunks.tolist() == [
-        *([0, 0], [0, 1], [1, 0], [2, 0]),
-        *([3, 0], [3, 1], [4, 0], [5, 0]),
-    ]
-    assert found.ends.tolist() == [63, 69, 70, 99, 163, 169, 170, 199]
-    assert found.offsets.tolist() == [0, 2, 3, 4, 6, 7, 8]
-    assert found.leaving_back.order.tolist() == [0, 3, 2, 5]
-    assert found.leaving.order.tolist() == [1, 4, 2, 5]
-    assert found.joined.tolist() == [*range(6)]
-    assert [x.tolist() for x in found.arriving] == [[0] * 7, [], [0, -1, 2, 1, -1, 3]]
-    assert [x.tolist() for x in found.arriving_back] == [[0] * 7, [], [-1, 0, 2, -1, 1, 3]]
-
-
-def test_the_ways_of_states_through_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batch entries, documents of 256 tokens, cut into two, and of 60, which nothing joins."""
-    monkeypatch.setattr(fla, "_SHORTEST_SEGMENT", 80)
-    runs = Runs((((0, 256), (256, 316), (316, 320)),))
-    found = fla.sequences_of(runs, 2, 1, 64, torch.device("cpu"))
-    assert found.is_cut
-    assert found.starts.tolist() == [0, 128, 256, 316, 320, 448, 576, 636, 640]
-    assert found.joined.tolist() == [0, 1, 3, 4, 5, 7]
-    ways = {
-        "leaving": ([0, 1, 2], [2, 5], [0, 0]),
-        "arriving": ([0, 0, 1, 1, 1, 2, 2], [0, 3], [0, 0, -1, 1, 1, -1]),
-        "leaving_back": ([0, 2, 4], [1, 0, 4, 3], [0, 0]),
-        "arriving_back": ([0, 1, 1, 1, 2, 2, 2], [1, 4], [-1, -1, 0, -1, -1, 1]),
-    }
-    for name, want in ways.items():
-        assert tuple(x.tolist() for x in getattr(found, name)) == want
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Stat
 from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.partial import delta_of
 from tests.kernel_calls import backward_of, forward_of
+from tests.kernels.test_chunked import run
 from tests.kernels.test_kernels import GPU_KERNELS, resolved
-from tests.kernels.test_linear_kernels import run
 from tests.oracle import naive_attention, relative_error
 
 pytestmark = pytest.mark.gpu

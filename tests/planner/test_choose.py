@@ -3,30 +3,22 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
-from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
-from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.spans import block_diffusion
-from tests.random_tests import examples
 
 H200 = Machine.load("h200_nvlink")
 GQA = Shape(1, 16384, 16, 4, 64)
@@ -39,111 +31,6 @@ def place(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.
 
 def of_one(shape: Shape, size: int, mask: Mask | None = None, **how: object) -> Choice:
     return choose([Kind("attention", shape, mask or Mask())], place(size), **how)  # type: ignore[arg-type]
-
-
-shapes = st.builds(
-    lambda heads, ratio, per_rank: (heads * ratio, heads, per_rank),
-    st.sampled_from([1, 2, 3, 8]),
-    st.sampled_from([1, 2, 6]),
-    st.sampled_from([1, 7, 64]),
-)
-
-
-@examples(15)
-@given(st.data(), st.integers(1, 12), shapes, st.integers(1, 6))
-def test_candidates_serve_and_differ(
-    data: st.DataObject, size: int, shape: tuple[int, int, int], per_node: int
-) -> None:
-    heads, kv_heads, per_rank = shape
-    tokens = size * per_rank
-    masks = [Mask(), Mask(causal=False), Mask(window=max(1, tokens // 4))]
-    if tokens > 4:
-        masks.append(Mask(documents=(tokens // 3, tokens // 2)))
-    mask, nodes = data.draw(st.sampled_from(masks)), tuple(r // per_node for r in range(size))
-    question = (
-        Shape(1, tokens, heads, kv_heads, 16),
-        mask,
-        DryRunGroup(0, nodes, peer_access=True),
-    )
-    found, refused = candidates(*question)
-    assert found
-    assert len({one.placements for one in found}) == len(found)
-    assert candidates(*question) == (found, refused)
-    for one in found:
-        cls = registry.algorithm_class(one.algo)
-        options = registry.read_options(one.algo, dict(one.options))
-        assert issubclass(cls, Algorithm)
-        cls.check(options, size=size, heads=heads, kv_heads=kv_heads, causal=mask.causal)
-        assert cls.windows or not mask.special
-        assert registry.layout_of(one.algo, dict(one.options)).name == one.layout.name
-    for refusal in refused:
-        assert refusal.name.split()[0] in registry.available("softmax")
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 9])
-def test_a_rank_finds_all_its_pairs(size: int) -> None:
-    """`pairs_of` leaves none out of those that `place` gives a rank."""
-    nodes = tuple(rank // 3 for rank in range(size))
-    question = (Shape(1, 64 * size, 12, 12, 16), Mask(), DryRunGroup(0, nodes, peer_access=True))
-    for one in candidates(*question)[0]:
-        for placement in one.placements:
-            if isinstance(placement, HeadPlacement):
-                placement = placement.of_teams
-            every = range(placement.size)
-            for rank in every:
-                pairs = {
-                    (q, k)
-                    for q in every
-                    for k in every
-                    if any(place.rank == rank for place in placement.place(q, k))
-                }
-                assert pairs <= set(placement.pairs_of(rank)), one.name
-
-
-@pytest.mark.parametrize(("size", "per_node"), [(4, 8), (4, 2)])
-def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
-    """So near that the one that is the fastest by a simulation is not left out."""
-    shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
-    found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
-    estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
-    for one in found[:: len(found) // 12]:
-        estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
-        assert estimator.least(one.placements) <= 1.02 * estimated
-        made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
-        assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [Mask(), Mask(window=300), Mask(documents=(300, 1000))],
-    ids=["causal", "window", "documents"],
-)
-def test_blocks_that_lie_alike_are_looked_at_once(
-    mask: Mask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same estimates as if each pair of blocks was planned by itself."""
-    shape, nodes = Shape(1, 12 * 96, 12, 4, 64), tuple(rank // 4 for rank in range(12))
-    question = (shape, mask, DryRunGroup(0, nodes, peer_access=False))
-    found = [one.placements for one in candidates(*question)[0]]
-    kernel = next(iter(H200.kernels))
-    alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
-    estimates = [(alike.least(one), alike.passes(one)) for one in found]
-    monkeypatch.setattr(estimate._Blocks, "_places", lambda _, *spans: spans)
-    monkeypatch.setattr(estimate, "_blocks_of", estimate._Blocks)  # with nothing looked at yet
-    assert estimates == [(each.least(one), each.passes(one)) for one in found]
-
-
-def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
-    """In the middle of block diffusion; the first and the last rank have half as much to do."""
-    tokens = 2**16
-    mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
-    shape, where = Shape(1, tokens, 8, 8, 128), place(16)
-    found, _ = candidates(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
-    ring = next(one for one in found if one.algo == "ring" and not one.options)
-    estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
-    estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
-    made = simulate("ring", {}, shape, mask, H200, where.nodes)
-    assert estimated == pytest.approx(made.seconds, rel=0.35)
 
 
 def test_spans_of_many_ranks_are_simulated_where_these_gather() -> None:
@@ -288,33 +175,6 @@ def test_a_slow_network_changes_the_choice() -> None:
     assert near.best.rows[0].between == 0
     in_pairs = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=2))
     assert in_pairs.best.rows[0].between < far.best.rows[0].between
-
-
-def test_a_choice_does_not_depend_on_earlier_ones() -> None:
-    """As many tokens on other ranks, with other masks, heads and options: what is kept of them."""
-    documents = Mask(documents=(1000, 5000, 9001))
-    asked = [
-        (size, kv_heads, mask)
-        for size, kv_heads in ((12, 4), (4, 4), (8, 16))
-        for mask in (Mask(), documents)
-    ]
-
-    def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
-        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), place(size, per_node=4).nodes
-        found, _ = candidates(shape, mask, DryRunGroup(0, nodes, peer_access=False))
-        estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
-        return [
-            (one.name, estimator.passes(one.placements)) for one in found if len(one.options) < 2
-        ]
-
-    alone = []
-    for one in asked:
-        estimate._blocks_of.cache_clear()
-        alone.append(estimates(*one))
-    for order in (asked, asked[::-1]):
-        estimate._blocks_of.cache_clear()
-        after = {one: estimates(*one) for one in order}
-        assert [after[one] for one in asked] == alone
 
 
 @pytest.mark.slow

@@ -1,0 +1,168 @@
+"""The chunked kernel of linear attention against the recurrence in float64."""
+
+from itertools import pairwise
+from math import exp
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearProblem
+from megatron_cp_plugin.core.linear.route import Runs
+from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
+from tests.linear_oracle import linear_expected
+from tests.oracle import relative_error
+
+CPU = torch.device("cpu")
+
+
+def problem_of(q, v):
+    return LinearProblem(q.device, q.dtype, q.shape[2], q.shape[3], v.shape[3])
+
+
+def run(name, q, k, v, dout, decay, initial, dfinal):
+    """out, final state, dq, dk, dv, dinitial of one run."""
+    kernel = resolve_linear(name, problem_of(q, v))
+    given = LinearInputs(q, k, v, decay, Runs.single(q.shape[1]))
+    forward = kernel.forward(given)
+    whole = decay.powers(torch.tensor([q.shape[1]], device=q.device))[0]
+    lost = whole[None, :, None, None].to(initial.dtype)
+    final = forward.states[0] + lost * initial
+    forward.intra()
+    out, cache = forward.finish(initial.unsqueeze(0))
+    backward = kernel.backward(given, dout, cache)
+    dinitial = backward.states[0] + lost * dfinal
+    backward.intra()
+    return out, final, *backward.finish(dfinal.unsqueeze(0))[:3], dinitial
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (0.5, 0.5), (exp(-0.004), 1e-6)])
+def test_chunked_kernel(rates, tokens):
+    expected = linear_expected(rates, tokens)
+    got = run(
+        "chunked",
+        expected.q,
+        expected.k,
+        expected.v,
+        expected.dout,
+        Decay(rates),
+        expected.initial,
+        expected.dfinal,
+    )
+    names = ("out", "final", "dq", "dk", "dv", "dinitial")
+    for name, x in zip(names, got, strict=True):
+        assert relative_error(x, getattr(expected, name)) < 1e-12, name
+
+
+def test_chunked_kernel_without_states():
+    expected = linear_expected((0.9, 1.0), 100)
+    kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
+    decay = Decay(expected.rates)
+    zero = torch.zeros_like(expected.initial)
+    qkv = expected.q, expected.k, expected.v
+    want = run("chunked", *qkv, expected.dout, decay, zero, zero)
+    given = LinearInputs(*qkv, decay, Runs.single(100))
+    forward = kernel.forward(given)
+    forward.intra()
+    out, cache = forward.finish(None)
+    assert torch.equal(out, want[0])
+    backward = kernel.backward(given, expected.dout, cache)
+    backward.intra()
+    for x, y in zip(backward.finish(None)[:3], want[2:5], strict=True):
+        assert torch.equal(x, y)
+
+
+def test_chunked_kernel_takes_all_documents_in_one_call():
+    """As many operations for 60 documents as for 3, also beside one that is longer than a chunk."""
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(*starts):
+        expected = linear_expected((0.9, 1.0), 180, documents=starts)
+        kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
+        runs = Runs((tuple(pairwise((0, *starts, 180))),))
+        given = LinearInputs(expected.q, expected.k, expected.v, Decay((0.9, 1)), runs)
+
+        def passes():
+            forward = kernel.forward(given)
+            forward.intra()
+            _, cache = forward.finish(expected.initial.unsqueeze(0))
+            backward = kernel.backward(given, expected.dout, cache)
+            backward.intra()
+            backward.finish(expected.dfinal.unsqueeze(0))
+
+        passes()  # what all layers share is made
+        with Counted() as counted:
+            passes()
+        return counted.count
+
+    assert operations(60, 120) == operations(*range(3, 180, 3))
+    assert operations(70, 140) == operations(70, *range(73, 178, 2))
+
+
+def long_recurrence(q, k, v, dout, rates, initial, dfinal):
+    """The recurrence and its reverse in NumPy: out, final, dq, dk, dv, dinitial, float64."""
+    q, k, v, dout, initial, dfinal = (x.double().numpy() for x in (q, k, v, dout, initial, dfinal))
+    rate = np.array(rates)[:, None, None]
+    out, dq, dk, dv = (np.empty_like(x) for x in (v, q, k, v))
+    kv = initial[0]
+    for s in range(q.shape[1]):
+        kv = rate * kv + k[0, s][:, :, None] * v[0, s][:, None, :]
+        out[0, s] = (kv * q[0, s][:, :, None]).sum(1)
+        dq[0, s] = (kv * dout[0, s][:, None, :]).sum(2)
+    final, dkv = kv[None], dfinal[0]
+    for s in reversed(range(q.shape[1])):
+        dkv = dkv + q[0, s][:, :, None] * dout[0, s][:, None, :]
+        dk[0, s] = (dkv * v[0, s][:, None, :]).sum(2)
+        dv[0, s] = (dkv * k[0, s][:, :, None]).sum(1)
+        dkv = rate * dkv
+    return [torch.from_numpy(x) for x in (out, final, dq, dk, dv, dkv[None])]
+
+
+def test_long_chunks_in_float32():
+    """64K tokens in one run, at rates next to 1, of 1 and of 0.5: finite and right."""
+    rates = (1 - 1e-5, 0.5, 1.0)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v, dout = (random(1, 65536, 3, 4) for _ in range(4))
+    initial, dfinal = (random(1, 3, 4, 4) for _ in range(2))
+    got = run("chunked", q, k, v, dout, Decay(rates), initial, dfinal)
+    want = long_recurrence(q, k, v, dout, rates, initial, dfinal)
+    for name, x, y in zip(("out", "final", "dq", "dk", "dv", "dinitial"), got, want, strict=True):
+        assert x.dtype == torch.float32
+        assert x.isfinite().all(), name
+        heads = (1 if name in ("final", "dinitial") else 2,)
+        for a, b in zip(x.unbind(heads[0]), y.unbind(heads[0]), strict=True):
+            assert relative_error(a, b) < 2e-5, name
+
+
+def test_powers_of_long_distances_vanish_and_nothing_else():
+    decay = Decay((0.5, 1 - 1e-5, 1.0))
+    powers = decay.powers(torch.tensor([0, 1, 65536, 10**9]))
+    assert torch.equal(powers[0], torch.ones(3, dtype=torch.float64))
+    assert torch.allclose(powers[1], torch.tensor(decay.rates, dtype=torch.float64), rtol=1e-15)
+    assert powers[2, 0] == 0
+    assert powers[2, 1].item() == pytest.approx((1 - 1e-5) ** 65536, rel=1e-10)
+    assert powers[3].tolist() == [0, 0, 1]
+
+
+def test_choice():
+    problem = LinearProblem(CPU, torch.float32, 2, 4, 4)
+    assert resolve_linear("auto", problem).name == "chunked"
+    assert set(linear_kernel_names()) == {"fla", "chunked"}
+    with pytest.raises(KernelUnavailableError, match="did you mean 'chunked'"):
+        resolve_linear("chunk", problem)
+    with pytest.raises(KernelUnavailableError, match="use kernel auto"):
+        resolve_linear("fla", problem)

@@ -1,0 +1,215 @@
+"""Fused operations: Triton kernels in the interpreter, compiled for GPUs, and on one."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.communication.devices import fused_for
+
+FUSED = """
+import torch
+from megatron_cp_plugin.core.partial import merge_into
+from megatron_cp_plugin.kernels import fused
+
+torch.manual_seed(0)
+a, b = (torch.randn(2, 5, 3, 8).bfloat16() for _ in "ab")
+a_lse, b_lse = torch.randn(2, 5, 3).transpose(1, 2), torch.randn(2, 3, 5)
+a_lse[0, 0, 1] = b_lse[0, 0, 1] = b_lse[1, 2, 3] = -torch.inf
+got = torch.full((2, 5, 3, 8), torch.nan), torch.full((2, 3, 5), torch.nan)
+want = tuple(torch.empty_like(x) for x in got)
+fused.merge_into(*got, a, a_lse, b, b_lse)
+merge_into(*want, a, a_lse, b, b_lse)
+for x, y in zip(got, want):
+    torch.testing.assert_close(x, y)
+from megatron_cp_plugin.core.partial import merge_all_into
+
+outs, lses = torch.stack((a, b, b, a)), torch.stack((a_lse, b_lse, b_lse + 1, a_lse - 2))
+lses[:, 1, 0, 2] = -torch.inf
+got = torch.full((2, 5, 4, 8), torch.nan)[:, :, 1:], torch.full((2, 3, 5), torch.nan)
+want = tuple(torch.empty_like(x) for x in got)
+fused.merge_all_into(*got, outs, lses.mT.contiguous().mT)
+merge_all_into(*want, outs, lses)
+for x, y in zip(got, want):
+    torch.testing.assert_close(x, y)
+total = torch.full((2, 5, 3, 8), torch.nan)
+fused.sum_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
+assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
+assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
+fused.sum_into(total, a)
+assert torch.equal(total, a.float())
+first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
+fused.sum_into(first, first, b, c)
+assert torch.equal(first, a.float() + b.float() + c.float())
+
+from megatron_cp_plugin.core.partial import _add_rows, _merge_rows, RowIndex, rows_at
+
+to, of = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
+few = fused.rows_at(a[:, :, 1:], to)
+assert torch.equal(few, a[:, [4, 0, 3], 1:]) and few.is_contiguous()
+for index in (RowIndex(to, of), RowIndex(to)):
+    got, want = total.clone(), total.clone()
+    added = b if index.of is not None else b[:, :3]
+    fused.add_rows_into(got[:, :, 1:], index.to, added[:, :, 1:], index.of)
+    _add_rows(want[:, :, 1:], index, added[:, :, 1:])
+    assert torch.equal(got, want) and not torch.equal(got, total)
+got, want = (total.clone(), a_lse.clone()), (total.clone(), a_lse.clone())
+b_lse[0, 0, 2] = -torch.inf  # of the row that goes to 3
+for of in (of, None):
+    partial = (b[:, :, 1:], b_lse[:, 1:]) if of is not None else (b[:, :3, 1:], b_lse[:, 1:, :3])
+    fused.merge_rows_into(got[0][:, :, 1:], got[1][:, 1:], to, *partial, of)
+    _merge_rows(want[0][:, :, 1:], want[1][:, 1:], RowIndex(to, of), *partial)
+    for x, y, before in zip(got, want, (total, a_lse)):
+        torch.testing.assert_close(x, y)
+        assert not torch.equal(x, before)
+
+delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
+torch.testing.assert_close(fused.delta_of(a, b), delta)
+from megatron_cp_plugin.core.partial import stand_in_of
+
+of_row = a.clone()
+of_row[0, 0, 0, 1:], of_row[0, 1, 0], of_row[0, 2, 0, :6] = 0, 0, 0  # one element, none, two
+delta[0, 0, 1], delta[1, 0, 0] = 0, torch.nan
+for dout in (of_row, of_row.half(), of_row.float(), torch.stack((of_row, b), 3)[..., 0, :]):
+    made = [function(dout, delta) for function in (fused.stand_in_of, stand_in_of)]
+    assert all(x.dtype == dout.dtype and (x != 0).sum(-1).max() <= 3 for x in made)
+    got, want = (fused.delta_of(dout, x) for x in made)
+    torch.testing.assert_close(got, want, equal_nan=True)
+delta = delta.nan_to_num().contiguous()
+want, strided = fused.stand_in_of(b, delta), delta.transpose(1, 2).contiguous().transpose(1, 2)
+assert torch.equal(fused.stand_in_of(b, strided), want)
+flat = fused.stand_in_of(b.flatten(0, 1), delta.transpose(0, 1).flatten(1))
+assert torch.equal(flat, want.flatten(0, 1))
+x = torch.randn(2, 5, 3, 4, 8).bfloat16()[:, :, :, 1]
+scale, share = torch.rand(2, 5), torch.rand(2, 5)
+out = torch.full((5, 2, 3, 8), torch.nan).transpose(0, 1)
+product = a.float() * x.float() * scale[..., None, None]
+fused.product_into(out, a, x, scale)
+torch.testing.assert_close(out, product)
+fused.product_into(out, a, x, scale, (b, share))
+less = product - b.float() * share[..., None, None]
+torch.testing.assert_close(out, less)
+
+from megatron_cp_plugin.core import chunked_loss
+
+for columns in (5, 4096, 9000):
+    logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
+    logits[1, : columns // 2] = -torch.inf
+    wanted, dloss = torch.tensor([columns - 1, columns - 2, -1, columns]), torch.randn(4)
+    for scale in (None, torch.rand(4) + 0.5):
+        for entropy in (False, True):
+            given = wanted, scale, entropy
+            found = fused.logit_statistics(logits, *given)
+            for x, y in zip(found, chunked_loss.logit_statistics(logits, *given), strict=True):
+                torch.testing.assert_close(x, y)
+            got, want = logits.clone(), logits.clone()
+            of_entropy = (found[2], torch.randn(4)) if entropy else (None, None)
+            fused.logit_gradients_(got, wanted, found[0], dloss, scale, *of_entropy)
+            chunked_loss.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
+            torch.testing.assert_close(got, want)
+"""
+
+
+def test_gpus_have_fused_operations():
+    """Whoever imports the package: `core` does not know of them."""
+    triton_kernels = pytest.importorskip("megatron_cp_plugin.kernels.fused")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert fused_for(on_gpu) is triton_kernels
+    assert fused_for(torch.zeros(1)) is None
+
+
+def test_triton_kernels_in_the_interpreter():
+    """Triton reads its switch at import, so the kernels run in a process of their own."""
+    pytest.importorskip("triton")
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{FUSED}"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+COMPILED = (
+    ("merge", {"at": None, "b_at": None}),
+    ("merge", {}),
+    ("merge_all", {}),
+    ("sum", {"out_at": None, "a_at": None, "b_at": None}),
+    ("sum", {"c": None}),
+    ("sum", {"b": None, "c": None, "out_at": None, "b_at": None}),
+    ("delta", {}),
+    ("stand_in", {"TERMS": 3}),
+    ("product", {}),
+    ("product", {"x": None, "share_ptr": None}),
+    ("logit_statistics", {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None}),
+    ("logit_statistics", {"BLOCK": 4096}),
+    (
+        "logit_gradients",
+        {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None, "dentropy_ptr": None},
+    ),
+    ("logit_gradients", {"BLOCK": 4096}),
+)
+# Of the kernels' arguments: tensors with three strides, the others, and numbers.
+STRIDED = {
+    **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
+    **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "constants", "capability"),
+    [(*kernel, (80, 90, 100)[number % 3]) for number, kernel in enumerate(COMPILED)],
+)
+def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, monkeypatch):
+    """As far as machine code, without a GPU; each for one of them, in turn."""
+    triton = pytest.importorskip("triton")
+    compiler = pytest.importorskip("triton.backends.compiler")
+    from megatron_cp_plugin.kernels import fused, fused_loss
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
+    constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
+    float32 = ("lse", "scale", "share", "target", "dloss", "entropy", "dentropy")
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"sizes": ("i32",) * 4}
+    types |= {name: (kind, *("i32",) * 3) for name, kind in STRIDED.items()}
+    types |= {f"{name}_ptr": "*fp32" for name in float32}
+    types |= {"logits_ptr": "*bf16", "wanted_ptr": "*i64"}
+    types |= dict.fromkeys(("at", "out_at", "a_at", "b_at"), "*i32")
+    types = {argument: types[argument] for argument in kernel.arg_names}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(kernel, types, constants)
+    compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))
+    assert f"sm_{capability}" in compiled.asm["ptx"]
+    assert len(compiled.asm["cubin"]) > 0
+    if name in ("merge", "sum"):  # in place: nothing is stored that another warp is yet to load
+        code = compiled.asm["ptx"]
+        loaded, stored = code.rindex("ld.global"), code.index("st.global")
+        assert loaded < code.index("bar.sync", loaded) < stored
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merges_in_place_on_a_busy_gpu(head_dim):
+    """Warps of a program that wait for others find the lse that they are to merge."""
+    from megatron_cp_plugin.kernels import fused
+
+    device = torch.device("cuda", 0)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, device=device, generator=generator)
+
+    tokens = 8192
+    outs = [random(2, tokens, 16, head_dim).bfloat16() for _ in "ab"]
+    lses = [random(2, 16, tokens) for _ in "ab"]
+    want = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    fused.merge_into(*want, outs[0], lses[0], outs[1], lses[1])
+    factor, other = random(4096, 4096).bfloat16(), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.long, device=device)
+    for _ in range(300):
+        got = outs[0].clone(), lses[0].clone()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            factor @ factor
+        fused.merge_into(*got, *got, outs[1], lses[1])
+        wrong += sum((x != y).sum() for x, y in zip(got, want, strict=True))
+    assert not wrong.item()

@@ -1,0 +1,87 @@
+"""Estimates of candidates: near simulations, and the same however blocks are looked at."""
+
+import pytest
+
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner import estimate
+from megatron_cp_plugin.planner.candidates import candidates
+from megatron_cp_plugin.planner.dry_run import DryRunGroup
+from megatron_cp_plugin.planner.estimate import Estimate, Estimator
+from megatron_cp_plugin.planner.simulate import simulate
+from megatron_cp_plugin.spans import block_diffusion
+from tests.planner.test_choose import H200, place
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 8), (4, 2)])
+def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
+    """So near that the one that is the fastest by a simulation is not left out."""
+    shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
+    found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
+    estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
+    for one in found[:: len(found) // 12]:
+        estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
+        assert estimator.least(one.placements) <= 1.02 * estimated
+        made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
+        assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask(window=300), Mask(documents=(300, 1000))],
+    ids=["causal", "window", "documents"],
+)
+def test_blocks_that_lie_alike_are_looked_at_once(
+    mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same estimates as if each pair of blocks was planned by itself."""
+    shape, nodes = Shape(1, 12 * 96, 12, 4, 64), tuple(rank // 4 for rank in range(12))
+    question = (shape, mask, DryRunGroup(0, nodes, peer_access=False))
+    found = [one.placements for one in candidates(*question)[0]]
+    kernel = next(iter(H200.kernels))
+    alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
+    estimates = [(alike.least(one), alike.passes(one)) for one in found]
+    monkeypatch.setattr(estimate._Blocks, "_places", lambda _, *spans: spans)
+    monkeypatch.setattr(estimate, "_blocks_of", estimate._Blocks)  # with nothing looked at yet
+    assert estimates == [(each.least(one), each.passes(one)) for one in found]
+
+
+def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
+    """In the middle of block diffusion; the first and the last rank have half as much to do."""
+    tokens = 2**16
+    mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
+    shape, where = Shape(1, tokens, 8, 8, 128), place(16)
+    found, _ = candidates(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
+    ring = next(one for one in found if one.algo == "ring" and not one.options)
+    estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
+    estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
+    made = simulate("ring", {}, shape, mask, H200, where.nodes)
+    assert estimated == pytest.approx(made.seconds, rel=0.35)
+
+
+def test_a_choice_does_not_depend_on_earlier_ones() -> None:
+    """As many tokens on other ranks, with other masks, heads and options: what is kept of them."""
+    documents = Mask(documents=(1000, 5000, 9001))
+    asked = [
+        (size, kv_heads, mask)
+        for size, kv_heads in ((12, 4), (4, 4), (8, 16))
+        for mask in (Mask(), documents)
+    ]
+
+    def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
+        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), place(size, per_node=4).nodes
+        found, _ = candidates(shape, mask, DryRunGroup(0, nodes, peer_access=False))
+        estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
+        return [
+            (one.name, estimator.passes(one.placements)) for one in found if len(one.options) < 2
+        ]
+
+    alone = []
+    for one in asked:
+        estimate._blocks_of.cache_clear()
+        alone.append(estimates(*one))
+    for order in (asked, asked[::-1]):
+        estimate._blocks_of.cache_clear()
+        after = {one: estimates(*one) for one in order}
+        assert [after[one] for one in asked] == alone
