@@ -7,7 +7,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -153,6 +153,19 @@ def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
     return x.index_select(dim, rows) if fused is None else fused.rows_at(x, rows)
 
 
+def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
+    """[B,S,heads,D1], [B,S,heads,D2] ... -> [B,S,heads,D1+D2+...]."""
+    first = tensors[0]
+    fused = None if first.dtype == torch.float64 else fused_for(first)
+    if fused is None:
+        return torch.cat(tuple(tensors), -1)
+    widths = [x.shape[3] for x in tensors]
+    whole = first.new_empty((*first.shape[:3], sum(widths)))
+    for part, x in zip(whole.split(widths, -1), tensors, strict=True):
+        fused.sum_into(part, x)
+    return whole
+
+
 class _Partials:
     """Partials that wait, in the order in which they came: of rows that no two of them share, or
     two that do. Where each row is written once, it can be written in the final dtype.
@@ -168,9 +181,8 @@ class _Partials:
     empty = True
     borrowed = False
 
-    @property
-    def keeps(self) -> bool:
-        """Whether a partial of all rows would be kept as it is."""
+    def keeps(self, rows: SomeRows) -> bool:
+        """Whether a partial of these rows would be kept as it is."""
         return self.empty
 
     def _fits(self, rows: SomeRows) -> bool:
@@ -307,7 +319,9 @@ class Accumulator(_Partials):
 class GradientSum(_Partials):
     """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-    Those of k and v come together and are summed by one object.
+    Those of k and v come together and are summed by one object. Where the first gradients are of
+    all rows, and later ones of few, only those few rows are summed in float32: they wait, and are
+    added to the first ones at the end, in the final dtype.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
@@ -356,7 +370,10 @@ class GradientSum(_Partials):
                 paired = False
             self._wait(rows, gradients)
             self._paired = paired
+        elif isinstance(rows, slice) and self._leaves_most(rows):
+            self._add_to_waiting(rows, gradients)
         else:
+            self._settle()
             self._add(rows, gradients)
 
     def result(self, dtype: torch.dtype | None = None, plus: Tensors | None = None) -> Tensors:
@@ -367,21 +384,20 @@ class GradientSum(_Partials):
         dtype = dtype or self._like[0].dtype
         if plus is not None:
             return tuple([_plus(x, other, dtype) for x, other in zip(self.held, plus, strict=True)])
-        return tuple([x.to(dtype).contiguous() for x in self._final(dtype)])
+        return tuple([x.to(dtype).contiguous() for x in self.final(dtype)])
 
     def write(self, outs: Tensors, plus: Tensors | None = None) -> None:
         """outs [B,S,heads,D] = the sums, and `plus` if there are some; outs may be strided."""
-        totals = self._final(outs[0].dtype) if plus is None else self.held
+        totals = self.final(outs[0].dtype) if plus is None else self.held
         for index, (out, total) in enumerate(zip(outs, totals, strict=True)):
             if plus is not None:
                 _sum_into(out, total, plus[index])
             elif self.placed is None or total is not self.placed[index]:
                 _sum_into(out, total)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients of all rows would be kept as they are, even if partial ones wait."""
-        return not self._total
+    def keeps(self, rows: SomeRows) -> bool:
+        """See _Partials; `few` gradients that wait are not kept for longer than they may be."""
+        return not self._total or (not self._few and self._leaves_most(rows))
 
     @property
     def held(self) -> list[Tensor]:
@@ -390,8 +406,8 @@ class GradientSum(_Partials):
             self._settle()
         return self._total or self._own_buffers()
 
-    def _final(self, dtype: torch.dtype) -> list[Tensor]:
-        """The sums; rounded already where they end in `dtype`, and nothing is added then."""
+    def final(self, dtype: torch.dtype) -> list[Tensor]:
+        """The sums, for whoever writes them in `dtype`; in that dtype if that saves a copy."""
         waiting = self._waiting
         if not waiting:
             return self._total or self._own_buffers()
@@ -414,6 +430,42 @@ class GradientSum(_Partials):
             return False
         other, _ = self._waiting[0]
         return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
+
+    def _leaves_most(self, rows: SomeRows) -> bool:
+        """Whether gradients of these rows, a quarter of all at most, wait beside first ones of all:
+        both, in float32 where they are summed, take less memory than all rows in float32.
+        """
+        return (
+            bool(self._total)
+            and not self._owned
+            and isinstance(rows, slice)
+            and rows.step in (None, 1)
+            and 4 * (rows.stop - rows.start) <= self._like[0].shape[1]
+        )
+
+    def _add_to_waiting(self, rows: slice, gradients: Tensors) -> None:
+        """Has gradients wait, or adds them to those that wait and have all their rows."""
+        if not self._waiting or self._fits(rows):
+            self._wait(rows, gradients)
+            return
+        shared = [
+            (index, other)
+            for index, (other, _) in enumerate(self._waiting)
+            if isinstance(other, slice) and other.start < rows.stop and rows.start < other.stop
+        ]
+        if not shared:
+            self._wait(rows, gradients)
+            return
+        (index, other), *others = shared
+        if others or rows.start < other.start or rows.stop > other.stop:
+            self._settle()
+            self._add(rows, gradients)
+            return
+        sums = tuple([x.to(self._wide) for x in self._waiting[index][1]])
+        here = slice(rows.start - other.start, rows.stop - other.start)
+        for total, gradient in zip(sums, gradients, strict=True):
+            _add_rows(total, here, gradient)
+        self._waiting[index] = other, sums
 
     def _settle(self) -> None:
         """Adds what waits."""

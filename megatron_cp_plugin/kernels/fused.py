@@ -205,6 +205,13 @@ def rows_at(x: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def write_rows(out: Tensor, to: Tensor, x: Tensor) -> None:
+    """Writes the rows of x [B,n,heads,D] to some rows of out. Args: to: [n] int32; a number beyond
+    the rows of `out` is that of a row behind it in memory.
+    """
+    _launch(_sum_kernel, x, len(to), out, x, None, None, to, None, None)
+
+
 @triton.jit
 def _delta_kernel(  # type: ignore[no-untyped-def]
     sizes, delta, dout, out, ROWS: tl.constexpr, DIM: tl.constexpr

@@ -117,6 +117,9 @@ class OnePass:
         "sum", lambda total, to, *_: int(3 * len(to) / total.shape[1] * _bytes(total))
     )
 
+    def write_rows(self, out: Tensor, to: Tensor, x: Tensor) -> None:
+        note(Memory("rows", 2 * _bytes(x)))
+
     def rows_at(self, x: Tensor, rows: Tensor) -> Tensor:
         found = x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
         note(Memory("rows", 2 * _bytes(found)))

@@ -221,7 +221,9 @@ def test_gathered_keys_stay_within_their_bound(monkeypatch) -> None:
     ],
 )
 def test_blocks_over_peer_memory(algo, size, options, tokens: int, kv_heads: int) -> None:
-    """A step takes no more than with gathers, receive buffers of both passes among it."""
+    """A step takes no more than with gathers, receive buffers of both passes among it, but for the
+    own dK and dV in float32: those that are gathered are summed in the model's dtype.
+    """
     shape = Shape(1, tokens, 32, kv_heads, DIM)
 
     def peak(peer_access: bool) -> predicted.Peak:
@@ -236,7 +238,8 @@ def test_blocks_over_peer_memory(algo, size, options, tokens: int, kv_heads: int
 
     blocks, gathered = peak(True), peak(False)
     assert blocks.peer > 0 == gathered.peer
-    assert max(blocks.forward, blocks.backward) <= max(gathered.forward, gathered.backward)
+    sums = 2 * 4 * tokens // size * kv_heads * DIM if algo == "allgather" else 0
+    assert max(blocks.forward, blocks.backward) <= max(gathered.forward, gathered.backward) + sums
 
 
 # GiB that two H200 needed at 128K tokens with flash-attn 4 before algorithms followed plans, with

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.algorithms.attention2d import column_major, row_major
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
+from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.layout import LAYOUTS, Grouped
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.ranges import Span
@@ -182,3 +183,41 @@ def test_a_group_holds_what_its_ranks_hold(groups, members, seq_len, name):
 
 def merged(spans):
     return (Span(spans[0].start, spans[-1].stop),) if spans[0].stop == spans[-1].start else spans
+
+
+class WritesRows:
+    """The fused operation, by numbers that run on from block to block."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def write_rows(self, out, to, x):
+        self.calls += 1
+        rows = out.as_strided((len(out), int(to.max()) + 1, *out.shape[2:]), out.stride())
+        for number, row in zip(to.tolist(), x.unbind(1), strict=True):
+            rows[:, number] = row
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "documents"])
+def test_rows_are_placed_in_one_pass_where_that_is_fused(monkeypatch, layout, batch):
+    """Of blocks that travel beside others, with results that are wider than they."""
+    if layout == "documents":  # of six tokens, each cut as a zigzag
+        starts = [[6 * i + x for i in range(40) for x in (rank, 5 - rank)] for rank in range(3)]
+        spans = [tuple(Span(start, start + 1) for start in own) for own in starts]
+    else:
+        spans = [LAYOUTS[layout].spans(rank, 3, 240) for rank in range(3)]
+    width = max(sum(map(len, own)) for own in spans)
+    order, fused = assemble(spans, width), WritesRows()
+    values = torch.randn(batch, order.tokens, 2, 4)
+    found = []
+    for operations in ({}, {"cpu": lambda: fused}):
+        monkeypatch.setattr(devices, "_fused", operations)
+        blocks = torch.zeros((3, batch, width, 2, 6), dtype=torch.bfloat16)
+        part = blocks[..., 2:]
+        for rows in (slice(0, 9), slice(9, order.tokens)):
+            order.place(part, 1, rows, values[:, rows])
+        found.append(blocks)
+    assert fused.calls == 2
+    assert torch.equal(*found)
+    assert found[0][..., 2:].count_nonzero() > values.numel() // 2

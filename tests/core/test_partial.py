@@ -1,5 +1,6 @@
 """Merging partials: exact, any order, any dtype, rows without keys, strided lse."""
 
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -271,6 +272,57 @@ def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):
         total.add(slice(start, stop), part)
     assert torch.equal(total.result()[0], expected.bfloat16())
     assert counted.asked == asked
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked"),
+    [
+        # One more for each of some rows: in the place of the first, rounded once.
+        ([(32, 48), (0, 16)], [(BFLOAT16, 16)] * 2),
+        # Several more for some rows: these in float32.
+        ([(8, 24), (16, 20), (8, 24)], [(FLOAT32, 4), (FLOAT32, 16), (BFLOAT16, 16)]),
+        # Of rows that no first sum has all of, or of most rows: all rows in float32.
+        ([(0, 16), (8, 24)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 16)]),
+        ([(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
+        ([(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),
+    ],
+)
+def test_only_rows_with_several_gradients_are_summed_in_float32(counted, rows, asked):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
+             for start, stop in [(0, 64), *rows]]  # fmt: skip
+    total, expected = GradientSum(torch.zeros_like(parts[0])), parts[0].double()
+    total.add(slice(0, 64), parts[0])
+    for (start, stop), part in zip(rows, parts[1:], strict=True):
+        expected[:, start:stop] += part
+        total.add(slice(start, stop), part)
+    assert torch.equal(total.result()[0], expected.bfloat16())
+    assert counted.asked == [("sum", *each) for each in asked]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype):
+    """But those that are kept as they are, which belong to the sum from then on."""
+    draw = Random(0)
+    for _ in range(200):
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        total, expected = GradientSum(torch.zeros(1, 12, 1, 2, dtype=dtype)), torch.zeros(12, 2)
+        expected = expected.double()
+        for number in range(draw.randint(1, 6)):
+            start, stop = (0, 12) if not number else sorted(draw.sample(range(13), 2))
+            part = torch.randn(1, stop - start, 1, 2, generator=generator).to(dtype)
+            expected[start:stop] += part[0, :, 0]
+            kept = total.keeps(slice(start, stop))
+            total.add(slice(start, stop), part)
+            if not kept:
+                part.fill_(torch.nan)
+        wide = draw.random() < 0.5
+        got = total.final(FLOAT32)[0] if wide else total.result()[0]
+        bound = 1e-5 if wide or dtype == FLOAT32 else 2**-8
+        torch.testing.assert_close(got[0, :, 0].double(), expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

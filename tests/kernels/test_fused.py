@@ -49,6 +49,11 @@ from megatron_cp_plugin.core.partial import _add_rows, _merge_rows, RowIndex, ro
 to, of = torch.tensor([4, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 4], dtype=torch.int32)
 few = fused.rows_at(a[:, :, 1:], to)
 assert torch.equal(few, a[:, [4, 0, 3], 1:]) and few.is_contiguous()
+blocks = torch.full((2, 2, 3, 3, 10), torch.nan)  # of two members, each of a batch of two
+fused.write_rows(blocks[0, ..., :8], torch.tensor([1, 7, 2, 6], dtype=torch.int32), b[:, :4])
+for row, (member, token) in enumerate(((0, 1), (1, 1), (0, 2), (1, 0))):
+    assert torch.equal(blocks[member, :, token, :, :8], b[:, row].float())
+assert blocks.isnan().sum() == blocks.numel() - 4 * 2 * 3 * 8
 for index in (RowIndex(to, of), RowIndex(to)):
     got, want = total.clone(), total.clone()
     added = b if index.of is not None else b[:, :3]
@@ -134,6 +139,7 @@ COMPILED = (
     ("sum", {"out_at": None, "a_at": None, "b_at": None}),
     ("sum", {"c": None}),
     ("sum", {"b": None, "c": None, "out_at": None, "b_at": None}),
+    ("sum", {"b": None, "c": None, "a_at": None, "b_at": None}),
     ("delta", {}),
     ("stand_in", {"TERMS": 3}),
     ("product", {}),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.blocks.rows import Rows, narrowed
-from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import taken
 from megatron_cp_plugin.core.ranges import (
     Numbers,
@@ -116,6 +116,13 @@ class Assembly:
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
+        if isinstance(blocks, Tensor) and blocks.dim() == 5 and blocks.dtype != torch.float64:
+            fused = fused_for(values)
+            if fused is not None:  # one pass, whatever the number of segments
+                apart = blocks.stride(0) // blocks.stride(2)
+                numbers = _numbers(self, rows.start, rows.stop, apart, values.device)
+                fused.write_rows(blocks[0], numbers, values)
+                return
         if self._many:
             indices = _placed(self, rows.start, rows.stop, values.device)
             for block, (found, local) in zip(blocks, indices, strict=True):
@@ -168,6 +175,13 @@ def _split(order: Assembly, device: torch.device) -> Tensor:
     rows = torch.zeros(order.members * order.width, dtype=torch.int64, device="cpu")
     rows[member * order.width + local] = torch.arange(order.tokens, device="cpu")
     return uploaded(rows, device)
+
+
+@kept_on_device(maxsize=32)
+def _numbers(order: Assembly, start: int, stop: int, apart: int, device: torch.device) -> Tensor:
+    """Where some assembled rows are, of blocks that begin `apart` rows one behind the other."""
+    member, local = (x[start:stop] for x in order.rows)
+    return uploaded(member * apart + local, device)
 
 
 @kept_on_device(maxsize=32)

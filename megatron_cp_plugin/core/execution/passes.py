@@ -633,6 +633,7 @@ class Backward(Pass):
         self._dout = base["dout"]
         self._all = Statistics(base["lse"], base.get("out"), base.get("delta"))
         self._few = self._program.few
+        self._travelling = self._wide if self._program.wide else self.q.dtype
         if self._program.parted:
             self._leaving = self._departure("dq") if self._call.dq else None
             return
@@ -655,7 +656,8 @@ class Backward(Pass):
         self._statistics = statistics
         if self._program.parted:
             if heads.first:
-                self._sums[heads.kv.start, KEYS] = None, GradientSum(*self.keys)
+                dkv = GradientSum(*self.keys, few=self._few)
+                self._sums[heads.kv.start, KEYS] = None, dkv
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
         dq = GradientSum(self.queries[0], few=self._few, place=place)
@@ -691,7 +693,7 @@ class Backward(Pass):
     def leave(self, rows: slice, found: object) -> None:
         if self._leaving is not None:
             assert isinstance(found, Gradients)
-            self._leaving.add(rows, tuple(found.dq.held))
+            self._leaving.add(rows, tuple(found.dq.final(self._travelling)))
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> GradientSum:
         """The gradient sum of another rank's block; kept only if `wanted`."""
@@ -759,7 +761,7 @@ class Backward(Pass):
         """Takes dK and dV of the base block; this object keeps no reference to them."""
         if self._program.parted:
             _, total = self._sums.pop((heads.kv.start, KEYS))
-            return tuple(total.held)
+            return tuple(total.final(self._travelling))
         found = self._of_keys.whole
         del self._of_keys
         return found
@@ -776,7 +778,7 @@ class Backward(Pass):
 def _add(total: Accumulator | GradientSum, came: Packed, rows: Rows, *, lent: bool) -> None:
     """Adds results to a total of `rows`. Args: lent: as of Pass."""
     for there, tensors in _shared(came, rows):
-        if lent and total.keeps:
+        if lent and total.keeps(there):
             tensors = tuple([x.clone() for x in tensors])
         total.add(there, *tensors)
         total.borrowed |= lent

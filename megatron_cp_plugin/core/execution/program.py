@@ -200,7 +200,7 @@ class Program:
 
     Attributes:
         rounds: the rounds.
-        few: each group of heads has at most two steps.
+        few: each group of heads has at most two steps; of a parted program, two tasks.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
         sent: of which sides the rank sends its base block to others.
         awaited: number of moves with results for its base blocks, by the first query head of a
@@ -336,7 +336,7 @@ def gathering_program(
     )
     return Program(
         tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
-        few=False,
+        few=len(found) <= 2,
         own=(rank, rank),
         parted=True,
         wide=any(move.wide for move in plan.moves),

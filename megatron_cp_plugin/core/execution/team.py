@@ -36,7 +36,12 @@ from megatron_cp_plugin.core.execution.program import (
     SomeHeads,
     gathering_program,
 )
-from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into, rows_at
+from megatron_cp_plugin.core.partial import (
+    accumulation_dtype,
+    beside_each_other,
+    merge_all_into,
+    rows_at,
+)
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     PER_HEAD,
@@ -120,11 +125,11 @@ class GatheringTeam:
         """
         order, travelling, own = self.order, self._travelling, part.named(message, given)
         of_rows = message[0] in PER_HEAD
+        widths = [x.shape[3] for x in own if x.dim() == 4]
         if of_rows:
             whole, dim = torch.stack(own), 3
         else:
-            whole, dim = torch.cat(own, -1) if len(own) > 1 else own[0], 1
-        widths = [x.shape[3] for x in own if x.dim() == 4]
+            whole, dim = beside_each_other(own) if len(own) > 1 else own[0], 1
         sent = whole if travelling is None else _packed(whole, dim, travelling)
         coming = self._inward.all_gather(padded(sent, dim, order.width))
 
@@ -201,12 +206,17 @@ class _Scattering(Departure):
         # The results travel: this object must not hold their memory.
         del self._blocks, self._lses, self._places, self._written, self._mine
         tokens = between(0, own[0].shape[1])
+        # Of this rank's rows, where they are among those that come and among its own tokens.
         pieces = common(tokens if travelling is None else travelling.rows, tokens)
+        every = travelling is None and self._order.width == own[0].shape[1]
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
 
             def add() -> None:
                 for target, total in zip(own, _apart(summed.wait(), widths), strict=True):
+                    if every:
+                        target.copy_(total)
+                        continue
                     for here, there in pieces:
                         rows_at(target, there).copy_(rows_at(total, here))
 
@@ -216,6 +226,9 @@ class _Scattering(Departure):
 
         def merge() -> None:
             outs, lses = partials.wait(), statistics.wait()
+            if every:
+                merge_all_into(out, lse, outs, lses)
+                return
             for here, there in pieces:
                 count = here.stop - here.start
                 own_rows = rows_at(out, there), narrowed(lse, 2, there.start, count)
