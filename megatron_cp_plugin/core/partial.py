@@ -154,11 +154,13 @@ def taken(x: Tensor, dim: int, rows: Tensor) -> Tensor:
 
 
 def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
-    """[B,S,heads,D1], [B,S,heads,D2] ... -> [B,S,heads,D1+D2+...]."""
+    """[B,S,heads,D1], [B,S,heads,D2] ... -> [B,S,heads,D1+D2+...], contiguous."""
     first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous():
+        return first
     fused = None if first.dtype == torch.float64 else fused_for(first)
     if fused is None:
-        return torch.cat(tuple(tensors), -1)
+        return torch.cat(tuple(tensors), -1).contiguous()
     widths = [x.shape[3] for x in tensors]
     whole = first.new_empty((*first.shape[:3], sum(widths)))
     for part, x in zip(whole.split(widths, -1), tensors, strict=True):

@@ -129,7 +129,7 @@ class GatheringTeam:
         if of_rows:
             whole, dim = torch.stack(own), 3
         else:
-            whole, dim = beside_each_other(own) if len(own) > 1 else own[0], 1
+            whole, dim = beside_each_other(own), 1
         sent = whole if travelling is None else _packed(whole, dim, travelling)
         coming = self._inward.all_gather(padded(sent, dim, order.width))
 
