@@ -434,12 +434,11 @@ class GradientSum(_Partials):
         return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
 
     def _leaves_most(self, rows: SomeRows) -> bool:
-        """Whether gradients of these rows, a quarter of all at most, wait beside first ones of all:
-        both, in float32 where they are summed, take less memory than all rows in float32.
+        """Whether gradients of these rows, a quarter of all at most, wait: beside first ones of all
+        rows they take, in float32 where they are summed, less memory than all rows in float32.
         """
         return (
-            bool(self._total)
-            and not self._owned
+            not self._owned
             and isinstance(rows, slice)
             and rows.step in (None, 1)
             and 4 * (rows.stop - rows.start) <= self._like[0].shape[1]
@@ -450,24 +449,21 @@ class GradientSum(_Partials):
         if not self._waiting or self._fits(rows):
             self._wait(rows, gradients)
             return
-        shared = [
-            (index, other)
-            for index, (other, _) in enumerate(self._waiting)
-            if isinstance(other, slice) and other.start < rows.stop and rows.start < other.stop
-        ]
-        if not shared:
-            self._wait(rows, gradients)
+        for index, (other, waiting) in enumerate(self._waiting):
+            assert isinstance(other, slice)
+            if rows.stop <= other.start or other.stop <= rows.start:
+                continue
+            if rows.start < other.start or rows.stop > other.stop:
+                self._settle()
+                self._add(rows, gradients)
+                return
+            sums = tuple([x.to(self._wide) for x in waiting])
+            here = slice(rows.start - other.start, rows.stop - other.start)
+            for total, gradient in zip(sums, gradients, strict=True):
+                _add_rows(total, here, gradient)
+            self._waiting[index] = other, sums
             return
-        (index, other), *others = shared
-        if others or rows.start < other.start or rows.stop > other.stop:
-            self._settle()
-            self._add(rows, gradients)
-            return
-        sums = tuple([x.to(self._wide) for x in self._waiting[index][1]])
-        here = slice(rows.start - other.start, rows.stop - other.start)
-        for total, gradient in zip(sums, gradients, strict=True):
-            _add_rows(total, here, gradient)
-        self._waiting[index] = other, sums
+        self._wait(rows, gradients)
 
     def _settle(self) -> None:
         """Adds what waits."""
