@@ -110,7 +110,6 @@ class Lasp(StatePassing):
             self._states.exchange([], [])
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        """See StatePassing.share."""
         others = self._others(route.last_rank)
         if end is not None:
             self._states.exchange([(end, rank) for rank in others], []).wait()
@@ -120,7 +119,6 @@ class Lasp(StatePassing):
         return end
 
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        """See StatePassing.collect."""
         start = route.first_rank
         if self.topology.rank != start:
             self._states.exchange([(gradient.contiguous(), start)], []).wait()

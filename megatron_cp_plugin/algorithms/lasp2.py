@@ -58,7 +58,6 @@ class Lasp2(StatePassing):
         *,
         to_the_end: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See StatePassing.carry."""
         counts, rank = route.counts, self.topology.rank
         gathering = self._states.all_gather(states.packed(max(counts)))
         local_work()
@@ -82,5 +81,4 @@ class Lasp2(StatePassing):
         return end
 
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        """See StatePassing.collect."""
         return self._states.all_gather(gradient).wait().sum(0)

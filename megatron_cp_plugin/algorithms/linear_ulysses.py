@@ -63,7 +63,6 @@ class LinearUlysses(LinearAlgorithm):
     def forward(
         self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """See LinearAlgorithm.forward."""
         q, k, v, gates, initial = given
         exchange, heads, local = self._exchange(call), self._filled(q.shape[2]), q.shape[1]
         all_given = [_with_numbers(x) for x in (q, k, v, *gates) if x is not None]

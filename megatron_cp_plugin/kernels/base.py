@@ -95,7 +95,6 @@ class PackingKernel(SoftmaxKernel):
         """dq, dk, dv of `attend`, as q, k, v are; dout and statistics are flattened too."""
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        """See SoftmaxKernel.forward."""
         if call.packing is None:
             return self.attend(call, None)
         out, lse = self.attend(*_flat(call))
@@ -103,7 +102,6 @@ class PackingKernel(SoftmaxKernel):
         return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        """See SoftmaxKernel.backward."""
         if call.packing is None:
             return self.differentiate(call, dout, statistics, None)
         flat, lengths = _flat(call)
@@ -184,7 +182,6 @@ class FlashAttention2(PackingKernel):
         return batch * rows * heads * rounded(dim, 32 if dim <= 128 else 64)
 
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        """See SoftmaxKernel.backward."""
         # Each packed sequence is padded, a single one as well.
         sequences = 1 if call.packing is None else max(2, len(call.packing))
         elements = self.accumulated(call.q, sequences)

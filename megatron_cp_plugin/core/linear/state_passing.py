@@ -69,7 +69,6 @@ class StatePassing(LinearAlgorithm):
         """Which rank sends which in `carry`, a state of each run, and of whose tokens it is."""
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
-        """See LinearAlgorithm.moves."""
         route = Route.of(self.layout, self.topology.size, seq_len)
         return tuple(
             LinearMove(2 * sweep + 1, source, target, ("S",), owners)
@@ -97,7 +96,6 @@ class StatePassing(LinearAlgorithm):
     def forward(
         self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
-        """See LinearAlgorithm.forward."""
         q, k, v, gates, initial = given
         route = self.route_of(call.seq_len, call.documents)
         if _one_state(call, gates):
