@@ -5,21 +5,19 @@ from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.algorithms.lasp import Lasp
-from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, number
+from megatron_cp_plugin.core.algorithm import number
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.costs import cost, peak
 from megatron_cp_plugin.planner.drawing import picture
@@ -140,42 +138,6 @@ def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{name}, {option} · 4 ranks" in capsys.readouterr().out
     assert cli.main(["plan", "--size", "4", "--seq-len", "64", "--heads", "8"]) == 0
     assert {"random_balanced", "striped_here"} <= set(capsys.readouterr().out.split())
-
-
-def test_classes_that_are_no_algorithm_are_refused() -> None:
-    class WithoutPlacement(PointToPoint):
-        layout = Contiguous()
-
-    class WithoutLayout(Halves):
-        @classmethod
-        def layout_for(cls, options: Algorithm.Options) -> Layout:
-            return PointToPoint.layout
-
-    class WithoutDefault(Halves):
-        @dataclass(frozen=True, kw_only=True)
-        class Options(PointToPoint.Options):
-            rows: int
-
-    class WithATuple(Halves):
-        @dataclass(frozen=True)
-        class Options(PointToPoint.Options):
-            rows: tuple[int, ...] = ()
-
-    class WithLayoutsOfItsOwn(Halves):
-        @dataclass(frozen=True)
-        class Options(PointToPoint.Options):
-            layout: Literal["spiral"] = "spiral"
-
-    for cls, message in (
-        (WithLayoutsOfItsOwn, "'mine' has no layout: .* or define layout_for if its options"),
-        (WithoutPlacement, "'mine' has no method placement: define it in WithoutPlacement"),
-        (WithoutLayout, "'mine' has no layout: set one in WithoutLayout"),
-        (WithoutDefault, "option rows of mine has no default: give it one"),
-        (WithATuple, r"option rows of mine has the type tuple\[int, ...\]: use a Literal"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            cp.register("mine")(cls)
-    assert "mine" not in cp.available()
 
 
 def test_auto_tries_numbers_that_are_worth_it() -> None:

@@ -15,7 +15,6 @@ from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
-from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.spans import block_diffusion
@@ -43,37 +42,12 @@ def test_spans_of_many_ranks_are_simulated_where_these_gather() -> None:
     assert simulate("attention2d", {}, *how, transport="group").seconds > 0
 
 
-def test_the_fastest_is_taken_and_the_table_is_sorted() -> None:
-    choice = of_one(Shape(1, 65536, 32, 8, 128), 8)
-    (found,) = choice.tables
-    assert [row.seconds for row in found.rows] == sorted(row.seconds for row in found.rows)
-    assert choice.best.seconds <= 1.002 * found.rows[0].seconds
-    assert choice.best.rows[0].simulated
-    text = table(choice)
-    lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]
-    times = [cells[2].strip(" ~") for cells in lines if cells[2].strip()]  # others are folded
-    assert times[0] == "ms"
-    assert [float(time) for time in times[1:]] == sorted(map(float, times[1:]))
-    assert text.count(" * ") == 2  # the chosen row, and what the star means
-    assert sentence(choice).startswith(f"auto chose {choice.best.name} (")
-    assert "\n" not in sentence(choice)
-
-
 def test_the_choice_was_simulated() -> None:
     """Not only estimated, where few of many candidates can be simulated."""
     machine = Machine.load("h100_400g")
     shape = Shape(1, 2**20, 8, 2, 128)
     choice = choose([Kind("attention", shape, Mask())], place(16, machine, per_node=2))
     assert choice.best.rows[0].simulated
-
-
-def test_words_for_what_is_as_good() -> None:
-    """A simpler one is taken where it is as fast: nothing is a negative percentage slower."""
-    choice = of_one(GQA, 4)
-    first, other = choice.combinations[0], choice.combinations[-1]
-    other = replace(other, seconds=first.seconds * 0.999)
-    said = sentence(replace(choice, combinations=(first, other)))
-    assert f"next best {other.name}, as fast;" in said
 
 
 def test_the_same_question_has_the_same_answer() -> None:
