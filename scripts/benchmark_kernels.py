@@ -32,7 +32,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import take_gpu
-from megatron_cp_plugin.core.execution.tasks import Gradients, attend_block, differentiate_block
+from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.tile_batches import Batches

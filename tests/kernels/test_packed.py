@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.communication.devices import capture
-from megatron_cp_plugin.core.execution.tasks import Gradients, attend_block, differentiate_block
+from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of

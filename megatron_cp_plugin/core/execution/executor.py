@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.execution.loop import Channels, RankPart
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.execution.passes import Backward, Channels, Forward, RankPart
+from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.execution.program import (
     all_exchanges,
     exchanging_program,

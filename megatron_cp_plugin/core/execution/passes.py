@@ -1,486 +1,138 @@
-"""One loop for every algorithm: cast, compute, reduce; and what the two passes of attention sum.
+"""What the two passes of attention compute in a step, and what they sum.
 
-A rank goes through the rounds of its program, and in each round through its steps. In a step it
-waits for the blocks of other ranks that it needs and posts those of the next steps (cast), computes
-while they travel (compute), merges or adds the results that came for its base blocks, and sends its
-results for the blocks of other ranks (reduce). The base blocks of a round come from the rank's
-team, and their results go back to the team after it: while a round computes, the base blocks of the
-next one come, and the results of the one before leave. Without teams there is one round, and the
-base blocks are the rank's own tokens.
+The forward merges partial outputs of pairs of blocks, the backward adds partial gradients.
 
 B batch, S local tokens, T tokens of a base block, H query heads, G KV heads, D head dim, E that of
 values.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import chain
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import (
-    FEW,
-    Rows,
-    between,
-    common,
-    numbers_of,
-    packed,
-    row_count,
-    token_dim,
-)
+from megatron_cp_plugin.core.blocks.rows import FEW, Rows, between, common, numbers_of, row_count
 from megatron_cp_plugin.core.call import Call, HeadGroup
-from megatron_cp_plugin.core.comm import Communicator, Described, Pending
-from megatron_cp_plugin.core.execution.program import (
-    BlockId,
-    Exchange,
-    Message,
-    Program,
-    Round,
-    Step,
-    Task,
-)
-from megatron_cp_plugin.core.execution.tasks import Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.execution.team import (
-    Departure,
-    ExchangingTeam,
-    GatheringTeam,
-    Named,
-    Team,
-    Tensors,
-    Waits,
-)
-from megatron_cp_plugin.core.kernel import Statistics
+from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
+from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
+from megatron_cp_plugin.core.execution.team import Named, Tensors, Waits
+from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
+from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
     SomeRows,
     WholeGradient,
-    accumulation_dtype,
     rows_at,
 )
-from megatron_cp_plugin.core.plans.plan import (
-    KEYS,
-    OF_KEYS,
-    PER_HEAD,
-    QUERIES,
-    RESULTS,
-    SIDE_OF,
-    Side,
-    TensorNames,
-)
-
-Teams = Mapping[Side, Team]
-# The messages of a round, by the names of their tensors, and functions that wait for these.
-Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
+from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Side
+from megatron_cp_plugin.core.tiles import Tile
 
 
-class Channels(NamedTuple):
-    """Where messages go: inputs of computations, and results; those that may take several steps
-    on channels of their own, so that no other waits for them.
+def attend_block(
+    total: Accumulator, q: Tensor, k: Tensor, v: Tensor, calls: Sequence[Tile | Batch], call: Call
+) -> None:
+    """Adds attention of queries over keys to `total`.
+
+    Args:
+        q: [B,rows,H,D].
+        k: [B,cols,G,D].
+        v: [B,cols,G,E].
+        calls: kernel calls of the block, as `Batches.calls` gives them.
     """
-
-    inputs: Communicator
-    results: Communicator
-    slow_inputs: Communicator
-    slow_results: Communicator
-
-
-@dataclass(frozen=True, eq=False)
-class RankPart:
-    """What a rank does in a pass, for all calls that are alike.
-
-    Attributes:
-        teams: of queries and of keys; without teams, the base blocks are the rank's own.
-        overlap: false waits for each message where it is posted, for measurements.
-        channels: gives those of messages from rank to rank; None: there are no messages.
-    """
-
-    call: Call
-    program: Program
-    teams: Teams
-    overlap: bool
-    channels: Callable[[], Channels] | None
-
-
-class Packed(NamedTuple):
-    """Tensors of some rows of a block."""
-
-    rows: Rows
-    tensors: Tensors
+    kernel, scale = call.kernel, call.scale
+    for each in calls:
+        if isinstance(each, Batch):
+            queries, keys = each.sides(q.device)
+            (rows,) = queries.given
+            taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
+            total.add(rows, *run_forward(kernel, packed))
+            continue
+        tile_q, tile_k, tile_v = q, k, v
+        if each.rows < q.shape[1]:
+            tile_q = q[:, each.q]
+        if each.cols < k.shape[1]:
+            tile_k, tile_v = k[:, each.kv], v[:, each.kv]
+        if each.reverse:
+            flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
+            out, lse = kernel.forward(KernelCall(*flipped, scale, each.causal))
+            total.add(each.q, out.flip(1), lse.flip(2))
+            continue
+        place = None
+        if total.empty and call.places_outputs:
+            place = total.place_of_first(each.rows)
+        tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, None, place, each.window)
+        found = kernel.forward(tile)
+        total.add(each.q, *found)
+        del found, tile
 
 
-class Posted(NamedTuple):
-    """Messages under way.
+class Gradients(NamedTuple):
+    """Running sums of dq of one block of queries, and of dk and dv of one block of keys."""
 
-    Attributes:
-        pending: the operation.
-        arriving: what comes, and the buffers of its tensors.
-        sends: tensors that must live until the operation is done, and their destinations.
-    """
+    dq: GradientSum
+    dkv: GradientSum
 
-    pending: Pending[None]
-    arriving: tuple[tuple[Message, Tensors], ...]
-    sends: list[tuple[Tensor, int]]
-
-
-class Pass(ABC):
-    """One pass of a rank: the loop, the blocks that the rank holds, and messages under way.
-
-    What is summed, and how, subclasses say. `begin` starts a round: the rank gets the base blocks
-    of some heads. `open` starts a group of these heads, before its first step. `close` finishes the
-    results of a group, for queries or for keys; results that come straight from other ranks can
-    delay it to the next group's first step. `end` finishes the round and sends the results for the
-    base blocks to the team. Without teams there is one round, with the rank's own tokens.
-
-    Attributes:
-        sides: the sides that get results.
-        compute: runs a task; its arguments are the operands, the kernel calls and the call.
-        own: tensors of the rank's own tokens; teams gather them.
-        kept_of: tensors that the forward gathered and kept, by round.
-        q, k, v: tensors of the base blocks, of all heads of the round.
-        queries, keys: tensors of the base blocks, of the open group of heads, in the order in which
-            they travel.
-        retained: K and V of another rank's block, which the forward leaves to the backward.
-        lent: results that come are in memory that later ones overwrite.
-    """
-
-    sides: ClassVar[tuple[Side, ...]]
-    compute: ClassVar[Callable[..., None]]
-    kept_of: Sequence[Named] = ()
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    queries: Tensors
-    keys: Tensors
-    _round: Round
-    retained: Tensors = ()
-
-    def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
-        """Args: own: of the rank's tokens. q, v: give the batch, the head dims and the dtype."""
-        self._call, self._program, self._teams = part.call, part.program, part.teams
-        self._overlap, self.own = part.overlap, own
-        self._sizes = len(q), q.shape[3], v.shape[3], q.dtype
-        self._wide = accumulation_dtype(q.dtype)
-        self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
-        self._leaving: Departure | None = None  # results for queries, filled task by task
-        self._gathered: dict[str, Tensor] = {}  # which a later round may still use
-        self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
-        self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # How many events the base block of a side, of a group of heads, waits for: results of other
-        # ranks, and its last step. By the first query head of the group.
-        self._missing: dict[tuple[int, Side], int] = {}
-        self._complete: list[tuple[HeadGroup, Side]] = []  # those that wait for nothing any more
-        # Messages under way, by the step that needs them.
-        self._inputs: dict[int, list[Posted]] = {}
-        self._results: dict[int, list[Posted]] = {}
-        self.lent = False
-        self._strided = True  # messages may be slices of all heads
-        if part.channels is not None:
-            channels = part.channels()
-            self._channels, self.lent = channels, channels.results.lends
-            self._strided = channels.inputs.strided and channels.slow_inputs.strided
-            for of_results, exchange in part.program.receivable:
-                room = [x for each in expected(exchange, *self._sizes) for x in each]
-                channels[of_results].reserve(room)
-            for (of_results, slow), count in part.program.idle.items():
-                channels[2 * slow + of_results].skip(count)
-
-    def run(self) -> None:
-        """Goes through all rounds and steps."""
-        rounds, call, held = self._program.rounds, self._call, self._held
-        way = {"packed": call.packed, "gaps": call.kernel.gaps, "forward": KEYS not in self.sides}
-        coming = self._gather(rounds[0]) if self._teams else None
-        leaving: Waits = []
-        for number, part in enumerate(rounds):
-            base = self.own if coming is None else self._base(number, coming)
-            # The memory of what came is free before more comes: `base` may be an ordered copy.
-            if number + 1 < len(rounds):
-                coming = self._gather(rounds[number + 1])
-            self.begin(part, base)
-            del base
-            for step in part.steps:
-                if step.first:
-                    self.open(step)
-                if step.inputs or step.results or step.number in self._inputs:
-                    self._cast(step)
-                for task in step.tasks:
-                    operands = self.operands(task, held.get(task.query), held.get(task.key))
-                    self.compute(*operands, task.work.calls(**way), call)
-                    if task.rows is not None:
-                        self.leave(task.rows, operands[0])
-                    del operands
-                if step.last or step.results or step.number in self._results:
-                    self._reduce(step)
-                if not self._overlap:
-                    self._take_results()
-                    for exchange in step.inputs:
-                        self._post(exchange, result=False)
-                for block in step.dropped:
-                    del held[block]
-            if self._teams:
-                if self._results:
-                    self._take_results()
-                posted = self.end()
-                while leaving:
-                    leaving.pop(0)()
-                leaving = posted
-        if self._results:
-            self._take_results()
-        while leaving:
-            leaving.pop(0)()
-
-    def _cast(self, step: Step) -> None:
-        """Waits for the blocks of a step, and posts those of the next steps."""
-        for posted in self._inputs.pop(step.number, ()):
-            posted.pending.wait()
-            posted.sends.clear()
-            for message, tensors in posted.arriving:
-                self._held[message.block] = tensors
-        if not self._overlap:
-            return
-        for exchange in step.inputs:
-            self._post(exchange, result=False)
-        for exchange in step.results:
-            # Other ranks may send while this one computes, if no results are under way.
-            if exchange.receives and not exchange.slow and not self._results:
-                if self.lent:
-                    self.settle()
-                self._channels.results.expect(exchange.sources)
-
-    def _reduce(self, step: Step) -> None:
-        """Adds the results that a step needs, and posts the results for blocks of others."""
-        if step.last:
-            if self._program.retained is not None:
-                self.retain()
-            for side in self.sides:
-                if self._is_last(step.heads, side):
-                    self._complete.append((step.heads, side))
-        if step.number in self._results:
-            self._add_results(step.number)
-        for exchange in step.results:
-            if exchange.receives and self.lent:
-                self.settle()
-            self._post(exchange, result=True)
-        if self._complete:
-            self._close()
-
-    def _take_results(self) -> None:
-        """Waits for all results that are under way, and adds them to the sums."""
-        for needed in sorted(self._results):
-            self._add_results(needed)
-        if self._complete:
-            self._close()
-
-    def _add_results(self, step: int) -> None:
-        """Waits for the results that a step needs, and adds them to the sums."""
-        for posted in self._results.pop(step):
-            posted.pending.wait()
-            posted.sends.clear()
-            for (move, (owner, side), _), tensors in posted.arriving:
-                came = Packed(move.block.rows, tensors)
-                if owner != self._program.own[side]:
-                    self._partial_sums[owner, side] = came
-                    continue
-                complete = self._is_last(move.heads, side)
-                if complete and self._program.relay:  # added in the pass that writes the results
-                    self.close(move.heads, side, came)
-                    continue
-                self.accept(move.heads, side, came)
-                if complete:
-                    self._complete.append((move.heads, side))
-
-    def _is_last(self, heads: HeadGroup, side: Side) -> bool:
-        """Notes that results for a base block came, or that its last step is done: is it complete?
-
-        A mask may shorten a relay, so that the last results come before the last step.
+    def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where the kernel writes the gradients of a tile's q, k and v: a block's first gradients
+        to the memory of its sum, later ones to new memory. None: no gradient is a block's first.
         """
-        group = heads.q.start, side
-        missing = self._missing.get(group)
-        if missing is None:
-            missing = self._program.awaited.get(group, 0) + 1
-        self._missing[group] = missing - 1
-        return missing == 1
+        of_q, side = self.dq.place_of_first(q.shape[1]), self.dkv.place_of_first(k.shape[1])
+        if of_q is None and side is None:
+            return None
+        (dq,) = of_q or (q.new_empty(q.shape),)
+        dk, dv = side or (k.new_empty(k.shape), v.new_empty(v.shape))
+        return dq, dk, dv
 
-    def _close(self) -> None:
-        """Closes base blocks that wait for nothing any more."""
-        while self._complete:
-            self.close(*self._complete.pop(0), None)
 
-    def _post(self, exchange: Exchange, *, result: bool) -> None:
-        channel = self._channels[2 * exchange.slow + result]
-        sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)]
-        described = expected(exchange, *self._sizes)
-        buffers = channel.buffers([x for each in described for x in each], self.q.device)
-        arriving, start = [], 0
-        for message, each in zip(exchange.receives, described, strict=True):
-            arriving.append((message, buffers[start : start + len(each)]))
-            start += len(each)
-        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        posted = Posted(channel.exchange(sends, receives), tuple(arriving), sends)
-        if exchange.idle:
-            channel.skip(exchange.idle)
-        under_way = self._results if result else self._inputs
-        under_way.setdefault(exchange.needed, []).append(posted)
+def differentiate_block(
+    sums: Gradients,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    statistics: Statistics,
+    calls: Sequence[Tile | Batch],
+    call: Call,
+) -> None:
+    """Adds the gradients of a block's q, k and v to `sums`; see `attend_block` for the shapes.
 
-    def _sent(self, message: Message, channel: Communicator) -> Sequence[Tensor]:
-        block, rows = message.block, message.move.block.rows
-        if message.result:
-            return self.results_for(message, self._partial_sums.pop(block, None))
-        if block in self._held:
-            held, tensors = self._program.rows[block], self._held[block]
+    Args: statistics: lse, with delta or out, of all rows of q.
+    """
+    kernel, scale = call.kernel, call.scale
+    for each in calls:
+        if isinstance(each, Batch):
+            queries, keys = each.sides(q.device)
+            taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
+            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
+            of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
+            dq, dk, dv = run_backward(kernel, packed, *of_rows)
+            del taken, packed, of_rows
+            for rows in queries.given:
+                sums.dq.add(rows, dq)
+            for cols in keys.given:
+                sums.dkv.add(cols, dk, dv)
+            continue
+        tile_dout, tile_q, tile_k, tile_v, of_tile = dout, q, k, v, statistics
+        if each.rows < q.shape[1]:
+            tile_dout, tile_q, of_tile = dout[:, each.q], q[:, each.q], statistics.rows(each.q)
+        if each.cols < k.shape[1]:
+            tile_k, tile_v = k[:, each.kv], v[:, each.kv]
+        if each.reverse:
+            flipped = tile_q.flip(1), tile_k.flip(1), tile_v.flip(1)
+            tile = KernelCall(*flipped, scale, each.causal)
+            found = kernel.backward(tile, tile_dout.flip(1), of_tile.flipped())
+            dq, dk, dv = [x.flip(1) for x in found]
         else:
-            tensors = self.keys if block[1] else self.queries
-            held = ((0, tensors[0].shape[1]),)
-        if rows == held and all(map(Tensor.is_contiguous, tensors)):
-            return tensors
-        return [packed(x, token_dim(x), rows, held, strided=channel.strided) for x in tensors]
-
-    # Base blocks that come from a team, and their results
-
-    def _gather(self, part: Round) -> Coming:
-        """Posts the gathers of a round."""
-        return [
-            (message, self._teams[SIDE_OF[message[0]]].gather(message, self.own, one.part))
-            for one in part.inputs
-            for message in one.messages
-        ]
-
-    def _base(self, number: int, coming: Coming) -> Named:
-        """Tensors of a round's base blocks: the team's, of `coming`, or the own."""
-        while coming:
-            message, wait = coming.pop(0)
-            self._gathered.update(zip(message, wait(), strict=True))
-            del wait
-        heads, of_part = self._program.rounds[number].base
-        held = {**self.kept_of[number]} if self.kept_of else {}
-        for name, x in self.own.items():
-            some = of_part[name]
-            if name not in self._gathered:
-                held[name] = x if some is None else x[some]
-            elif name in PER_HEAD:  # of all heads
-                rows = self._gathered[name]
-                held[name] = (rows if some is None else rows[some]).contiguous()
-            elif heads.last or name not in OF_KEYS:
-                held[name] = self._gathered.pop(name)
-            else:
-                held[name] = self._gathered[name]
-        return held
-
-    def _departure(self, *names: str) -> Departure:
-        """Where results for some rows of the base block go: to the owners of its tokens in the
-        team, or, if the round has no operation for them, to this rank's own targets.
-        """
-        operation = self._round.results.get(names)
-        if operation is None:
-            return Departure(self._round.base.named(names, self._targets))
-        team = self._teams[SIDE_OF[names[0]]]
-        assert isinstance(team, GatheringTeam)
-        return team.departure(operation, self._targets)
-
-    def _send(self, tensors: Tensors, *names: str) -> Waits:
-        """Sends results for all rows of the base block where `_departure` sends those of some."""
-        operation = self._round.results.get(names)
-        if operation is None:
-            targets = self._round.base.named(names, self._targets)
-            for target, x in zip(targets, tensors, strict=True):
-                target.copy_(x)
-            return []
-        team = self._teams[SIDE_OF[names[0]]]
-        if isinstance(team, ExchangingTeam):
-            return team.send(operation, self._targets, tensors)
-        leaving = team.departure(operation, self._targets)
-        leaving.add(slice(0, tensors[0].shape[1]), tensors)
-        return leaving.post()
-
-    # What the passes sum
-
-    @abstractmethod
-    def begin(self, part: Round, base: Named) -> None:
-        """Begins a round, with the tensors of its base blocks."""
-
-    @abstractmethod
-    def open(self, step: Step) -> None:
-        """Begins a group of heads, by its first step."""
-
-    @abstractmethod
-    def operands(
-        self, task: Task, queries: Tensors | None, keys: Tensors | None
-    ) -> tuple[object, ...]:
-        """Operands of `compute`: the sums that a task adds to, then tensors.
-
-        Args: queries, keys: of another rank; None: those of the base block.
-        """
-
-    @abstractmethod
-    def leave(self, rows: slice, found: object) -> None:
-        """Takes the final results for some rows of the base block: what `compute` added to."""
-
-    @abstractmethod
-    def results_for(self, message: Message, before: Packed | None) -> Tensors:
-        """Results for another rank's block: this rank's own, plus those that came.
-
-        Args: before: the sum of the ranks before this one in a relay, if one came.
-        """
-
-    @abstractmethod
-    def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
-        """Adds another rank's results for some rows of the base block."""
-
-    def settle(self) -> None:  # noqa: B027  (gradients do not wait)
-        """Adds accepted results that wait to be added: the next results overwrite them."""
-
-    def retain(self) -> None:  # noqa: B027  (a backward leaves nothing)
-        """Keeps a block of another rank for the backward, after the last step."""
-
-    @abstractmethod
-    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
-        """Finishes the results for the queries, or keys, of a group of heads.
-
-        Args: others: results of other ranks that are still to be added.
-        """
-
-    @abstractmethod
-    def end(self) -> Waits:
-        """Ends a round, after all its groups are closed: sends the results to the team."""
-
-    def _passed_on(self, before: Packed | None) -> Tensors:
-        """The sum that came, if the mask lets this rank add nothing to it."""
-        assert before is not None
-        return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
-
-    def _take_heads(self, step: Step, of_queries: Tensors) -> None:
-        """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
-        queries, keys, some = of_queries, (self.k, self.v), step.within
-        if some is not None:
-            queries = tuple([x[:, :, some.q] for x in queries])
-            keys = self.k[:, :, some.kv], self.v[:, :, some.kv]
-            if not self._strided and QUERIES in self._program.sent:
-                queries = tuple([x.contiguous() for x in queries])
-            if not self._strided and KEYS in self._program.sent:
-                keys = keys[0].contiguous(), keys[1].contiguous()
-        self.queries, self.keys = queries, keys
-
-
-@lru_cache(maxsize=1024)  # all layers ask for the same
-def expected(
-    exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> tuple[tuple[Described, ...], ...]:
-    """Shapes and dtypes of the tensors of each message that a rank receives."""
-    accumulated, found = accumulation_dtype(dtype), []
-    for move, *_ in exchange.receives:
-        tensors, tokens = list[Described](), move.tokens
-        for name in chain(*move.messages):
-            count = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
-            own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
-            wide = name in PER_HEAD or (move.wide and name in RESULTS)
-            shape = (batch, count, tokens) if name in PER_HEAD else (batch, tokens, count, own_dim)
-            tensors.append((shape, accumulated if wide else dtype))
-        found.append(tuple(tensors))
-    return tuple(found)
+            places = None
+            if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
+                places = sums.places(tile_q, tile_k, tile_v)
+            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, None, places, each.window)
+            dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
+        sums.dq.add(each.q, dq)
+        sums.dkv.add(each.kv, dk, dv)
 
 
 class Forward(Pass):
