@@ -1,0 +1,131 @@
+"""The loop over slots of memory, as copy engines use them, and over process groups."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from threading import current_thread
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
+from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator
+from megatron_cp_plugin.core.placement import Place
+from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.kernels.reference import Reference
+from tests.over_slots import CASES, compare
+from tests.pairwise import pairwise
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "mask"),
+    pairwise(CASES, (1, 2, 3, 4, 5), (Mask(), Mask(False), Mask(window=7), Mask(documents=(3, 7)))),
+    ids=str,
+)
+def test_copy_engines_find_what_they_need(
+    case: tuple[str, dict[str, object]], size: int, mask: Mask
+) -> None:
+    """Blocks of unequal lengths: all ranks have slots of one size, used in the same turns.
+
+    With documents some ranks pass sums on to which they add nothing.
+    """
+    algo, options = case
+    if size == 1:
+        mask = replace(mask, documents=())
+    by_rank = compare(algo, options, size, mask, 5 * size + size // 2)
+    assert bool(by_rank[0]) == (size > 1)
+    for name in by_rank[0]:
+        channels = [channels[name] for channels in by_rank]
+        assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+
+
+@pytest.mark.parametrize("mask", [Mask(window=7), Mask(documents=(3, 7))], ids=str)
+@pytest.mark.parametrize("size", [3, 4, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False, "chunks": 2}, {"last_step": "owner"}], ids=str
+)
+def test_helpers_by_work_send_messages_where_peer_memory_is(
+    options: dict[str, object], size: int, mask: Mask
+) -> None:
+    """They exchange with several ranks at once, which copy engines do not; nothing is refused."""
+    assert compare("distflash", options, size, mask, 5 * size + size // 2) == [{}] * size
+
+
+def test_helpers_may_send_results_while_their_owner_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has computed some rows of rank 1 when that has computed the others."""
+    done: dict[str, list[str]] = {"rank 0": [], "rank 1": []}
+
+    def note(what: str) -> None:
+        done[current_thread().name].append(what)
+
+    def offer(self: SlottedCommunicator, slot: int, sources: Collection[int]) -> None:
+        if sources:
+            note(f"offers {self.channel}")
+
+    def forward(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        note("computes")
+        return attend(*args, **settings)
+
+    attend = Reference.forward
+    monkeypatch.setattr(VirtualPeerCommunicator, "_offer", offer)
+    monkeypatch.setattr(Reference, "forward", forward)
+    compare("distflash", {}, 2, Mask(), 8)
+    for rank, offers in (("rank 0", []), ("rank 1", ["offers returns"])):
+        forward = done[rank][: 3 + len(offers)]
+        assert forward == ["offers fetches", "computes", *offers, "computes"]
+
+
+@dataclass(frozen=True)
+class _Late(HelpedPlacement):
+    """Rank 2 of 3 is helped in step 1 and in step 3; in between nothing comes for any rank."""
+
+    cyclic = False
+
+    def place(self, query: int, key: int) -> Iterator[Place]:
+        helpers = {(2, 0): Place(0, 1), (2, 1): Place(1, 3)}
+        yield helpers.get((query, key), Place(query, (query - key) % self.size))
+
+
+def test_results_that_wait_to_be_merged_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By those that are expected next, in the same slot."""
+
+    def placement(self: DistFlash, shape: Shape, mask: Mask, phase: Phase) -> _Late:
+        groups = head_groups(shape.heads, shape.kv_heads, 1, share_kv=False)
+        return _Late(self.layout, self.topology.size, groups)
+
+    monkeypatch.setattr(DistFlash, "placement", placement)
+    compare("distflash", {}, 3, Mask(), 12)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=7)], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("algo", "options"),
+    [
+        ("allgather", {"chunks": 2}),
+        ("attention2d", {"chunks": 2}),
+        ("attention2d", {"chunks": 2, "rows": 1}),
+        ("zigzag", {"chunks": 2, "route": "straight"}),
+    ],
+    ids=str,
+)
+def test_groups_of_heads_straight_from_their_owners(
+    algo: str, options: dict[str, object], size: int, mask: Mask
+) -> None:
+    assert compare(algo, options, size, mask, 5 * size + size // 2)[0]
+
+
+@pytest.mark.parametrize("gradients", ["float32", "model"])
+def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
+    """Rank 4 has nothing to add to the gradients of rank 1's keys, and ranks around it have."""
+    options: dict[str, object] = {"backward": "kv", "gradients": gradients, "chunks": 1}
+    (channels, *_) = compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
+    assert channels["sums", 1]._turn > 0
