@@ -341,19 +341,8 @@ def _assumed(mean_document: str | int | None) -> str:
 
 def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
-    seq_length = settings.tokens
-    sizes = {
-        "--num-layers": settings.num_layers,
-        "--num-attention-heads": settings.num_attention_heads,
-        "--hidden-size": settings.hidden_size,
-        "--seq-length": seq_length,
-    }
-    pattern = settings.hybrid_layer_pattern
-    for flag, value in sizes.items():
-        if value is None and not (pattern and flag == "--num-layers"):
-            raise ConfigError(
-                f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
-            )
+    check("auto", settings)
+    seq_length, pattern = settings.tokens, settings.hybrid_layer_pattern
     shape, documents = settings.shape(seq_length), tuple[int, ...]()
     if settings.packing and not pattern:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")

@@ -102,11 +102,7 @@ def uninstall() -> None:
         ContextParallelError: The launcher, not `install`, installed the plugin.
     """
     found = _in_force()
-    if isinstance(found, LauncherInstaller):
-        raise ConfigError(
-            "uninstall needs an algorithm set by install, got the launcher's, which stays for "
-            "the whole process"
-        )
+    check("uninstall", found, launched=isinstance(found, LauncherInstaller))
     if found is not None:
         found.undo()
 
@@ -140,11 +136,7 @@ def serve(
     Raises:
         ContextParallelError: The model asks for what the algorithm does not support.
     """
-    if _in_force() is not None:
-        raise ConfigError(
-            "install applies to all models of this process, got serve for one: build the model "
-            "from its own spec, or leave install out"
-        )
+    check("serve one", _in_force())
     batches = Batches(tokens, mean_document)
     asked = _config(algo, layout, kernel, True, options, batches, send_latents=send_latents)
     check("serve", Settings(config, asked))
@@ -167,11 +159,7 @@ def adopt(model: nn.Module) -> nn.Module:
             that it does not support.
     """
     attention = [m for m in model.modules() if isinstance(m, ContextParallelAttention)]
-    if not attention:
-        raise ConfigError(
-            "adopt needs a model whose layers have the plugin's attention, got none: build it "
-            "from the spec that serve returns"
-        )
+    check("adopt", attention)
     runtime = attention[0].runtime
     if not serves_inputs(model):
         follow(model, runtime)

@@ -19,7 +19,6 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import ALGORITHM, PluginFlags, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
@@ -189,12 +188,8 @@ class LauncherInstaller(Installer):
         return config
 
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
-        if self._runtime is None:
-            raise ContextParallelError(
-                f"--context-parallel-algo {self._flags.algo} needs a script that lets Megatron "
-                "validate its arguments before it builds a model: call parse_and_validate_args or "
-                "pretrain first"
-            )
+        check("building", self._flags, validated=self._runtime is not None)
+        assert self._runtime is not None
         if self._resolved is not None:
             self._compare(self._resolved, given)
             self._resolved = None
@@ -239,12 +234,7 @@ class LauncherInstaller(Installer):
         from megatron_cp_plugin.integration.inputs import serves_inputs
 
         for model in map(compat.unwrapped, result[0]):
-            if not serves_inputs(model):
-                raise ContextParallelError(
-                    f"--context-parallel-algo {self._flags.algo} supports GPTModel and "
-                    f"HybridModel, got {type(model).__name__}: use pretrain_gpt.py or another "
-                    "script that builds one"
-                )
+            check("set up", self._flags, served=serves_inputs(model), model=model)
         return result
 
     def _get_batch(

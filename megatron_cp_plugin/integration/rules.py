@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from math import gcd, prod  # noqa: F401  (the table's)
 from pathlib import Path
 from string import Template
 from typing import Any, get_args
+
+from torch import Tensor
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
@@ -33,7 +36,7 @@ from megatron_cp_plugin.paths import check_folder
 # "arguments": Megatron's as parsed; "start" and "files": whether a script can start with them, with
 # and without an algorithm; "validated"; "training": of a script that trains; "model": the
 # configuration of a model, "serve": of one for `serve`, "linear layer" and "recurrent layer": of
-# such a layer; "batch": one that says of no documents; and those of [[flags]].
+# such a layer; "batch": one that says of no documents; and those of [[checks]].
 type Door = str
 type Words = dict[str, object] | None
 
@@ -122,9 +125,8 @@ def check(door: Door, settings: Any, **given: object) -> None:
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """
-    assert door in _DOORS, door
-    for rule in (*RULES, *FLAGS):
-        if door in rule.doors and (said := rule.refusal(settings, **given)):
+    for rule in _OF_DOOR[door]:
+        if said := rule.refusal(settings, **given):
             raise ConfigError(said)
 
 
@@ -216,6 +218,26 @@ def _kept_mib(s: Settings) -> float:
     heads, _ = s.split_heads
     tokens = s.samples * s.seq_length // s.cp.size
     return float(tokens * heads * (s.head_dims[1] * s.dtype.itemsize + 4) / 2**20)
+
+
+def _differ(other: Tensor | None, lengths: Tensor | None) -> bool:
+    if other is None or other is lengths:
+        return False
+    return lengths is None or not lengths.equal(other)
+
+
+def _padded(real: Sequence[int], bounds: Sequence[int]) -> bool:
+    """Whether documents of cumulative lengths are as many with padding, and none is shorter."""
+    both = zip(pairwise(real), pairwise(bounds), strict=False)
+    return len(real) == len(bounds) and all(b - a <= d - c for (a, b), (c, d) in both)
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__name__", repr(kind))
+
+
+def _count(spans: Sequence[object] | None) -> str:
+    return "no spans" if spans is None else f"{len(spans)} spans"
 
 
 def _without_fla(s: Settings) -> bool:
@@ -318,7 +340,10 @@ def comm_type(algo: str) -> str:
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 RULES = tuple(_read(_TABLE, "rules"))
-FLAGS = tuple(_read(_TABLE, "flags"))
-_DOORS = {door for rule in (*RULES, *FLAGS) for door in rule.doors}
+CHECKS = tuple(_read(_TABLE, "checks"))
+_OF_DOOR: dict[Door, list[Rule]] = {}
+for _rule in (*RULES, *CHECKS):
+    for _door in _rule.doors:
+        _OF_DOOR.setdefault(_door, []).append(_rule)
 FEATURES = tuple(rule for rule in RULES if rule.name)
 REPLACED = tuple(_read(_TABLE, "replaced"))

@@ -70,12 +70,9 @@ def build_model(
         given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
     original(*call.args, **call.kwargs)
     pattern = getattr(model, "hybrid_layer_pattern", None)
-    check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
-    if MAMBA in (pattern or "") and not recurrent:
-        raise ContextParallelError(
-            f"Mamba layers need their pattern, got --hybrid-layer-pattern {pattern} by another "
-            "argument: give the model hybrid_layer_pattern"
-        )
+    of_pattern = Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config)
+    check("model", of_pattern)
+    check("built", of_pattern, known=recurrent)
     follow(model, runtime)
     return model
 
@@ -149,13 +146,7 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     served = runtime.serving(runtime.config.algo_of_layer(config.num_layers))
     layers = []
     for layer in spec.layer_specs:
-        if layer.module.forward is not MultiTokenPredictionLayer.forward:
-            # That of mcore-bridge shifts angles by the order in which a rank has its tokens.
-            raise ContextParallelError(
-                "multi-token prediction needs Megatron's own layers, which do not depend on "
-                "the order of a rank's tokens, got "
-                f"{layer.module.__module__}.{_name(layer.module)}: leave mtp_num_layers out"
-            )
+        check("multi-token prediction", layer.module, own=MultiTokenPredictionLayer)
         parts = layer.submodules
         # Its name before Megatron 0.17.
         name = "mtp_model_layer" if hasattr(parts, "mtp_model_layer") else "transformer_layer"
@@ -204,18 +195,11 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     if _gathers_documents(module) and runtime.config.layout.name == PaddedDocuments.name:
         return spec
     kinds = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
-    if not isinstance(module, type) or not issubclass(module, kinds):
-        raise ContextParallelError(
-            f"{runtime.config.algo} supports layers with {' or '.join(map(_name, kinds))}, "
-            f"got {_name(module)}: leave --spec out or use another model"
-        )
+    check("attention", module, kinds=kinds, algo=runtime.config.algo)
     if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
-    if core is not DotProductAttention and core is not TEDotProductAttention:
-        raise ContextParallelError(
-            f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
-            f"{_name(core)}: leave the flag that chooses it out"
-        )
+    plain = (DotProductAttention, TEDotProductAttention)
+    check("core attention", core, kinds=plain, algo=runtime.config.algo)
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
     submodules = replace(attention.submodules, core_attention=ours)
     attention = replace(attention, submodules=submodules)
