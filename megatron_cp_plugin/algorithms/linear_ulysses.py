@@ -124,8 +124,7 @@ class LinearUlysses(LinearAlgorithm):
         for source, target in permutations(range(self.topology.size), 2):
             for tensors in (("q",), ("k", "v")):
                 found.append(LinearMove(0, source, target, tensors, (source,), target))
-            out = LinearMove(1 if causal else 2, source, target, ("out",), (target,), source, True)
-            found.append(out)
+            found.append(LinearMove(2 - causal, source, target, ("out",), (target,), source))
         return tuple(found)
 
     def _exchange(self, call: LinearCall) -> ExchangingTeam:

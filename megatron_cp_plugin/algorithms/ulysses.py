@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.call import (
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.layout import Grouped
-from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
@@ -79,13 +79,17 @@ class Ulysses(Algorithm):
         elements = 0 if mask.special else of_group.elements(self.topology.size // size)
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.within(group) for group in exchanged for part in inner)
-        layout = Grouped(self.layout, size)
-        # The teams, as if each were one rank.
-        nodes = nodes_for(self.name, self.topology, self.rules.route, size)
-        of_teams = ring_placement(layout, nodes, groups, of_group, mask, phase, self.rules)
+        of_teams = self.between_teams(Grouped(self.layout, size), groups, of_group, mask, phase)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
+
+    def between_teams(
+        self, layout: Grouped, groups: tuple[HeadGroup, ...], shape: Shape, mask: Mask, phase: Phase
+    ) -> BlockPlacement:
+        """The teams, as if each were one rank. Args: shape: of a group of heads."""
+        nodes = nodes_for(self.name, self.topology, self.rules.route, layout.members)
+        return ring_placement(layout, nodes, groups, shape, mask, phase, self.rules)
 
     def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""

@@ -8,9 +8,11 @@ from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheap
 from megatron_cp_plugin.algorithms.ring import Route, Rule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
+from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.executor import Wanted
-from megatron_cp_plugin.core.placement import HeadPlacement
+from megatron_cp_plugin.core.layout import Grouped
+from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -76,19 +78,18 @@ class Usp(Ulysses):
     def degree(self, kv_heads: int) -> int:
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
 
-    def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
-        placement = super().placement(shape, mask, phase)
+    def between_teams(
+        self, layout: Grouped, groups: tuple[HeadGroup, ...], shape: Shape, mask: Mask, phase: Phase
+    ) -> BlockPlacement:
+        """See Ulysses.between_teams: a ring or a grid."""
         if self.options.route != "grid":
-            return placement
-        (group, _), members = placement.exchanges[0], placement.members
-        of_group = replace(shape, heads=group.heads, kv_heads=group.kv_heads)
-        rows, cols = self.grid_shape(of_group, members)
-        nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes[::members]
-        of_all = placement.of_teams.layout, rows * cols, placement.of_teams.groups
-        grid, backward = row_major(rows, cols, nodes), phase == "backward"
-        return replace(
-            placement, of_teams=GridBlocksPlacement(*of_all, grid=grid, backward=backward)
+            return super().between_teams(layout, groups, shape, mask, phase)
+        rows, cols = self.grid_shape(shape, layout.members)
+        nodes = (
+            self.topology.nodes[:: layout.members] if min(rows, cols) > 1 else (0,) * rows * cols
         )
+        grid, backward = row_major(rows, cols, nodes), phase == "backward"
+        return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
 
     def slots(self, shape: Shape, size: int) -> int:
         by_grid = self.options.route == "grid"

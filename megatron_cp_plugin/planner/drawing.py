@@ -281,15 +281,7 @@ def _of_linear(
     steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
     kinds: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
     messages = [
-        _Message(
-            move.needed,
-            move.source,
-            move.target,
-            move.tensors,
-            move.owners,
-            move.share,
-            kinds[move.tensors[0]],
-        )
+        _Message(*move, kinds[move.tensors[0]])
         for move in algorithm.moves(seq_len, causal=mask.causal)
     ]
     names: dict[Kind, str] = {

@@ -81,12 +81,11 @@ class LinearWork:
     share: Fraction = Fraction(1)
 
 
-@dataclass(frozen=True)
-class LinearMove:
+class LinearMove(NamedTuple):
     """What one rank sends to another in the forward.
 
     Attributes: needed: in which step. tensors: letters of what travels, S for a state. owners:
-        whose tokens they are of. share: which share of the heads. result: it is an output.
+        whose tokens they are of. share: which share of the heads.
     """
 
     needed: int
@@ -95,7 +94,6 @@ class LinearMove:
     tensors: tuple[str, ...]
     owners: tuple[int, ...]
     share: int = 0
-    result: bool = False
 
 
 class LinearTensors(NamedTuple):
