@@ -22,13 +22,12 @@ from typing import Any, Self
 import torch
 
 from megatron_cp_plugin.commands import parser_of
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
@@ -90,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--save", help=SUPPRESS)
     known, words = parser.parse_known_args(argv)
     need("megatron", "megatron-cp compare", "megatron", "omegaconf", "yaml")
+    if known.iters < 2:
+        raise ConfigError(f"--iters must be at least 2, got {known.iters}")
     line = CommandLine.read("compare", words)
     known.output.mkdir(parents=True, exist_ok=True)
     reference, ours = commands(line, known)
@@ -106,9 +107,12 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: The run is recorded already, or the ranks do not fit.
     """
-    ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
+    if line.flags.record is not None or "record" in line.section:
+        raise ConfigError("compare records runs itself, got --cp-record: use --gradients")
     size = line.sizes["context_parallel_size"]
-    check("compare", line, known=known, ranks=ranks)
+    ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
+    if ranks % size:
+        raise ConfigError(f"--nproc-per-node must be a multiple of {size} ranks, got {ranks}")
     against = known.reference
     if against == "auto":
         has_engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None

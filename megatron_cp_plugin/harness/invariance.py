@@ -26,7 +26,6 @@ from megatron_cp_plugin.harness.compare import logged
 from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.log_prob_report import LogProbReport, draw, log_prob_report, tables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -147,9 +146,20 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
         ConfigError: The sizes do not fit.
     """
     algo, given = line.of_plugin("algo"), line.given
-    spans = bool(known.batch and read_batch(known.batch)[1])
-    check("invariance", line, known=known, spans=spans)
     size, tensor, _ = line.sizes.values()
+    if size < 2:
+        raise ConfigError(
+            f"invariance needs 2 or more context-parallel ranks, got {size}: add "
+            "--context-parallel-size 2"
+        )
+    if (experts := given("expert_model_parallel_size", 1)) > 1 and not given("load", ""):
+        raise ConfigError(
+            f"new weights of experts depend on the rank, got expert_model_parallel_size {experts}: "
+            "add --load with a checkpoint, or --expert-model-parallel-size 1"
+        )
+    spans = bool(known.batch and read_batch(known.batch)[1])
+    if spans and MEGATRON in known.also.split(","):
+        raise ConfigError(f"{MEGATRON} knows no attention_spans, got --also {known.also}")
     kernel, chunk = line.of_plugin("kernel", "auto"), line.of_plugin("chunked_loss")
     alone = ("--context-parallel-size", "1", "--expert-model-parallel-size", "1")
     other_tensor, ids = known.also_tensor, 0
@@ -188,7 +198,7 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
     if other_tensor is not None:
         more = ("--tensor-model-parallel-size", str(other_tensor))
         others.append(run(f"CP {size}, TP {other_tensor}, {algo}", "tensor", *more))
-    return Plan(reference, noise, tuple(others), given("expert_model_parallel_size", 1) > 1)
+    return Plan(reference, noise, tuple(others), experts > 1)
 
 
 def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:

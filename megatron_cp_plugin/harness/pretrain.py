@@ -35,12 +35,20 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.process_exit import refusals_in_one_line
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)
+# Flags of Megatron that mean something to its own pretrain_gpt.py and nothing to this program.
+_NOT_HERE = (
+    "fim_data",
+    "logits_load_dir",
+    "overlap_moe_expert_parallel_comm",
+    "hybrid_context_parallel",
+)
 
 
 def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | None = None) -> None:
@@ -55,7 +63,18 @@ def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | N
     with refusals_in_one_line():
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     check("training", Settings(args))
-    check("script", args)
+    for name in _NOT_HERE:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"this script does not support {flag}: leave it out, or start Megatron's own "
+                "script with python -m megatron_cp_plugin.launch"
+            )
+    if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "this script does not support --mtp-num-layers in a pipeline: start Megatron's own "
+            "script with python -m megatron_cp_plugin.launch"
+        )
     model = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
     with refusals_in_one_line():
         config = pretrain_cfg_container_from_args(args, model(args))

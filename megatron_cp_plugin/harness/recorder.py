@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 
 # What identifies a run, by the names of Megatron's arguments.
@@ -110,7 +110,12 @@ class Recorder:
         args = get_args()
         last = (args.train_iters or 1) - args.iteration  # a run may go on from a checkpoint
         self._recorded = {1, (last + 1) // 2, last}
-        check("record", Settings(args))
+        if Settings(args).graphs == "full_iteration" and args.use_distributed_optimizer:
+            raise ContextParallelError(
+                "--cp-record needs all gradients on every rank, which a captured iteration "
+                "does not give, got --cuda-graph-impl full_iteration with "
+                "--use-distributed-optimizer: leave one of them out"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         # Those of an earlier run must not stay.
         for path in self._folder.glob(f"{self._path('.').name}*"):

@@ -18,11 +18,11 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import (
+    MEGATRON,
     OneLineParser,
     PluginFlags,
     split_flags,
 )
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -66,7 +66,13 @@ def start(argv: Sequence[str], *program: str) -> int:
         line.flags.check()
     ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    check("train", line, ranks=ranks, gpus=gpus)
+    if ranks < 1:
+        raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
+    if gpus and ranks > gpus and line.flags.platform != "cpu":
+        raise ConfigError(
+            f"{ranks} ranks need as many GPUs, got {gpus}: start it with torchrun on several "
+            "machines, or add --cp-platform cpu"
+        )
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -137,7 +143,11 @@ class CommandLine:
                 f"{command} starts its own ranks, got those of torchrun: call it without"
             )
         found = cls.of(words)
-        check("runs", found, command=command)
+        if found.of_plugin("algo", MEGATRON) == MEGATRON:
+            raise ConfigError(
+                f"{command} needs an algorithm of the plugin, got none: add "
+                "--context-parallel-algo zigzag"
+            )
         return found
 
     @property

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
+from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
@@ -57,14 +59,27 @@ def add_flags(
 
 
 def document_lengths(given: str | int | None, name: str) -> Lengths:
-    """How long packed documents are, as `lengths_of` reads it; None: `MEAN_DOCUMENT` on average.
+    """How long packed documents are.
 
-    Raises: ConfigError, with the name of the setting, if it is no such thing.
+    Args:
+        given: As of `lengths_of`; None: `MEAN_DOCUMENT` on average.
+        name: Of the setting, for errors.
+
+    Raises:
+        ConfigError: It is no such thing.
     """
     try:
         return lengths_of(str(MEAN_DOCUMENT if given is None else given))
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{name} {error}: leave it out for {MEAN_DOCUMENT}") from None
+
+
+# Flags that say nothing without an algorithm of the plugin, or without a choice of one.
+_OF_ALGORITHMS = (
+    *("--cp-kernel", "--cp-options", "--cp-linear-model", "--cp-recompute-attention"),
+    *("--cp-chunked-loss", "--cp-send-latents"),
+)
+_OF_AUTO = ("--cp-machine", "--cp-mean-document", EXAMPLE_SPANS, "--cp-explain")
 
 
 @dataclass(frozen=True)
@@ -103,29 +118,56 @@ class PluginFlags:
         """Whether the algorithm is yet to be chosen."""
         return self.algo == registry.AUTO
 
-    @property
-    def exchanging(self) -> set[str]:
-        """How many ranks exchange heads, by all options that say so."""
-        return {str(value) for name, value in self.options if name == "ulysses"}
-
-    def given(self, name: str) -> bool:
-        """Whether a flag says something, by its name in Megatron's style."""
-        return getattr(self, name.removeprefix("cp_")) not in (None, False, (), "auto")
-
     def check(self) -> None:
         """Raises ConfigError for an unknown algorithm or option, and for settings that clash."""
-        from megatron_cp_plugin.integration.rules import check
-
-        if self.algo is not None:
-            check("algorithm", self)
         if self.is_auto:
-            document_lengths(self.mean_document, "--cp-mean-document")
-            if self.example_spans is not None:
-                example_spans.read(self.example_spans)
+            self._check_auto()
         elif self.algo is not None:
+            self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
-        check("flags", self)
+        for option in (*_OF_ALGORITHMS, *_OF_AUTO):
+            value = getattr(self, option.removeprefix("--cp-").replace("-", "_"))
+            if value is None or value is False or value in ((), "auto") or self.is_auto:
+                continue
+            if option in _OF_AUTO:
+                needed, example, got = "--context-parallel-algo auto", "auto", self.algo or MEGATRON
+            elif self.algo is None:
+                needed, example, got = "an algorithm of the plugin", "zigzag", "none"
+            else:
+                continue
+            raise ConfigError(
+                f"{option} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
+                f"leave {option} out"
+            )
+        if self.chunked_loss is not None and self.chunked_loss < 1:
+            raise ConfigError(
+                f"--cp-chunked-loss must be at least 1, got {self.chunked_loss}: leave the number "
+                f"out for {CHUNK_TOKENS}"
+            )
+
+    def _check_auto(self) -> None:
+        self.comm_type.check(registry.AUTO, self.layers, self.options)
+        if self.options:
+            name, value = self.options[0]
+            raise ConfigError(
+                f"auto chooses options too, got --cp-options {name}={value}: leave it out, or name "
+                "an algorithm"
+            )
+        linear = "linear" in self.layers or not self.layers
+        if self.linear_model is not None and not linear:
+            raise ConfigError(
+                f"--cp-linear-model {self.linear_model} needs layers of linear attention, got "
+                f"{', '.join(dict.fromkeys(self.layers))}: write linear for some, or leave it out"
+            )
+        if "linear" in self.layers and self.linear_model is None:
+            raise ConfigError(
+                "linear layers in --cp-layers need a model, got no --cp-linear-model: choose "
+                f"--cp-linear-model {' or '.join(LINEAR_MODELS)}"
+            )
+        document_lengths(self.mean_document, "--cp-mean-document")
+        if self.example_spans is not None:
+            example_spans.read(self.example_spans)
 
     def config(self, size: int) -> ContextParallelConfig:
         """Returns the configuration for `size` context-parallel ranks; needs an algorithm."""
@@ -135,9 +177,16 @@ class PluginFlags:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
-    """Separates the plugin's flags from Megatron's, which keep their order.
+    """Separates the plugin's flags from Megatron's.
 
-    Raises: ConfigError if a flag of the plugin has no value, or one that is not allowed.
+    Args:
+        argv: A command line, program name excluded.
+
+    Returns:
+        The plugin's flags, and the rest in its order.
+
+    Raises:
+        ConfigError: A flag of the plugin has no value or a value that is not allowed.
     """
     parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
     known, others = parser.parse_known_args(list(argv))

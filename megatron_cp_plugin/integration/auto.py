@@ -76,10 +76,14 @@ class Resolved(NamedTuple):
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from what all of its ranks know.
 
-    Args: args: Megatron's namespace, as parsed. device: where the run computes.
+    Args:
+        flags: With auto.
+        args: Megatron's namespace, as parsed.
+        device: Where the run computes.
 
-    Raises: ContextParallelError if the arguments do not say enough; or if no algorithm can be had,
-    then as for the fastest one by its name.
+    Raises:
+        ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
+            for the fastest one by its name.
     """
     settings = Settings(args)
     check("sizes", settings)
@@ -148,7 +152,7 @@ def fastest(
     if len(resolved.contenders) == 1:
         return resolved.flags, None
     combinations = [one.combination for one in resolved.contenders]
-    found = measured_over_job(combinations, resolved.kinds, resolved.flags.kernel, group, device)
+    found = of_job(measured_on(group, combinations, resolved.kinds, resolved.flags.kernel, device))
     if found is None:
         return resolved.flags, None
     flags = resolved.contenders[combinations.index(found.best)].flags
@@ -160,23 +164,27 @@ def fastest(
     return flags, f"{found}; to pin the fastest one: {' '.join(words)}"
 
 
-def measured_over_job(
+def measured_on(
+    group: dist.ProcessGroup,
     combinations: Sequence[Combination],
     kinds: Sequence[Kind],
     kernel: str,
-    group: dist.ProcessGroup,
     device: torch.device,
 ) -> Measured | None:
-    """As `shortlist.measure`, the times of the job's slowest groups; a collective operation.
+    """As `shortlist.measure`, over a process group; what it made for that is given back."""
+    topology = ProcessGroupTopology(group)
+    try:
+        return measure(combinations, kinds, topology, kernel, device)
+    finally:
+        topology.destroy_further_groups()
+
+
+def of_job(found: Measured | None) -> Measured | None:
+    """The times of the job's slowest groups; a collective operation of all ranks.
 
     Returns:
         None if a group has measured nothing, or not the same candidates.
     """
-    topology = ProcessGroupTopology(group)
-    try:
-        found = measure(combinations, kinds, topology, kernel, device)
-    finally:
-        topology.destroy_further_groups()
     every: list[Measured | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     groups = [one for one in every if one is not None]
@@ -198,6 +206,23 @@ class Batches:
 
     tokens: int | None = None
     mean_document: str | int | None = None
+
+    def check(self, algo: str) -> None:
+        """Raises ConfigError if they do not go with an algorithm, or with the choice of one."""
+        for name, value in (("tokens", self.tokens), ("mean_document", self.mean_document)):
+            if value is not None and algo != registry.AUTO:
+                raise ConfigError(
+                    f"{name} needs algorithm {registry.AUTO}, got {algo}: choose "
+                    f"{registry.AUTO}, or leave {name} out"
+                )
+        document_lengths(self.mean_document, "mean_document")
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
+        if algo == registry.AUTO and self.tokens is None:
+            raise ConfigError(
+                f"{algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
+                "none: pass for example tokens=65536, or name an algorithm"
+            )
 
 
 def resolve_model(
@@ -258,7 +283,7 @@ def resolve_model(
     assert answers[0] is not None  # rank 0 has one
     best = answers[0][0]
     if len(answers[0]) > 1:
-        measured = measured_over_job(answers[0], kinds, asked.kernel, group, device)
+        measured = of_job(measured_on(group, answers[0], kinds, asked.kernel, device))
         if measured is not None:
             best = measured.best
             if dist.get_rank() == 0:
@@ -278,9 +303,13 @@ def of_several(combination: Combination) -> str | None:
 
 
 def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
-    """The kinds of attention layers of a model whose batches a program cuts by a layout.
+    """The kinds of attention layers of a model whose batches a program cuts.
 
-    Args: model: its TransformerConfig, or the like. batches: with a number of tokens.
+    Args:
+        model: Its TransformerConfig, or the like.
+        batches: With a number of tokens.
+        layout: By which they are cut.
+        size: Context-parallel ranks.
     """
     assert batches.tokens is not None
     multiple = layout.multiple(size)
@@ -341,8 +370,19 @@ def _assumed(mean_document: str | int | None) -> str:
 
 def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     """The kind of each layer of the model that has attention of ours."""
-    check("auto", settings)
-    seq_length, pattern = settings.tokens, settings.hybrid_layer_pattern
+    seq_length = settings.tokens
+    sizes = {
+        "--num-layers": settings.num_layers,
+        "--num-attention-heads": settings.num_attention_heads,
+        "--hidden-size": settings.hidden_size,
+        "--seq-length": seq_length,
+    }
+    pattern = settings.hybrid_layer_pattern
+    for flag, value in sizes.items():
+        if value is None and not (pattern and flag == "--num-layers"):
+            raise ConfigError(
+                f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
+            )
     shape, documents = settings.shape(seq_length), tuple[int, ...]()
     if settings.packing and not pattern:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")

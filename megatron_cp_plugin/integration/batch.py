@@ -15,7 +15,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_cp_plugin.core.agree import CallChecks, on_host
 from megatron_cp_plugin.core.communication.devices import capturing
@@ -184,7 +183,7 @@ class Batches:
             position_ids = None  # in whatever order that mask has them
         if position_ids is not None and captured:
             # The host does not see the batches of replays; the GPU ends the run.
-            torch._assert_async(_in_order(position_ids).all(), _ORDER)
+            torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
         if self.checks.is_first(group):
@@ -273,26 +272,30 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _in_order(position_ids: Tensor) -> Tensor:
-    """Which position ids [b, N] go on by one or begin again with 0: bool [b, N]."""
-    before = functional.pad(position_ids[:, :-1], (1, 0), value=-1)
-    return (position_ids == before + 1) | (position_ids == 0)
+def _count_up(position_ids: Tensor) -> Tensor:
+    """Whether position ids [b, N] begin with 0, and go on by one or begin again: bool []."""
+    following, before = position_ids[:, 1:], position_ids[:, :-1]
+    steps = (following == before + 1) | (following == 0)
+    return steps.all() & (position_ids[:, :1] == 0).all()
 
 
 def _order_of(position_ids: Tensor) -> Callable[[], str | None]:
     """Begins to look at position ids [b, N]; the function that is returned says what is wrong."""
-    fits = on_host(_in_order(position_ids).all())
+    fits = on_host(_count_up(position_ids))
     return lambda: None if fits() else _disorder(position_ids)
 
 
 def _disorder(position_ids: Tensor) -> str:
-    row, index = (~_in_order(position_ids)).nonzero()[0].tolist()
-    first = max(0, index - 2)
-    around = ", ".join(map(str, position_ids[row, first : index + 2].tolist()))
-    return (
-        f"{_ORDER}, got {around} from token {first} on: pass whole samples to "
-        "get_batch_on_this_cp_rank, which splits them"
-    )
+    """Where position ids [b, N] go on otherwise than `_count_up` has it."""
+    for row in position_ids.tolist():
+        for index, position in enumerate(row):
+            if position not in (0, row[index - 1] + 1) or (not index and position):
+                around = ", ".join(map(str, row[max(0, index - 2) : index + 2]))
+                return (
+                    f"{_ORDER}, got {around} from token {max(0, index - 2)} on: pass whole "
+                    "samples to get_batch_on_this_cp_rank, which splits them"
+                )
+    raise AssertionError("position ids in order were refused")
 
 
 def _checksum(*tensors: Tensor) -> Tensor:

@@ -24,7 +24,11 @@ from megatron_cp_plugin.kernels.selfcheck import check_kernel
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     """Checks Megatron's arguments as parsed, before Megatron validates them.
 
-    Returns: the name of the attention kernel; None where the arguments do not say enough.
+    Returns:
+        The name of the attention kernel; None where the arguments do not say enough.
+
+    Raises:
+        ContextParallelError: One line that says what is wrong, and what to do.
     """
     settings = Settings(args, config, device)
     config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)
@@ -81,8 +85,14 @@ def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
     """Returns lines on what a run uses, None for what it does not."""
     yield describe(settings.cp, kernel)
     yield describe_heads(settings)
-    for door in ("layers", "recompute"):
-        yield from replaced(door, settings)
+    if settings.window is not None:
+        yield (
+            f"sliding windows of {settings.window} tokens: a token sees itself and the "
+            f"{settings.window - 1} before it"
+        )
+    if settings.is_recurrent:
+        yield f"recurrent layers: states pass by lasp2 in the {settings.cp.layout.name} layout"
+    yield describe_recompute(settings)
     yield from replaced("arguments", settings)
 
 
@@ -103,6 +113,44 @@ def describe_heads(settings: Settings) -> str | None:
                     "added so that the ranks can split them"
                 )
     return "; ".join(filled) or None
+
+
+def describe_recompute(settings: Settings) -> str | None:
+    """Returns one line on what is kept and how much memory it takes.
+
+    Returns:
+        None where Megatron recomputes no attention.
+    """
+    s, granularity = settings, settings.recomputes
+    if granularity is None:
+        return None
+    if s.cp.recompute_attention:
+        return f"recompute ({granularity}): attention and its communication run twice"
+    if None in (s.seq_length, s.num_attention_heads, s.hidden_size):
+        return f"recompute ({granularity}): attention runs once, its output and lse are kept"
+    heads, _ = s.split_heads
+    tokens = s.samples * s.seq_length // s.cp.size
+    # out [B,S,H,E] in the model's dtype, lse [B,H,S] in float32.
+    row_bytes = s.head_dims[1] * s.dtype.itemsize + 4
+    return (
+        f"recompute ({granularity}): attention runs once, its output and lse are kept, "
+        f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "
+        "--cp-recompute-attention runs it twice instead"
+    )
+
+
+def describe_graphs(settings: Settings) -> str | None:
+    """Returns one line on what is captured in CUDA graphs; None: nothing."""
+    captured = settings.graphs
+    if captured == "none":
+        return None
+    if captured == "full_iteration":
+        what = f"whole iterations after {settings.cuda_graph_warmup_steps}"
+    else:
+        modules = settings.captured_modules
+        what = f"of each layer {', '.join(modules)}" if modules else "whole layers"
+    attention = "captured" if settings.captures_attention else "not captured"
+    return f"CUDA graphs by Megatron ({captured}, {what}): attention {attention}"
 
 
 def describe(config: ContextParallelConfig, kernel: str | None) -> str:

@@ -30,7 +30,6 @@ from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import Name
-from megatron_cp_plugin.integration.rules import check
 
 # What `ChunkedLogits` is described by, and split by, as a tensor is.
 _DESCRIBED = ("shape", "device", "is_cuda", "ndim", "dim", "size")
@@ -247,14 +246,32 @@ def serve_loss(model: Any, chunk_tokens: int, *, for_programs: bool = False) -> 
 
     Raises: ContextParallelError if its output layer is of another kind.
     """
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     layer = getattr(model, "output_layer", None)
     if layer is not None:  # on the last stage of a pipeline
-        check("output layer", layer, kind=ColumnParallelLinear)
-        if for_programs:
-            check("programs", model)
+        _check_layer(layer)
+        if for_programs and getattr(model, "mtp_process", False):
+            raise ContextParallelError(
+                "chunked_loss of install needs a model without multi-token prediction, got "
+                f"mtp_num_layers={model.config.mtp_num_layers}: leave one of the two out"
+            )
         _Loss(model, layer, chunk_tokens, for_programs)
+
+
+def _check_layer(layer: Any) -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    got = None
+    if type(layer) is not ColumnParallelLinear:
+        got = type(layer).__name__
+    elif layer.bias is not None:
+        got = "one with a bias"
+    elif layer.gather_output:
+        got = "one that gathers the vocabulary (parallel_output=False)"
+    if got:
+        raise ContextParallelError(
+            f"--cp-chunked-loss needs an output layer that is a plain ColumnParallelLinear, got "
+            f"{got}: leave it out"
+        )
 
 
 class _Loss:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
+from typing import Any
 
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.layers import leading_algorithm
@@ -19,6 +19,7 @@ TYPES = {
     "a2a+p2p": "usp",
 }
 _FLAG = "--cp-comm-type"
+_SIZES = "--hierarchical-context-parallel-sizes"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,61 @@ class CommType:
         """Options of `algo` that the sizes stand for."""
         return (("ulysses", str(self.sizes[0])),) if self.sizes and self.types else ()
 
-    def agrees(self, algorithms: Sequence[str]) -> bool:
-        """Whether algorithms of layers, repeated over the depth, are those of the types."""
-        theirs = self.algorithms
-        depth = range(lcm(len(algorithms), len(theirs)))
-        return all(algorithms[n % len(algorithms)] == theirs[n % len(theirs)] for n in depth)
+    def check(
+        self, algo: str, layers: tuple[str, ...], options: tuple[tuple[str, object], ...]
+    ) -> None:
+        """Checks what was given against the algorithm in use.
+
+        Args: algo, layers, options: of the run, all sources taken together.
+
+        Raises: ConfigError: the two say different things, or the sizes are missing or too many.
+        """
+        inner = [str(value) for name, value in options if name == "ulysses"]
+        sizes = f"{_SIZES} {' '.join(map(str, self.sizes))}"
+        if self.types:
+            mine, theirs = layers or (algo,), self.algorithms
+            depth = range(lcm(len(mine), len(theirs)))
+            if any(mine[n % len(mine)] != theirs[n % len(theirs)] for n in depth):
+                flag = f"--cp-layers {', '.join(layers)}" if layers else None
+                raise ConfigError(
+                    f"{_FLAG} {' '.join(self.types)} means {', '.join(theirs)}, got also "
+                    f"{flag or f'--context-parallel-algo {algo}'}: leave one of the two out"
+                )
+        if "a2a+p2p" not in self.types:
+            if self.sizes:
+                raise ConfigError(
+                    f"{sizes} needs {_FLAG} a2a+p2p, got {' '.join(self.types) or algo}: leave it "
+                    f"out, or use --context-parallel-algo usp --cp-options ulysses={self.sizes[0]}"
+                )
+        elif not self.sizes:
+            raise ConfigError(
+                f"{_FLAG} a2a+p2p needs {_SIZES}, got none: add the number of ranks that exchange "
+                "heads and the number of such teams, or use --context-parallel-algo usp"
+            )
+        elif len(self.sizes) != 2:
+            raise ConfigError(
+                f"{_FLAG} a2a+p2p has two levels, got {sizes}: give two sizes, the ranks that "
+                "exchange heads and the number of such teams, whose product is "
+                "context_parallel_size"
+            )
+        elif set(inner) != {str(self.sizes[0])}:
+            raise ConfigError(
+                f"{sizes} means ulysses={self.sizes[0]}, got also ulysses={inner[-1]}: leave one "
+                "of the two out"
+            )
+
+    def check_model(self, args: Any) -> None:
+        """Checks the numbers of types and of ranks against Megatron's arguments.
+
+        Raises: ConfigError: there are not as many types as layers, or not as many ranks.
+        """
+        if len(self.types) > 1 and len(self.types) != args.num_layers:
+            raise ConfigError(
+                f"{_FLAG} takes one type, or one for each of the {args.num_layers} layers, got "
+                f"{len(self.types)}: use --cp-layers for a pattern that repeats"
+            )
+        if self.sizes and prod(self.sizes) != args.context_parallel_size:
+            raise ConfigError(
+                f"{_SIZES} {' '.join(map(str, self.sizes))} must multiply to context_parallel_size "
+                f"{args.context_parallel_size}, got {prod(self.sizes)}: change one of them"
+            )

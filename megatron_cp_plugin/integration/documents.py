@@ -30,7 +30,6 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.rules import check
 
 # By which programs cut batches; the last one whole packs, which no algorithm takes from callers.
 _OF_CALLERS = ("thd", "contiguous", "zigzag")
@@ -180,8 +179,28 @@ def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | N
         return packed.beside(document_mask(packed.packed, size))
     if packed is None:
         return None
-    check("whole packs", packed, size=size)
-    bounds: list[int] = packed.cu_seqlens_q.tolist()
+    lengths = _lengths(packed)
+    names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    for name in names:
+        other: Tensor | None = getattr(packed, name, None)
+        if other is not None and other is not lengths and not other.equal(lengths):
+            raise ContextParallelError(
+                "packed sequences need the same lengths for queries, keys and padding, got "
+                f"{name} that differ from cu_seqlens_q: use the padded lengths for all of them, "
+                "and mask the loss of the padding"
+            )
+    if packed.cp_group is not None:
+        raise ContextParallelError(
+            "packed sequences need the context-parallel group of the run, got another "
+            "cp_group: leave it out"
+        )
+    ranks = getattr(packed, "local_cp_size", None)
+    if ranks not in (None, size):
+        raise ContextParallelError(
+            f"packed sequences need the {size} context-parallel ranks of the run, got "
+            f"local_cp_size {ranks}: leave it out"
+        )
+    bounds = lengths.tolist()
     mask = DocumentMask(seq_len=bounds[-1], starts=document_starts(bounds, bounds[-1]))
     if hasattr(packed, "tokens_per_sample"):
         mask.tokens_per_sample = packed.tokens_per_sample
@@ -201,17 +220,31 @@ def mask_of_cut(
         return packed.beside(mask_of_cut(packed.packed, layout, group))
     if packed is None:
         return None
-    mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
-    check("cut packs", packed, layout=layout.name, mode=mode)
-    lengths, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    lengths = _lengths(packed)
+    _check_cutting(packed, layout)
+    padded = packed.cu_seqlens_q_padded
+    pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
+    for of_queries, of_keys in pairs:
+        if of_keys is None or of_keys is of_queries:
+            continue
+        if of_queries is None or not of_queries.equal(of_keys):
+            raise ContextParallelError(
+                "packed sequences need the same lengths for queries and keys, got "
+                "cu_seqlens_kv that differ from cu_seqlens_q: use one of them for both"
+            )
     real = lengths.flatten().tolist()
     bounds = real if padded is None else padded.flatten().tolist()
     starts = document_starts(bounds, bounds[-1])
-    needed = max((stop - start for start, stop in pairwise(real)), default=0)
-    check("lengths", packed, real=real, bounds=bounds, needed=needed)
     mask = DocumentMask(
         seq_len=bounds[-1], starts=starts, padding=_padding(real, bounds), group=group
     )
+    longest = packed.max_seqlen_q
+    needed = max((stop - start for start, stop in pairwise(real)), default=0)
+    if longest is not None and int(longest) < needed:
+        raise ContextParallelError(
+            f"max_seqlen_q needs to be the length of the longest document, {needed} or more, got "
+            f"{int(longest)}: give lengths of whole documents, not of a rank's part"
+        )
     for name, value in vars(packed).items():
         # By these, layers and embeddings would cut angles, or refuse them.
         if name not in ("qkv_format", "cp_group", "local_cp_size"):
@@ -229,7 +262,11 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
     size, group = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
     if group is None:
         group = ALONE if size == 1 else own
-    check("cp_group", group, size=size)
+    if size not in (None, group.size()):
+        raise ContextParallelError(
+            f"packed_seq_params need the cp_group of their local_cp_size {size}, got one of "
+            f"{group.size()} ranks: pass both, as of parallel_state"
+        )
     return group
 
 
@@ -426,10 +463,37 @@ class PositionsOfPacks:
         return any(torch.equal(given, expected[counts]) for expected in (inside, places))
 
 
+def _lengths(packed: PackedSeqParams) -> Tensor:
+    lengths: Tensor | None = packed.cu_seqlens_q
+    if packed.qkv_format != "thd" or lengths is None:
+        raise ContextParallelError(
+            "packed sequences need the format thd and cu_seqlens_q, got "
+            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
+        )
+    return lengths
+
+
+def _check_cutting(packed: PackedSeqParams, layout: Layout) -> None:
+    given: Any = getattr(packed, "cp_partition_mode", None)
+    mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
+    if given not in (None, mode):
+        raise ContextParallelError(
+            f"the {layout.name} layout needs batches with cp_partition_mode {mode}, got "
+            f"{given}: let the framework split them so, or use "
+            f"layout={'thd' if given == 'zigzag' else given}"
+        )
+
+
 def _padding(real: list[int], bounds: list[int]) -> tuple[tuple[int, int], ...]:
     """Where documents are padded. Args: cumulative lengths without and with padding."""
     if real == bounds:
         return ()
-    lengths = [stop - start for start, stop in pairwise(real)]
-    ends = zip(bounds[:-1], lengths, bounds[1:], strict=True)
+    lengths = [[stop - start for start, stop in pairwise(edges)] for edges in (real, bounds)]
+    if len(real) != len(bounds) or any(a > b for a, b in zip(*lengths, strict=True)):
+        raise ContextParallelError(
+            f"cu_seqlens_q_padded needs for each document at least its length, got "
+            f"{len(bounds) - 1} documents of {bounds[-1]} tokens for {len(real) - 1} of "
+            f"{real[-1]}: pad each one at its end"
+        )
+    ends = zip(bounds[:-1], lengths[0], bounds[1:], strict=True)
     return tuple((start + length, stop) for start, length, stop in ends if start + length < stop)

@@ -24,12 +24,13 @@ from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
     PositionsOfPacks,
+    RawSpans,
     document_mask,
     group_of,
     mask_of_cut,
 )
+from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.integration.rope import use_layout
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.spec import use_attention
@@ -132,9 +133,11 @@ class Inputs(ABC):
         call, fault = _Call(model, bound.arguments, self._group), None
         try:
             call.group = self._group_of(model, call.given.get("packed_seq_params"))
+            _check_cache(call)
             call.mask = self._mask_of(call)
-            _check_settings(call, self._runtime.config, carries=self._recurrent)
+            _check_spans(call, self._runtime.config, carries=self._recurrent)
             self._stages.compare(call.mask)
+            _check_capture(call)
             self._cut_whole(call)
             self._check(call)
         except ContextParallelError as error:
@@ -179,7 +182,17 @@ class Inputs(ABC):
             if local is None or tensor is None or tensor.size(dim) * parts == local:
                 continue
             tokens = tensor.size(dim)
-            check("whole", name, tokens=tokens, local=local, parts=parts, size=size)
+            if parts > 1:
+                raise ContextParallelError(
+                    f"decoder_input needs the {local} tokens of a context-parallel rank scattered "
+                    f"over {parts} tensor-parallel ranks, got {tokens} instead of "
+                    f"{local // parts}: split it like labels before it is scattered"
+                )
+            if tokens != local * size:
+                raise ContextParallelError(
+                    f"{name} needs the {local} tokens of this rank, or the {local * size} of the "
+                    f"whole sequence, got {tokens}: split it like labels, or not at all"
+                )
             followed = mask.followed(tokens) if mask is not None else ()
             mine = self._runtime.positions(group, tokens, tensor.device, followed)
             given[name] = tensor.index_select(dim, mine)
@@ -227,9 +240,8 @@ class SplitInputs(Inputs):
         return mask if spans is None else _with_spans(mask, spans)
 
     def _check(self, call: _Call) -> None:
-        if self._cut is not None and self._cut.followed is not None:
-            seen = call.mask or DocumentMask()
-            check("split", self._cut.followed, seen=seen)
+        if self._cut is not None:
+            _check_documents(self._cut, call.mask)
 
 
 class CutInputs(Inputs):
@@ -249,7 +261,19 @@ class CutInputs(Inputs):
         if group is self._group:
             return group
         self._runtime.check_group(group)
-        check("ranks", Settings(model.config), own=self._group.size(), size=group.size())
+        settings = Settings(model.config)
+        weights = settings.moe_aux_loss_coeff
+        reasons = {
+            "DSA layers split documents": settings.is_sparse,
+            "Megatron sums the losses of --moe-aux-loss-coeff": any(
+                weights if isinstance(weights, list) else [weights]
+            ),
+        }
+        for reason in (reason for reason, applies in reasons.items() if applies):
+            raise ContextParallelError(
+                f"{reason} over the {self._group.size()} context-parallel ranks of the run, got "
+                f"packed_seq_params of {group.size()}: leave one of the two out"
+            )
         return group
 
     def _mask_of(self, call: _Call) -> DocumentMask | None:
@@ -267,8 +291,14 @@ class CutInputs(Inputs):
         size = group.size()
         if tokens is None:
             return
-        check("documents", mask, tokens=tokens, size=size)
         total = tokens * size
+        if mask is not None and mask.has_documents and mask.seq_len != total:
+            raise ContextParallelError(
+                "packed_seq_params need the lengths of all documents as they were split, "
+                f"padding included: {total} tokens on {size} ranks of {tokens}, got "
+                f"{mask.seq_len}: give cu_seqlens_q_padded of whole documents, and each rank "
+                "its part of each"
+            )
         layout = self._runtime.config.layout.within(mask.starts if mask else ())
         layout.spans(group.rank(), size, total)
         if size > 1 and (mask is None or mask.has_documents):
@@ -363,16 +393,52 @@ def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
     return spans.beside(mask)
 
 
-def _check_settings(call: _Call, config: ContextParallelConfig, *, carries: bool) -> None:
-    """Refuses what a model's settings do not go with. Args: carries: states along the sequence."""
-    settings, mask, size = Settings(call.model.config, config), call.mask, call.group.size()
-    spans = mask is not None and mask.spans is not None
-    words = {"given": call.given, "mask": mask, "size": size, "spans": spans, "carries": carries}
-    check("inputs", settings, **words)
-    if mask is not None and mask.spans is not None and settings.mtp_num_layers:
+def _check_spans(call: _Call, config: ContextParallelConfig, *, carries: bool) -> None:
+    """Refuses spans where a layer would not see by them."""
+    mask = call.mask
+    if mask is None or mask.spans is None:
+        return
+    settings = Settings(call.model.config)
+    reasons = {
+        "recurrent layers carry their state on along the sequence": carries,
+        "DSA layers choose the keys that a query sees": settings.is_sparse,
+        "layers of linear attention see all earlier tokens": config.has_linear_layers,
+    }
+    for reason in (reason for reason, applies in reasons.items() if applies):
+        raise ContextParallelError(f"{reason}, got attention_spans: leave one of the two out")
+    if settings.mtp_num_layers:
         stops = (stop for one in mask.spans for stop in one[1:2])
         ends = (index(stop) for stop in stops if isinstance(stop, SupportsIndex))
         mask.sample_starts(mask.seq_len or max(ends, default=0))
+    if config.by_auto and not config.for_spans:
+        raise ContextParallelError(
+            "auto chooses before it sees a batch, got attention_spans after it chose "
+            f"{config.algo}: name an algorithm, such as {config.algo}, or in a run of Megatron "
+            f"give it those of a batch by {EXAMPLE_SPANS}"
+        )
+
+
+def _check_cache(call: _Call) -> None:
+    """Refuses generation: Megatron counts the positions of its caches by whole sequences."""
+    for name in ("inference_context", "inference_params"):
+        if call.given.get(name) is not None and call.group.size() > 1:
+            raise ContextParallelError(
+                f"context parallelism does not support Megatron's KV cache, got {name} with "
+                f"context_parallel_size {call.group.size()}: leave it out, generate with a model "
+                "of context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
+            )
+
+
+def _check_capture(call: _Call) -> None:
+    settings, mask = Settings(call.model.config), call.mask
+    if mask and settings.captures_attention:
+        got = "attention_spans" if mask.spans is not None else "packed sequences"
+        other = got if got == "attention_spans" else "packed_seq_params"
+        raise ContextParallelError(
+            f"--cuda-graph-impl {settings.graphs} keeps the documents of the batch that was "
+            f"captured, got {got}: use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+            f"mlp, or leave it or {other} out"
+        )
 
 
 def serves_inputs(model: nn.Module) -> bool:
@@ -425,3 +491,25 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
     tokens = position_ids.size(1) * size
     mismatch = describe_mismatch(position_ids, layout, group.rank(), size, tokens)
     return f" ({mismatch})" if mismatch else ""
+
+
+def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
+    followed, seen = cut.followed, mask or DocumentMask()
+    if followed is None:
+        return
+    if followed.spans != seen.spans:
+        raise ContextParallelError(
+            f"a batch was split by {_spans(followed.spans)}, and the model got "
+            f"{_spans(seen.spans)}: pass attention_spans to get_batch_on_this_cp_rank with the "
+            "batch, or leave the option layout=documents out"
+        )
+    if followed.starts != seen.starts:
+        raise ContextParallelError(
+            f"a batch was split by {len(followed.starts) + 1} documents, and the model got "
+            f"{len(seen.starts) + 1} others: let both have the same cu_seqlens, or leave the "
+            "option layout=documents out"
+        )
+
+
+def _spans(spans: RawSpans | None) -> str:
+    return "no spans" if spans is None else f"{len(spans)} spans"

@@ -18,17 +18,21 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import compat
-from megatron_cp_plugin.integration.args import document_lengths
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
+from megatron_cp_plugin.integration.latent_attention import send_latents as send
+from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.spec import LayerSpec, follow, with_plugin
+from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
+
+# By which callers cut batches, see `install`.
+_LAYOUTS = ("thd", "contiguous")
 
 
 def install(
@@ -102,7 +106,11 @@ def uninstall() -> None:
         ContextParallelError: The launcher, not `install`, installed the plugin.
     """
     found = _in_force()
-    check("uninstall", found, launched=isinstance(found, LauncherInstaller))
+    if isinstance(found, LauncherInstaller):
+        raise ConfigError(
+            "uninstall needs an algorithm set by install, got the launcher's, which stays for "
+            "the whole process"
+        )
     if found is not None:
         found.undo()
 
@@ -136,7 +144,11 @@ def serve(
     Raises:
         ContextParallelError: The model asks for what the algorithm does not support.
     """
-    check("serve one", _in_force())
+    if _in_force() is not None:
+        raise ConfigError(
+            "install applies to all models of this process, got serve for one: build the model "
+            "from its own spec, or leave install out"
+        )
     batches = Batches(tokens, mean_document)
     asked = _config(algo, layout, kernel, True, options, batches, send_latents=send_latents)
     check("serve", Settings(config, asked))
@@ -159,10 +171,16 @@ def adopt(model: nn.Module) -> nn.Module:
             that it does not support.
     """
     attention = [m for m in model.modules() if isinstance(m, ContextParallelAttention)]
-    check("adopt", attention)
+    if not attention:
+        raise ConfigError(
+            "adopt needs a model whose layers have the plugin's attention, got none: build it "
+            "from the spec that serve returns"
+        )
     runtime = attention[0].runtime
     if not serves_inputs(model):
-        follow(model, runtime)
+        use_layout(model, runtime)
+        if runtime.config.send_latents:
+            send(model)
         group: Any = model.pg_collection
         CutInputs(model, runtime, group.cp)
     return model
@@ -243,7 +261,21 @@ def _config(
             "the plugin needs Megatron's parallel state, got none in this process: call it in "
             "each worker that builds models, after initialize_model_parallel"
         )
-    document_lengths(batches.mean_document, "mean_document")
+    if layout not in _LAYOUTS:
+        raise ConfigError(
+            f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
+            f"{layout!r}: use one of them, or the launcher"
+        )
+    if chunked_loss is not None and chunked_loss < 1:
+        raise ConfigError(
+            f"chunked_loss must be at least 1, got {chunked_loss}: leave it out for all logits"
+        )
+    batches.check(algo)
+    if algo != registry.AUTO and registry.kind_of(algo) == "linear":
+        raise ConfigError(
+            f"batches that the caller splits need softmax attention, got {algo}: use one of "
+            f"{', '.join(registry.available('softmax'))}"
+        )
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
     config = ContextParallelConfig(
@@ -251,8 +283,7 @@ def _config(
         chunked_loss=chunked_loss,
         send_latents=send_latents,
     )
-    check("install", config, batches=batches)
-    config.layout  # noqa: B018  (an unknown option)
+    config.layout  # noqa: B018  (an unknown option is the first thing to say)
     return config
 
 

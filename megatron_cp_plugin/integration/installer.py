@@ -19,10 +19,11 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import ALGORITHM, PluginFlags, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.checks import check_arguments, described
+from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, described
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 from megatron_cp_plugin.integration.rules import check, comm_type, replaced
@@ -154,7 +155,7 @@ class LauncherInstaller(Installer):
 
     def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         compat.check_args(args)
-        check("types", self._flags.comm_type, args=args)
+        self._flags.comm_type.check_model(args)
         config = self._activate(args)
         _write_args(config, args)
         check("start", Settings(args, config))
@@ -164,7 +165,7 @@ class LauncherInstaller(Installer):
         settings = Settings(validated, config, self._device)
         # Megatron has put the flags of today in the place of their former names.
         check("validated", settings)
-        _say(validated, *replaced("validated", settings))
+        _say(validated, describe_graphs(settings))
         if config.size > 1:
             algo = registry.AUTO if config.by_auto else config.algo  # which may yet change
             ours = "allgather" if settings.is_sparse else comm_type(algo)
@@ -188,8 +189,12 @@ class LauncherInstaller(Installer):
         return config
 
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
-        check("building", self._flags, validated=self._runtime is not None)
-        assert self._runtime is not None
+        if self._runtime is None:
+            raise ContextParallelError(
+                f"--context-parallel-algo {self._flags.algo} needs a script that lets Megatron "
+                "validate its arguments before it builds a model: call parse_and_validate_args or "
+                "pretrain first"
+            )
         if self._resolved is not None:
             self._compare(self._resolved, given)
             self._resolved = None
@@ -234,7 +239,12 @@ class LauncherInstaller(Installer):
         from megatron_cp_plugin.integration.inputs import serves_inputs
 
         for model in map(compat.unwrapped, result[0]):
-            check("set up", self._flags, served=serves_inputs(model), model=model)
+            if not serves_inputs(model):
+                raise ContextParallelError(
+                    f"--context-parallel-algo {self._flags.algo} supports GPTModel and "
+                    f"HybridModel, got {type(model).__name__}: use pretrain_gpt.py or another "
+                    "script that builds one"
+                )
         return result
 
     def _get_batch(
@@ -251,9 +261,12 @@ class LauncherInstaller(Installer):
 def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
     """Logs on the first rank what of a model's settings the plugin takes the place of.
 
-    Args: said: lines that were logged before.
+    Args:
+        settings: Of the model, with the run's configuration.
+        said: Lines that were logged before.
 
-    Returns: all lines.
+    Returns:
+        All lines.
     """
     lines = replaced("model", settings)
     if torch.distributed.get_rank() == 0:

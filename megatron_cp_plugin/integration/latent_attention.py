@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.latents import check_latents
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 
 
@@ -49,7 +49,11 @@ def send_latents(model: nn.Module) -> None:
         check_latents(algorithm, settings.shape_of_latents(tokens), Mask())
         linear: Any = owner.linear_kv_up_proj
         kinds = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear)
-        check("latents", linear, kinds=kinds)
+        if type(linear) not in kinds:
+            raise ContextParallelError(
+                "--cp-send-latents needs Megatron's own linear_kv_up_proj, got "
+                f"{type(linear).__name__}: leave it out"
+            )
         linear.forward = partial(_keep_latents, owner, linear)
 
 

@@ -66,16 +66,20 @@ def main() -> None:
 
 
 def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
-    """Makes this process ready for a Megatron training script; call it before Megatron is imported.
+    """Makes this process ready for a Megatron training script.
+
+    Call before Megatron is imported.
 
     Args:
         argv: Command line with flags of Megatron and of the plugin, program name excluded.
         run_file: The script is this package's own: it takes `--config FILE`, and needs what the
             wheel of Megatron lacks even without an algorithm of the plugin.
 
-    Returns: the command line for Megatron.
+    Returns:
+        The command line for Megatron.
 
-    Raises: ContextParallelError for a value of a flag that is not allowed.
+    Raises:
+        ContextParallelError: A flag has a value that is not allowed.
     """
     need("megatron", "training with Megatron", "megatron")
     path, words = split_run_file(argv) if run_file else (None, list(argv))
@@ -150,9 +154,12 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def read_run_file(path: str | None) -> dict[str, Any]:
-    """Returns the sections of a run file as they are written; {}: there is none. Needs no Megatron.
+    """Returns the sections of a run file as they are written; {}: there is none.
 
-    Raises: ConfigError if it cannot be read, or has a section that there is not.
+    Needs no Megatron.
+
+    Raises:
+        ConfigError: The file cannot be read, or has a section that there is not.
     """
     if path is None:
         return {}
@@ -240,7 +247,8 @@ def _platform(wanted: str) -> tuple[str, str]:
 def _check_own_path(argv: Sequence[str]) -> None:
     """Refuses what Megatron's own attention needs Transformer Engine for, as Megatron does.
 
-    A `--spec` may have other attention.
+    It does so when a layer is built or runs, in hundreds of lines. A `--spec` may have other
+    attention.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--context-parallel-size", type=int, default=1)
@@ -256,9 +264,16 @@ def _check_own_path(argv: Sequence[str]) -> None:
         got = "none installed"
     else:
         return
-    from megatron_cp_plugin.integration.rules import check
-
-    check("own attention", given, got=got, packing=(*packing, "")[0])
+    if given.context_parallel_size < 2:
+        raise ConfigError(
+            f"Megatron's own packed documents need the attention of Transformer Engine, got {got} "
+            f"and {packing[0]}: use --context-parallel-algo zigzag, or leave {packing[0]} out"
+        )
+    raise ConfigError(
+        f"Megatron's own context parallelism needs the attention of Transformer Engine, got {got} "
+        f"and context_parallel_size {given.context_parallel_size}: use --context-parallel-algo "
+        "zigzag, or --context-parallel-size 1"
+    )
 
 
 def _allow_one_connection(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is refused: one table of rules, `rules.toml`, and the one function that walks it.
+"""What is refused: one table of rules, and the one function that walks it.
 
 The start-up checks and the documentation both come from the table.
 """
@@ -6,39 +6,43 @@ The start-up checks and the documentation both come from the table.
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise
-from math import gcd, prod  # noqa: F401  (the table's)
+from math import prod
 from pathlib import Path
-from string import Template
-from typing import Any, get_args
-
-from torch import Tensor
+from typing import Literal, get_args
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
-from megatron_cp_plugin.config import LINEAR_MODELS  # noqa: F401  (the table's)
 from megatron_cp_plugin.core.algorithm import PointToPoint
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS  # noqa: F401  (the table's)
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.errors import ConfigError, near_multiples  # noqa: F401  (the table's)
+from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
+from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration.comm_type import TYPES
-from megatron_cp_plugin.integration.compat import running_version  # noqa: F401  (the table's)
-from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.compat import running_version
+from megatron_cp_plugin.integration.contract import Version
+from megatron_cp_plugin.integration.settings import GATED, SPARSE, Settings
 from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.paths import check_folder
 
-# Where settings come in, by names of the table: "sizes": what does not depend on the algorithm;
-# "arguments": Megatron's as parsed; "start" and "files": whether a script can start with them, with
-# and without an algorithm; "validated"; "training": of a script that trains; "model": the
-# configuration of a model, "serve": of one for `serve`, "linear layer" and "recurrent layer": of
-# such a layer; "batch": one that says of no documents; and those of [[checks]].
-type Door = str
-type Words = dict[str, object] | None
+# Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
+# whether a script can start with them, with and without an algorithm; validated arguments; those of
+# a script that trains; the configuration of a model, of a layer of linear attention, of a model for
+# `serve`; that of a recurrent layer; and a batch that says of no documents.
+Door = Literal[
+    "sizes",
+    "arguments",
+    "start",
+    "files",
+    "validated",
+    "training",
+    "model",
+    "linear layer",
+    "serve",
+    "recurrent layer",
+    "batch",
+]
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,18 @@ class Rule:
     """One thing that is refused.
 
     Attributes:
-        when: Whether settings ask for it, or, if so, numbers and words for the text: an expression,
-            see `rules.toml`.
-        text: What to say in one line: what, got, and what to do; of an f-string.
+        when: Whether settings ask for it, or, if so, numbers and words for the text.
+        text: What to say in one line: what, got, and what to do. A template: {s} is the `Settings`
+            that are checked, {value} that of `setting`, other names are what `when` has found.
         doors: Where it is checked.
         name: As a user would call it, of a feature of Megatron that no algorithm supports.
-        setting: That asks for it, named like its flag, if it is one.
+        setting: Of a feature: the setting that asks for it, named like its flag.
         reason: Of a feature: why it is refused.
         instead: Of a feature: what to do.
         here: Whether it asks what is installed on this machine.
     """
 
-    when: str
+    when: Callable[[Settings], object]
     text: str
     doors: tuple[Door, ...] = ("arguments", "model")
     name: str = ""
@@ -71,44 +75,16 @@ class Rule:
         """The command-line flag of the setting."""
         return _flag(self.setting)
 
-    def refusal(self, settings: Any, **given: object) -> str | None:
-        """Returns what to say to settings; None: they do not ask for it.
-
-        Args: given: what else expressions know.
-        """
-        names = globals() | given | {"s": settings}
-        found = eval(_compiled(f"({self.when})"), names)
+    def refusal(self, settings: Settings) -> str | None:
+        """Returns what to say to settings; None: they do not ask for it."""
+        found = self.when(settings)
         if not found:
             return None
-        words = found if isinstance(found, dict) else {}
-        return str(eval(_compiled(f"f'''{self.text}'''"), names | words))
-
-
-@cache
-def _compiled(expression: str) -> Any:
-    return compile(expression, "rules.toml", "eval")
-
-
-def _read(table: Mapping[str, Any], name: str) -> Iterator[Rule]:
-    """The rules of a list of `rules.toml`."""
-    for row in table[name]:
-        given = table["words"] | table["kinds"].get(row.get("kind"), {}) | row
-        for setting in row.get("settings", [row.get("setting", "")]):
-            words = given | {"setting": setting, "flag": _flag(setting)}
-            filled = {field: _filled(words[field], words) for field in _FIELDS if field in words}
-            yield Rule(**filled)
-
-
-_FIELDS = Rule.__dataclass_fields__
-
-
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
-    """A text of a row with its words, which may have words too; lists as tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    while isinstance(value, str) and "$" in value:
-        value = Template(value).substitute(words)
-    return value
+        words = dict(found) if isinstance(found, Mapping) else {}
+        if self.setting:
+            value = getattr(settings, self.setting)
+            words["value"] = getattr(value, "name", value)
+        return self.text.format(s=settings, **words)
 
 
 def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
@@ -117,40 +93,82 @@ def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
     return ((rule, said) for rule in rules if (said := rule.refusal(settings)))
 
 
-def check(door: Door, settings: Any, **given: object) -> None:
+def check(door: Door, settings: Settings) -> None:
     """Refuses what the table does not let through a door.
-
-    Args: given: as `Rule.refusal` takes them.
 
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """
-    for rule in _OF_DOOR[door]:
-        if said := rule.refusal(settings, **given):
-            raise ConfigError(said)
-
-
-def replaced(door: Door, settings: Settings) -> list[str]:
-    """What to say of settings that are served, one line each."""
-    lines = (rule.refusal(settings) for rule in REPLACED if door in rule.doors)
-    return [line for line in lines if line]
+    for _, said in refusals(door, settings):
+        raise ConfigError(said)
 
 
 def _flag(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
-# What expressions of the table call.
+def _on(setting: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(getattr(s, setting))
 
 
-def plain(value: Any) -> Any:
-    """A setting as on the command line, of an enumeration its name."""
-    return getattr(value, "name", value)
+def _both(
+    one: Callable[[Settings], object], other: Callable[[Settings], object]
+) -> Callable[[Settings], object]:
+    return lambda s: one(s) and other(s)
 
 
-def _processes(s: Settings) -> Words:
-    names = "context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    sizes = {name: getattr(s, name) for name in names}
+def _below_one(setting: str) -> Callable[[Settings], bool]:
+    return lambda s: bool(getattr(s, setting) < 1)
+
+
+def _other_than(setting: str, *allowed: object) -> Callable[[Settings], bool]:
+    def asked(s: Settings) -> bool:
+        value = getattr(s, setting)
+        return value is not None and getattr(value, "name", value) not in allowed
+
+    return asked
+
+
+def _feature(
+    name: str,
+    setting: str,
+    reason: str,
+    instead: str = "",
+    when: Callable[[Settings], object] | None = None,
+) -> Rule:
+    """A feature of Megatron that no algorithm supports; by default its setting is a switch."""
+    flag = _flag(setting)
+    instead = instead or f"leave {flag} out"
+    what = f"--context-parallel-algo {{s.cp.algo}} does not support {name}"
+    text = f"{what}, got {flag} {{value}} ({reason}): {instead}"
+    when = when or _on(setting)
+    return Rule(when, text, name=name, setting=setting, reason=reason, instead=instead)
+
+
+def _before(
+    first: Version,
+    asked: Callable[[Settings], object],
+    text: str,
+    doors: tuple[Door, ...] = ("arguments", "model"),
+) -> Rule:
+    """What earlier versions of Megatron do not have, or have in another form."""
+
+    def when(s: Settings) -> Mapping[str, object] | None:
+        version, words = running_version()
+        return {"version": words} if version < first and asked(s) else None
+
+    return Rule(
+        when, f"Megatron {{version}} {text}: use Megatron {first[0]}.{first[1]} or later", doors
+    )
+
+
+# Rules that compute the words of their texts.
+
+_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def _processes(s: Settings) -> Mapping[str, object] | None:
+    sizes = {name: getattr(s, name) for name in _SIZES}
     product = prod(sizes.values())
     if s.world_size % product == 0:
         return None
@@ -162,17 +180,61 @@ def _processes(s: Settings) -> Words:
     return {"factors": factors, "product": product, "fitting": fitting}
 
 
-def _divisors(number: int) -> list[str]:
-    return [str(n) for n in range(1, number + 1) if number % n == 0]
+def _processes_of_experts(s: Settings) -> Mapping[str, object] | None:
+    experts = s.expert_model_parallel_size or 1
+    product = experts * (s.expert_tensor_parallel_size or s.tensor) * s.stages
+    return {"product": product} if experts > 1 and s.world_size % product else None
 
 
-def _groups(s: Settings) -> str:
-    """Numbers of groups that fit. With fewer than ranks, Megatron gives each to several ranks."""
-    every = map(int, _divisors(s.num_attention_heads))
-    return ", ".join(str(n) for n in every if n % s.tensor == 0 or s.tensor % n == 0)
+def _order_of_ranks(s: Settings) -> Mapping[str, object] | None:
+    """Megatron has no such order of the ranks where those of experts are grouped otherwise."""
+    dense = s.tensor * s.ranks
+    experts = (s.expert_model_parallel_size or 1) * (s.expert_tensor_parallel_size or s.tensor)
+    if not s.use_tp_pp_dp_mapping or s.stages == 1 or experts == dense:
+        return None
+    return {"dense": dense, "experts": experts}
 
 
-def _without_windows(s: Settings) -> Words:
+def _split_heads(s: Settings) -> Mapping[str, object] | None:
+    heads = s.num_attention_heads
+    if heads is None or heads % s.tensor == 0:
+        return None
+    ranks = s.world_size // s.ranks // s.stages
+    usable = [str(n) for n in range(1, heads + 1) if heads % n == 0 and ranks % n == 0]
+    return {"usable": " or ".join(usable)}
+
+
+def _groups_of_heads(s: Settings) -> Mapping[str, object] | None:
+    heads = s.num_attention_heads
+    if heads is None or heads % s.kv_heads == 0:
+        return None
+    return {"usable": ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)}
+
+
+def _split_groups(s: Settings) -> Mapping[str, object] | None:
+    """With fewer groups than ranks, Megatron gives each group to several ranks."""
+    heads, tensor = s.num_attention_heads, s.tensor
+
+    def fits(groups: int) -> bool:
+        return groups % tensor == 0 or tensor % groups == 0
+
+    if heads is None or fits(s.kv_heads):
+        return None
+    usable = [str(n) for n in range(1, heads + 1) if heads % n == 0 and fits(n)]
+    return {"usable": ", ".join(usable)}
+
+
+def _tokens_of_a_rank(s: Settings) -> Mapping[str, object] | None:
+    if s.tokens is None or not s.sequence_parallel:
+        return None
+    local = s.tokens // s.cp.size
+    if local % s.tensor == 0:
+        return None
+    step = s.cp.layout.multiple(s.cp.size) * s.tensor
+    return {"local": local, "usable": near_multiples(s.tokens, step)}
+
+
+def _without_windows(s: Settings) -> Mapping[str, object] | None:
     if s.window is None or s.cp.algo == registry.AUTO:
         return None
     names = registry.available("softmax")
@@ -186,7 +248,18 @@ def _exchanges_heads(algo: str) -> bool:
     return known and not issubclass(registry.algorithm_class(algo), PointToPoint)
 
 
-def _layout_without_states(s: Settings) -> Words:
+def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
+    """Whether files of log-probabilities have an order that another run need not have."""
+
+    def asked(s: Settings) -> bool:
+        if not getattr(s, name) or s.cp.size == 1:
+            return False
+        return s.packing is not None if packed else not isinstance(s.cp.layout, Zigzag)
+
+    return asked
+
+
+def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
     layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
     if not s.is_recurrent or s.cp.size == 1 or layout in passed:
         return None
@@ -213,31 +286,26 @@ def _zigzag_choices(s: Settings) -> str:
     return ", or ".join(choices)
 
 
-def _kept_mib(s: Settings) -> float:
-    """Of attention of a layer and micro-batch: out [B,S,H,E], and lse [B,H,S] in float32."""
-    heads, _ = s.split_heads
-    tokens = s.samples * s.seq_length // s.cp.size
-    return float(tokens * heads * (s.head_dims[1] * s.dtype.itemsize + 4) / 2**20)
+def _heads_of_gated(name: str) -> Callable[[Settings], object]:
+    def asked(s: Settings) -> Mapping[str, object] | None:
+        if not s.is_gated:
+            return None
+        ranks, heads = s.tensor, getattr(s, name)
+        return {"ranks": ranks, "usable": near_multiples(heads, ranks)} if heads % ranks else None
+
+    return asked
 
 
-def _differ(other: Tensor | None, lengths: Tensor | None) -> bool:
-    if other is None or other is lengths:
-        return False
-    return lengths is None or not lengths.equal(other)
+def _gated_by_a_list(s: Settings) -> Mapping[str, object] | None:
+    pattern = s.linear_attention_freq
+    if not s.is_gated or not isinstance(pattern, list) or len(pattern) == s.num_layers:
+        return None
+    return {"entries": len(pattern)}
 
 
-def _padded(real: Sequence[int], bounds: Sequence[int]) -> bool:
-    """Whether documents of cumulative lengths are as many with padding, and none is shorter."""
-    both = zip(pairwise(real), pairwise(bounds), strict=False)
-    return len(real) == len(bounds) and all(b - a <= d - c for (a, b), (c, d) in both)
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", repr(kind))
-
-
-def _count(spans: Sequence[object] | None) -> str:
-    return "no spans" if spans is None else f"{len(spans)} spans"
+def _values_of_gated(s: Settings) -> Mapping[str, object] | None:
+    keys, values = s.linear_num_key_heads, s.linear_num_value_heads
+    return {"usable": near_multiples(values, keys)} if s.is_gated and values % keys else None
 
 
 def _without_fla(s: Settings) -> bool:
@@ -267,23 +335,26 @@ def _cannot_write(s: Settings) -> None:
             check_folder(_flag(name), path)
 
 
-def _missing_data(s: Settings) -> Words:
-    """Of the paths of --data-path on this machine, which may have a weight before each."""
-    for word in () if s.mock_data or s.sft else map(str, s.data_path or ()):
-        if re.fullmatch(r"[-+.\de]+", word) or _is_remote(word):
-            continue
-        names = [f"{word}{suffix}" for suffix in (".bin", ".idx")]
+def _missing_data(s: Settings) -> Mapping[str, object] | None:
+    for prefix in _prefixes(s):
+        names = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
         if missing := [name for name in names if not Path(name).exists()]:
             pieces = " --document-bytes 200" if s.packing else ""
-            return {"prefix": word, "missing": " and no ".join(missing), "pieces": pieces}
+            return {"prefix": prefix, "missing": " and no ".join(missing), "pieces": pieces}
     return None
+
+
+def _prefixes(s: Settings) -> list[str]:
+    """The paths of --data-path, which may have a weight before each; those of this machine."""
+    words = () if s.mock_data or s.sft else map(str, s.data_path or ())
+    return [word for word in words if not re.fullmatch(r"[-+.\de]+", word) and not _is_remote(word)]
 
 
 def _is_remote(path: object) -> bool:
     return "://" in str(path)
 
 
-def _micro_batches(s: Settings) -> Words:
+def _micro_batches(s: Settings) -> Mapping[str, object] | None:
     """Too few for an interleaved pipeline, or left over; Megatron says so in the first step."""
     if not s.virtual_pipeline_model_parallel_size or s.rampup_batch_size:
         return None
@@ -299,7 +370,7 @@ def _micro_batches(s: Settings) -> Words:
     return {"group": group, "count": count, "usable": usable}
 
 
-def _without_steps(s: Settings) -> Words:
+def _without_steps(s: Settings) -> Mapping[str, object] | None:
     given = {"--train-iters": s.train_iters, "--train-samples": s.train_samples}
     if s.skip_train or any((count or 0) >= 1 for count in given.values()):
         return None
@@ -321,12 +392,23 @@ def _other_communication(s: Settings) -> bool:
     return not served.issuperset(_comm_types(s))
 
 
-def _replaced_communication(s: Settings) -> Words:
+def _replaced_communication(s: Settings) -> Mapping[str, object] | None:
     """Names of Transformer Engine's, but for its default, and what the layers of DSA ask for."""
     given = _comm_types(s) & (TYPES.keys() - {"p2p"})
     if s.is_sparse or all(TYPES[name] == s.cp.algo for name in given):
         return None
     return {"given": " ".join(sorted(given))}
+
+
+def _cuts_sparse_otherwise(s: Settings) -> bool:
+    return s.is_sparse and s.ranks > 1 and s.cp.layout.name != PaddedDocuments.name
+
+
+def _other_layout_than_sparse(s: Settings) -> Mapping[str, object] | None:
+    layout = s.cp.layout.name
+    if not s.is_sparse or s.cp.size == 1 or layout in (Zigzag.name, PaddedDocuments.name):
+        return None
+    return {"layout": layout, "choices": _zigzag_choices(s)}
 
 
 def comm_type(algo: str) -> str:
@@ -338,12 +420,379 @@ def comm_type(algo: str) -> str:
     return f"megatron_cp_plugin.{algo}"
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-RULES = tuple(_read(_TABLE, "rules"))
-CHECKS = tuple(_read(_TABLE, "checks"))
-_OF_DOOR: dict[Door, list[Rule]] = {}
-for _rule in (*RULES, *CHECKS):
-    for _door in _rule.doors:
-        _OF_DOOR.setdefault(_door, []).append(_rule)
-FEATURES = tuple(rule for rule in RULES if rule.name)
-REPLACED = tuple(_read(_TABLE, "replaced"))
+_ZIGZAG = "Megatron splits it by its own zigzag layout"
+_PACKED = "its documents are split and padded for Megatron's own layout"
+_OTHER_GROUPS = {
+    "hybrid": "Megatron's own loop stops in its first step, see its pull request 6816; option "
+    "layout=documents balances packs",
+    "dynamic": "no release of Megatron has its loop; option layout=documents balances packs",
+}
+_KERNELS = "the attention kernels here do not compute it"
+_BY_RANK = "each rank does it with its own tokens, so the split would change the result"
+_NEW_ENGINE = "it needs Transformer Engine 2.19, with which nobody ran the plugin"
+_UNTESTED = "never tested with the plugin"
+_BY_DOCUMENT = "these layers need each document cut by itself, as by the layout thd of install"
+_ONE_BATCH = "a graph keeps the documents of the batch that was captured"
+_FSDP_CHECKPOINTS = "Megatron's torch_dist does not save them, and its torch_dcp loads nothing"
+_FSDP_NAMES = "it recognizes split parameters by the names of Megatron's own classes"
+_LARGEST = "a replay does not hand the largest score on"
+_CAPTURE = "use --cuda-graph-impl transformer_engine --cuda-graph-modules "
+_CAPTURES_MLP = f"{_CAPTURE}mlp, or leave --cuda-graph-impl out"
+
+_LINEAR = "--cp-linear-model {s.cp.linear_model}"
+_GATED = "gated delta net layers need"
+_VARIANT = "--experimental-attention-variant {s.experimental_attention_variant}"
+_GRAPHS = "--cuda-graph-impl {s.graphs}"
+_KEPT = ("logits_save_dir", "logits_load_dir")
+_LOGITS = (
+    "stores log-probabilities in the order of a rank's tokens, which needs to be Megatron's zigzag "
+    "layout in all runs"
+)
+_ALL_LOGITS = "it needs all logits", "leave --cp-chunked-loss out"
+_LOSS = {
+    "cross_entropy_loss_fusion": ("it computes the loss in another way", "keep one of the two"),
+    "defer_embedding_wgrad_compute": ("it keeps the gradients of all logits", "leave it out"),
+    "use_mup": ("it scales the logits", "leave --cp-chunked-loss out"),
+    "logits_save_dir": _ALL_LOGITS,
+    "logits_load_dir": _ALL_LOGITS,
+    "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
+}
+_ALL_KEYS = "no rank has keys to look at", "leave one of the two out"
+_WHOLE_WEIGHT = "its weights are whole in the forward pass of their own module only"
+
+# A table is read by rows.
+# fmt: off
+FEATURES: tuple[Rule, ...] = (
+    _feature("attention dropout", "attention_dropout", _KERNELS, "add --attention-dropout 0"),
+    # What decides which tokens see which.
+    _feature("packed sequences (RL)", "rl_use_sequence_packing", _PACKED),
+    _feature("resetting the attention mask at document ends", "reset_attention_mask",
+             "it builds an N x N mask", "use --dataloader-inter-document-masking"),
+    _feature("documents of several samples in a pipeline", "micro_batch_size",
+             "Megatron packs them into one sequence, but its stages expect several",
+             "use --micro-batch-size 1",
+             lambda s: s.packing and s.samples > 1 and s.stages > 1),
+    # What looks at the scores.
+    _feature("QK clipping of attention in CUDA graphs", "qk_clip", _LARGEST, _CAPTURES_MLP,
+             lambda s: s.qk_clip and s.captures_attention),
+    _feature("logging the largest attention logit in CUDA graphs", "log_max_attention_logit",
+             _LARGEST, _CAPTURES_MLP,
+             lambda s: s.log_max_attention_logit and s.captures_attention),
+    # Attention of another kind.
+    _feature("position embeddings of the model besides those of multi-latent attention",
+             "position_embedding_type", "Megatron's layers support only their own",
+             "use --position-embedding-type rope --rope-type yarn",
+             lambda s: s.is_latent and s.position_embedding_type == "yarn"),
+    _feature("a cache of latents", "cache_mla_latents", "it is for inference"),
+    _feature("experimental attention variants other than gated delta net and DSA",
+             "experimental_attention_variant", _UNTESTED,
+             when=_other_than("experimental_attention_variant", *GATED, SPARSE)),
+    _feature("packed documents with DSA layers", "dataloader_inter_document_masking", _BY_DOCUMENT,
+             when=lambda s: s.dataloader_inter_document_masking and _cuts_sparse_otherwise(s)),
+    _feature("packed conversations with DSA layers", "sft", _BY_DOCUMENT,
+             when=lambda s: s.sft and _cuts_sparse_otherwise(s)),
+    # Attention of both kinds, MLP, MoE; ends of stages and of what predicts one more token.
+    _feature("layers other than attention, Mamba, MLP and MoE in a hybrid model",
+             "hybrid_layer_pattern", _UNTESTED, "use *, +, M, - and E",
+             lambda s: not set(s.hybrid_layer_pattern or "") <= set("*+M-E|/")),
+    _feature("hybrid models selected by their old flag", "hybrid_override_pattern", _UNTESTED,
+             "use --hybrid-layer-pattern"),
+    _feature("FP8 attention", "fp8_dot_product_attention", _KERNELS),
+    _feature("FP8 attention", "fp8_multi_head_attention", _KERNELS),
+    _feature("Kitchen attention", "use_kitchen_attention", "it is a different core attention"),
+    # All kernels here are what frameworks mean by flash.
+    _feature("choice of Megatron's attention kernel", "attention_backend",
+             "it would be ignored or replace the plugin",
+             "leave --attention-backend out, and choose a kernel with --cp-kernel",
+             _other_than("attention_backend", "auto", "flash", "fused")),
+    _feature("choice of Transformer Engine's attention kernel", "flash_attention_version",
+             "it would be ignored"),
+    _feature("position embeddings of this type", "position_embedding_type", _ZIGZAG,
+             "use rope, mrope, yarn, learned_absolute or none",
+             _other_than("position_embedding_type", "rope", "mrope", "yarn", "learned_absolute",
+                         "none")),
+    # Other kinds of context parallelism.
+    # Programs that call models by themselves may: see `documents.group_of`.
+    *(replace(_feature(f"{kind} context parallelism", f"{kind}_context_parallel", reason),
+              doors=("arguments",)) for kind, reason in _OTHER_GROUPS.items()),
+    # What depends on which tokens are together on a rank.
+    _feature("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
+    _feature("Sinkhorn routing", "moe_router_load_balancing_type", _BY_RANK, "use aux_loss",
+             lambda s: "sinkhorn" in (s.moe_router_load_balancing_type or ())),
+    _feature("attention sinks split by tensor parallelism in Megatron-FSDP", "use_megatron_fsdp",
+             _FSDP_NAMES, "use --use-torch-fsdp2",
+             lambda s: s.use_megatron_fsdp and s.softmax_type == "learnable" and s.tensor > 1),
+    _feature("Megatron-FSDP in a pipeline", "use_megatron_fsdp",
+             "it treats all ranks of the job as one pipeline stage",
+             "use --use-distributed-optimizer, or leave --pipeline-model-parallel-size out",
+             lambda s: s.use_megatron_fsdp and s.stages > 1),
+    # Checkpoints that Megatron begins and does not end, or never reads again.
+    _feature("optimizer states in checkpoints of FSDP", "save", _FSDP_CHECKPOINTS,
+             "add --no-save-optim --ckpt-format torch_dist, or leave --save out",
+             lambda s: s.use_torch_fsdp2 and s.save
+             and not (s.ckpt_format == "torch_dist" and s.no_save_optim)),
+    _feature("loading optimizer states with FSDP", "load", _FSDP_CHECKPOINTS,
+             "add --no-load-optim --ckpt-format torch_dist, or leave --load out",
+             lambda s: s.use_torch_fsdp2 and s.load
+             and not (s.ckpt_format == "torch_dist" and (s.no_load_optim or s.finetune))),
+    # Modes of the whole program.
+    _feature("a mixture of experts in CUDA graphs of whole layers or iterations", "cuda_graph_impl",
+             "the number of tokens per expert varies, which a graph cannot capture",
+             f"{_CAPTURE}attn moe_router",
+             lambda s: s.graphs != "none" and s.has_experts and not s.captured_modules
+             and s.packing is None),
+    _feature("packed documents in CUDA graphs", "cuda_graph_impl", _ONE_BATCH,
+             _CAPTURES_MLP,
+             lambda s: s.captures_attention and s.packing and not s.has_experts),
+    _feature("packed documents in CUDA graphs with a mixture of experts", "cuda_graph_impl",
+             _ONE_BATCH, f"{_CAPTURE}moe_router, or leave --cuda-graph-impl out",
+             lambda s: s.captures_attention and s.packing and s.has_experts),
+    _feature("documents of several samples in CUDA graphs", "micro_batch_size",
+             "Megatron packs them into one sequence, but captures several",
+             "use --micro-batch-size 1",
+             lambda s: s.graphs != "none" and s.packing and s.samples > 1),
+    _feature("recurrent layers in CUDA graphs", "cuda_graph_impl", _UNTESTED,
+             when=lambda s: s.graphs != "none" and s.is_recurrent),
+    _feature("Megatron-FSDP in CUDA graphs", "use_megatron_fsdp", _UNTESTED,
+             when=lambda s: s.use_megatron_fsdp and s.graphs != "none"),
+    _feature("FSDP in CUDA graphs", "use_torch_fsdp2", _UNTESTED,
+             when=lambda s: s.use_torch_fsdp2 and s.graphs != "none"),
+    _feature("full recompute in CUDA graphs of layers", "recompute_granularity",
+             "Megatron captures it only with the whole iteration",
+             "use --cuda-graph-impl full_iteration",
+             lambda s: s.recompute_granularity == "full"
+             and s.graphs in ("local", "transformer_engine")),
+    _feature("recomputed attention in local CUDA graphs", "cuda_graph_impl",
+             "Megatron's checkpointing refuses the backward pass as it is captured",
+             "use --cuda-graph-impl transformer_engine or full_iteration",
+             lambda s: s.graphs == "local" and s.captures_attention and s.recomputes),
+    _feature("a whole iteration in a CUDA graph from the first one on", "cuda_graph_warmup_steps",
+             "in the first iteration ranks compare batches, allocate buffers and build kernels",
+             "use --cuda-graph-warmup-steps 3",
+             lambda s: s.graphs == "full_iteration" and s.cuda_graph_warmup_steps == 0),
+    _feature("overlap of expert-parallel communication", "overlap_moe_expert_parallel_comm",
+             "its schedule runs layers without the model's forward pass, where inputs are checked"),
+    # A model's configuration always says how many.
+    _feature("weights split further than by tensor parallelism",
+             "tensor_parallel_num_weight_shards", _NEW_ENGINE,
+             when=lambda s: (s.tensor_parallel_num_weight_shards or 1) > s.tensor),
+    _feature("weights of experts split further than by tensor parallelism",
+             "expert_tensor_parallel_num_weight_shards", _NEW_ENGINE,
+             when=lambda s: (s.expert_tensor_parallel_num_weight_shards or 1)
+             > (s.expert_tensor_parallel_size or s.tensor)),
+    _feature("recomputing the MLP of layers with biases", "recompute_modules",
+             "Megatron's backward pass never ends: it recomputes for the bias again and again",
+             "add --disable-bias-linear, or leave mlp out",
+             lambda s: "mlp" in (s.recompute_modules or ()) and s.add_bias_linear is not False
+             and s.recompute_granularity != "full"),
+    _feature("a fake process group", "fake_process_group", "ranks send nothing to each other"),
+    _feature("batch-invariant mode", "batch_invariant_mode", _KERNELS),
+    _feature("quantization with ModelOpt", "restore_modelopt_state", _UNTESTED),
+    _feature("quantization with ModelOpt", "modelopt_enabled", _UNTESTED),
+    _feature("Megatron's own YAML configuration", "yaml_cfg",
+             "it replaces all command-line flags", "use scripts/pretrain_gpt.py --config"),
+)
+
+# Beside latents: when, what it is called, why, and what to do.
+_LATENTS: tuple[tuple[Callable[[Settings], object], str, str, str], ...] = (
+    (_on("qk_clip"), "--qk-clip", *_ALL_KEYS),
+    (_on("log_max_attention_logit"), "--log-max-attention-logit", *_ALL_KEYS),
+    (lambda s: s.recomputes == "selective", "--recompute-modules core_attn",
+     "Megatron would recompute attention of K and V", "leave core_attn out"),
+    (lambda s: "mla_up_proj" in (s.recompute_modules or ()), "--recompute-modules mla_up_proj",
+     "K and V are made anew in the backward pass as it is", "leave mla_up_proj out"),
+    (lambda s: s.captures_attention, "attention in CUDA graphs", _UNTESTED, "leave one out"),
+    (_on("use_torch_fsdp2"), "--use-torch-fsdp2", _WHOLE_WEIGHT, "leave one of the two out"),
+    (_on("use_megatron_fsdp"), "--use-megatron-fsdp", _WHOLE_WEIGHT, "leave one of the two out"),
+    (lambda s: any(map(_exchanges_heads, s.cp.algorithms)), "algorithms that exchange heads",
+     "of which latents have none", "use zigzag, ring, distflash, allgather or attention2d"),
+    (lambda s: s.cp.algo == registry.AUTO or s.cp.by_auto, "auto",
+     "the planner does not know of it", "name an algorithm, such as zigzag"),
+)
+
+RULES: tuple[Rule, ...] = (
+    # Numbers of ranks and of heads.
+    *(Rule(_below_one(name),
+           f"{name} must be at least 1, got {{s.{name}}}: use 1 or more", ("sizes",))
+      for name in _SIZES),
+    Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
+         "multiple of {product} processes{fitting}", ("sizes",)),
+    Rule(_processes_of_experts, "expert parallel * expert tensor parallel * pipeline parallel = "
+         "{product} needs that many processes, or a multiple, got {s.world_size}: start {product}, "
+         "or use a smaller --expert-model-parallel-size", ("sizes",)),
+    Rule(_order_of_ranks, "--use-tp-pp-dp-mapping in a pipeline needs expert tensor parallel * "
+         "expert parallel = tensor parallel * context parallel = {dense}, got {experts}: leave it "
+         "out", ("sizes",)),
+    Rule(_split_heads, "num_attention_heads must be divisible by tensor_model_parallel_size "
+         "{s.tensor}, got {s.num_attention_heads}: use tensor_model_parallel_size {usable}",
+         ("sizes",)),
+    Rule(_groups_of_heads, "num_attention_heads {s.num_attention_heads} must be divisible by "
+         "num_query_groups, got {s.kv_heads}: use {usable}", ("sizes",)),
+    Rule(_split_groups, "num_query_groups (GQA) must be divisible by tensor_model_parallel_size "
+         "{s.tensor} or divide it, got {s.kv_heads}: use one of {usable} or another "
+         "tensor_model_parallel_size", ("sizes",)),
+    # Layers of linear attention. Those of a model may have configurations of their own.
+    Rule(lambda s: s.has_linear and s.kv_heads % s.tensor,
+         f"{_LINEAR} needs num_query_groups divisible by tensor_model_parallel_size = "
+         "{s.tensor}, got {s.kv_heads}: use more groups or fewer ranks",
+         ("arguments", "linear layer")),
+    *(Rule(_both(lambda s: s.has_linear, _on(name)),
+           f"{_LINEAR} does not support {_flag(name)}: leave it out",
+           ("arguments", "linear layer"))
+      for name in ("qk_layernorm", "qk_l2_norm", "attention_output_gate")),
+    Rule(lambda s: s.is_all_linear and s.softmax_type not in (None, "vanilla"),
+         f"{_LINEAR} has no softmax, got --softmax-type {{s.softmax_type}}: leave it out"),
+    Rule(lambda s: s.is_all_linear and s.position_embedding_type in ("rope", "yarn"),
+         f"{_LINEAR} has no rotary embeddings, got --position-embedding-type "
+         "{s.position_embedding_type}: use none or learned_absolute"),
+    Rule(lambda s: len(s.cp.algorithms) > 1 and s.hybrid_layer_pattern,
+         "all attention layers of a hybrid model need the same algorithm, got --cp-layers "
+         "{s.layers} and --hybrid-layer-pattern {s.hybrid_layer_pattern}: leave one of the two "
+         "out"),
+    *FEATURES,
+    *(Rule(_both(lambda s: s.cp.chunked_loss is not None, _on(name)),
+           f"--cp-chunked-loss does not work with {_flag(name)} ({reason}): "
+           f"{instead}") for name, (reason, instead) in _LOSS.items()),
+    Rule(lambda s: s.has_linear and s.is_latent,
+         f"{_LINEAR} cannot be combined with multi-latent attention, got --multi-latent-attention: "
+         "leave it out, or use softmax attention in all layers"),
+    # Latents in place of K and V.
+    Rule(lambda s: s.cp.send_latents and s.multi_latent_attention is False and not s.is_latent,
+         "--cp-send-latents needs layers of multi-latent attention, got none: leave it out, or add "
+         "--multi-latent-attention"),
+    *(Rule(_both(lambda s: s.cp.send_latents, when),
+           f"--cp-send-latents does not work with {what} ({reason}): {fix}")
+      for when, what, reason, fix in _LATENTS),
+    # Megatron's gated delta net layers, whose states pass from rank to rank.
+    Rule(lambda s: s.is_recurrent and s.has_linear,
+         f"Megatron's recurrent layers need softmax attention beside them, got {_LINEAR}: leave it "
+         "or --experimental-attention-variant, or M in --hybrid-layer-pattern, out",
+         ("arguments", "recurrent layer")),
+    Rule(_layout_without_states, "{layers} layers need a layout of consecutive tokens, got the "
+         "{layout} layout of {s.cp.algo}: use {choices}", ("arguments", "recurrent layer")),
+    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size = "
+           f"{{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
+           ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    # DSA layers, which keep Megatron's own all-gather in its zigzag order.
+    Rule(_other_layout_than_sparse,
+         "Megatron splits DSA layers by its own zigzag layout, got the {layout} layout of "
+         "{s.cp.algo}: use {choices}, or layout=thd of install"),
+    _before((0, 19), lambda s: s.is_sparse and s.cp.size > 1,
+            "cannot split DSA layers, got context_parallel_size {s.cp.size}"),
+    Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
+         "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
+    Rule(lambda s: s.experimental_attention_variant in GATED and s.linear_attention_freq is None,
+         f"{_VARIANT} needs --linear-attention-freq, got none: add --linear-attention-freq 4 for "
+         "softmax attention in every fourth layer", ("arguments",)),
+    Rule(_gated_by_a_list, "--linear-attention-freq as a list needs an entry for each of the "
+         "{s.num_layers} layers, got {entries}: use a number, or a list of {s.num_layers}",
+         ("arguments",)),
+    Rule(lambda s: s.is_gated and s.transformer_impl == "local" and s.spec is None,
+         f"Megatron builds the layers of {_VARIANT} from Transformer Engine's modules, got "
+         "--transformer-impl local: use transformer_engine, or pass layers of your own by --spec",
+         ("arguments",)),
+    # The CPU platform has only local layers: comparisons there know of it.
+    Rule(lambda s: s.is_latent and s.transformer_impl == "local" and s.tensor > 1
+         and s.device.type == "cuda" and s.spec is None,
+         "Megatron's local layers lose gradients of multi-latent attention under tensor "
+         "parallelism, whatever computes attention, got --transformer-impl local and "
+         "tensor_model_parallel_size {s.tensor}: use --transformer-impl transformer_engine, or "
+         "--tensor-model-parallel-size 1", ("arguments",)),
+    Rule(lambda s: s.is_gated and s.tensor > 1 and not s.sequence_parallel,
+         f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
+         "of the layers' output norms over the tensor-parallel ranks, got "
+         "tensor_model_parallel_size {s.tensor}: add --sequence-parallel", ("arguments",)),
+    Rule(lambda s: s.is_gated and s.mtp_num_layers,
+         "Megatron's scripts build no multi-token prediction beside gated delta net layers, got "
+         "--mtp-num-layers {s.mtp_num_layers}: leave it out, or build the model in a program of "
+         "your own", ("arguments",)),
+    # 0.18 does split them, but its layers hand them an argument that they do not take.
+    _before((0, 19), lambda s: s.is_gated and s.cp.size > 1, "cannot split gated delta net layers, "
+            "got context_parallel_size {s.cp.size}", ("arguments",)),
+    _before((0, 19), lambda s: s.is_mamba and s.cp.size > 1, "has other Mamba layers, got "
+            "--hybrid-layer-pattern {s.hybrid_layer_pattern} with context_parallel_size "
+            "{s.cp.size}"),
+    _before((0, 17), lambda s: s.mtp_num_layers and s.calculate_per_token_loss and s.ranks > 1,
+            "weights the losses of --mtp-num-layers by the tokens of one rank, got "
+            "--calculate-per-token-loss with context_parallel_size {s.ranks}"),
+    Rule(_without_fla, f"{_GATED} flash-linear-attention, got none: "
+         "pip install flash-linear-attention", ("arguments",), here=True),
+    # What depends on the order of tokens, and on how many a rank has.
+    _before((0, 19), lambda s: s.packing is not None,
+            "splits packed documents by its own layout, got {s.packing}"),
+    *(Rule(_keeps_logits(name, packed=True), f"{_flag(name)} {_LOGITS} without packed documents, "
+           "got {s.packing}: leave one of the two out") for name in _KEPT),
+    *(Rule(_keeps_logits(name, packed=False), f"{_flag(name)} {_LOGITS}, got {{s.cp.algo}} with "
+           "the {s.cp.layout.name} layout: use --context-parallel-algo zigzag") for name in _KEPT),
+    Rule(lambda s: s.has_linear and s.use_megatron_fsdp and s.tensor > 1,
+         f"{_LINEAR} with tensor parallelism does not work with --use-megatron-fsdp (which "
+         "recognizes split parameters by the names of Megatron's own classes), got "
+         "tensor_model_parallel_size {s.tensor}: use --use-torch-fsdp2"),
+    Rule(lambda s: s.use_megatron_fsdp and find_spec("einops") is None,
+         "--use-megatron-fsdp needs the package einops, got none: pip install einops, or use "
+         "--use-torch-fsdp2", here=True),
+    Rule(_tokens_of_a_rank, "--sequence-parallel needs the {local} tokens of a context-parallel "
+         "rank divisible by tensor_model_parallel_size {s.tensor}, got seq_length {s.tokens}: "
+         "use {usable}", ("arguments",)),
+    Rule(lambda s: s.is_all_linear and s.window is not None,
+         "{s.cp.algo} computes linear attention, which has no sliding window, got --window-size "
+         "{s.window_words}: leave it out"),
+    Rule(_without_windows, "{lacking} does not support sliding windows, got --window-size "
+         "{s.window_words}: leave it out, or use --context-parallel-algo {serving}"),
+    # CUDA graphs.
+    _before((0, 19), lambda s: s.graphs != "none", f"cannot capture these layers, got {_GRAPHS}",
+            ("arguments", "validated")),
+    Rule(lambda s: s.graphs != "none" and s.device.type != "cuda",
+         f"{_GRAPHS} needs GPUs, got the {{s.device.type}} platform: leave it out",
+         ("arguments", "validated")),
+    # A length of None: Megatron has yet to read it from another flag.
+    Rule(lambda s: s.graphs == "transformer_engine" and (s.seq_length or 0) % s.cp.size,
+         f"{_GRAPHS} needs equally many tokens on all ranks, got seq_length {{s.seq_length}} on "
+         "{s.cp.size}: use a multiple of {s.cp.size}, or --cuda-graph-impl local",
+         ("arguments", "validated")),
+    Rule(lambda s: s.graphs != "none" and isinstance(s.cp.layout, Balanced),
+         f"{_GRAPHS} needs the same layout for all batches, got one that follows documents: leave "
+         "the option layout=documents or --cuda-graph-impl out", ("arguments", "validated")),
+    # Whether batches have spans only a script knows.
+    Rule(lambda s: isinstance(s.cp.layout, Balanced),
+         "the option layout=documents follows the documents or attention_spans of each batch, got "
+         "one without: add --dataloader-inter-document-masking or --sft, or leave the option out",
+         ("batch",)),
+    # Before and after Megatron's own checks.
+    Rule(_without_transformer_engine, "Megatron's hybrid models have layers of Transformer Engine, "
+         "which is not installed, got --hybrid-layer-pattern {s.hybrid_layer_pattern}: install it, "
+         "or name a stack of other layers with --spec", ("start",)),
+    Rule(_cannot_write, "", ("start", "files")),
+    Rule(_missing_data, "--data-path got {prefix}, and there is no {missing}: write the run files' "
+         "data with megatron-cp prepare-data --output {prefix}{pieces}, or add --mock-data",
+         ("start", "files")),
+    Rule(_micro_batches, "an interleaved pipeline of {s.stages} stages needs micro-batches "
+         "divisible by its group size {group}, and a group size of at least {s.stages}, got "
+         "{count} micro-batches: use {usable}", ("validated",)),
+    Rule(_without_steps, "training needs --train-iters or --train-samples of 1 or more, got "
+         "{given}: add --train-iters 1, or --skip-train to evaluate only", ("training",)),
+    # Models that programs build.
+    Rule(_other_communication, "cp_comm_type {s.cp_comm_type} is none of Transformer Engine's, nor "
+         "megatron_cp_plugin.{s.cp.algo}: leave it out", ("model",)),
+    Rule(_on("mtp_num_layers"), "serve does not replace Megatron's function that shifts tokens for "
+         "multi-token prediction, got mtp_num_layers {s.mtp_num_layers}: use install", ("serve",)),
+)
+
+# What is served although the plugin takes its place: what to say of it, once.
+REPLACED: tuple[Rule, ...] = (
+    Rule(_replaced_communication, "cp_comm_type {given} is replaced: attention is computed by "
+         "{s.cp.algo}, which was named", ("model",)),
+    Rule(lambda s: getattr(s.attention_backend, "name", s.attention_backend) == "fused",
+         "attention_backend fused is replaced: the kernels of the plugin are "
+         "chosen by its own setting, kernel {s.cp.kernel}"),
+    Rule(lambda s: s.is_sparse and s.cp.size > 1, "DSA layers keep Megatron's own all-gather"),
+    Rule(_on("cuts_fused_rotary"), "apply_rope_fusion is switched off: in multi-latent attention "
+         "the fused kernel cuts positions by Megatron's own layout"),
+)
+# fmt: on
+
+
+def replaced(door: Door, settings: Settings) -> list[str]:
+    """What settings ask for and the plugin takes the place of, one line each."""
+    lines = (rule.refusal(settings) for rule in REPLACED if door in rule.doors)
+    return [line for line in lines if line]

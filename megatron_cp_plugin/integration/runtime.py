@@ -34,9 +34,8 @@ from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.linear.state_passing import StatePassing
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
-from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 
 
@@ -199,7 +198,13 @@ def set_up_groups(
         ConfigError: The model is configured for another number of context-parallel ranks.
     """
     own = parallel_state.get_context_parallel_group() if groups is None else groups.cp
-    check("group", settings := Settings(config), group=own)
+    if config.context_parallel_size != own.size():
+        raise ConfigError(
+            "a model's context_parallel_size must be the size of its context-parallel group, "
+            f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
+            "configuration before the model is built"
+        )
+    settings = Settings(config)
     shape_of = settings.shape_of_latents if runtime.config.send_latents else settings.shape
     for group in (own, *_dynamic(settings)):
         shape = shape_of(runtime.config.layout.multiple(group.size()))

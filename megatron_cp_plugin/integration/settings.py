@@ -11,7 +11,6 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.latents import Wire
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
@@ -141,12 +140,6 @@ class Settings:
         return self.graphs != "none" and (not modules or "attn" in modules)
 
     @property
-    def expert_ranks(self) -> int:
-        """Ranks that split the experts of a layer."""
-        tensor = self.expert_tensor_parallel_size or self.tensor
-        return int((self.expert_model_parallel_size or 1) * tensor)
-
-    @property
     def has_experts(self) -> bool:
         """Whether layers have a mixture of experts."""
         return (self.num_experts or 1) > 1
@@ -184,11 +177,6 @@ class Settings:
     def is_sparse(self) -> bool:
         """Whether Megatron's layers of sparse attention (DSA) are asked for."""
         return bool(self.experimental_attention_variant == SPARSE)
-
-    @property
-    def cuts_sparse(self) -> bool:
-        """Whether DSA layers are split otherwise than by document."""
-        return self.is_sparse and self.ranks > 1 and self.cp.layout.name != PaddedDocuments.name
 
     @property
     def kv_heads(self) -> int:

@@ -53,9 +53,11 @@ def build_model(
 ) -> Any:
     """Calls the constructor of GPTModel or HybridModel with the plugin's attention in the spec.
 
-    Returns: the model, whose position embeddings follow the layout. Its inputs are not looked at.
+    Returns:
+        The model, whose position embeddings follow the layout. What it is given is not looked at.
 
-    Raises: ContextParallelError if the model asks for what the algorithms do not serve.
+    Raises:
+        ContextParallelError: The model asks for what the algorithms do not serve.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
@@ -70,19 +72,12 @@ def build_model(
         given["mtp_block_spec"] = with_multi_token(given["mtp_block_spec"], config, runtime)
     original(*call.args, **call.kwargs)
     pattern = getattr(model, "hybrid_layer_pattern", None)
-    of_pattern = Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config)
-    check("model", of_pattern)
-    check("built", of_pattern, known=recurrent)
-    follow(model, runtime)
-    return model
-
-
-def follow(model: Any, runtime: Runtime) -> None:
-    """Makes what is around attention, in a model that was built of such a spec, follow its layout.
-
-    Raises:
-        ContextParallelError: Position embeddings or projections are of another kind.
-    """
+    check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
+    if MAMBA in (pattern or "") and not recurrent:
+        raise ContextParallelError(
+            f"Mamba layers need their pattern, got --hybrid-layer-pattern {pattern} by another "
+            "argument: give the model hybrid_layer_pattern"
+        )
     use_layout(model, runtime)
     if runtime.config.send_latents:
         send_latents(model)
@@ -90,6 +85,7 @@ def follow(model: Any, runtime: Runtime) -> None:
         kinds = type(module), type(getattr(module, "core_attention", None))
         if _is_sparse(*kinds) or _gathers_documents(kinds[0]):
             module.register_forward_pre_hook(_give_documents, with_kwargs=True)
+    return model
 
 
 def with_plugin(
@@ -97,11 +93,15 @@ def with_plugin(
 ) -> LayerSpec:
     """Returns a copy of a model's spec with the plugin's attention.
 
-    Args: spec: of all layers, the block's or a HybridModel's stack's. config: of the model; linear
-        layers change how its checkpoints are laid out, and latents that rotary embeddings are not
-        fused.
+    Args:
+        spec: Of all layers, the block's or a HybridModel's stack's.
+        config: Of the model; linear layers change how its checkpoints are laid out, and latents
+            that rotary embeddings are not fused.
+        vp_stage: Virtual pipeline stage.
+        runtime: The run's layout and algorithms.
 
-    Raises: as `with_attention`.
+    Raises:
+        ContextParallelError: As `with_attention`.
     """
     if runtime.config.has_linear_layers:
         # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
@@ -146,7 +146,13 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     served = runtime.serving(runtime.config.algo_of_layer(config.num_layers))
     layers = []
     for layer in spec.layer_specs:
-        check("multi-token prediction", layer.module, own=MultiTokenPredictionLayer)
+        if layer.module.forward is not MultiTokenPredictionLayer.forward:
+            # That of mcore-bridge shifts angles by the order in which a rank has its tokens.
+            raise ContextParallelError(
+                "multi-token prediction needs Megatron's own layers, which do not depend on "
+                "the order of a rank's tokens, got "
+                f"{layer.module.__module__}.{_name(layer.module)}: leave mtp_num_layers out"
+            )
         parts = layer.submodules
         # Its name before Megatron 0.17.
         name = "mtp_model_layer" if hasattr(parts, "mtp_model_layer") else "transformer_layer"
@@ -195,11 +201,18 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     if _gathers_documents(module) and runtime.config.layout.name == PaddedDocuments.name:
         return spec
     kinds = (SelfAttention,) if linear else (SelfAttention, MLASelfAttention)
-    check("attention", module, kinds=kinds, algo=runtime.config.algo)
+    if not isinstance(module, type) or not issubclass(module, kinds):
+        raise ContextParallelError(
+            f"{runtime.config.algo} supports layers with {' or '.join(map(_name, kinds))}, "
+            f"got {_name(module)}: leave --spec out or use another model"
+        )
     if linear:
         return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
-    plain = (DotProductAttention, TEDotProductAttention)
-    check("core attention", core, kinds=plain, algo=runtime.config.algo)
+    if core is not DotProductAttention and core is not TEDotProductAttention:
+        raise ContextParallelError(
+            f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
+            f"{_name(core)}: leave the flag that chooses it out"
+        )
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
     submodules = replace(attention.submodules, core_attention=ours)
     attention = replace(attention, submodules=submodules)
@@ -237,8 +250,11 @@ def use_attention(model: Any, runtime: Runtime) -> None:
 def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
     """The kinds of layers of a HybridModel's stack, of which its pattern then takes some.
 
-    Args: latent: whether layers with multi-latent attention and recurrent ones are served;
-        otherwise they are left as they are, and the rules refuse a model that has some.
+    Args:
+        layers: Megatron's HybridStackSubmodules.
+        runtime: The run's layout and algorithm.
+        latent: Whether layers with multi-latent attention and recurrent ones are served;
+            otherwise they are left as they are, and the rules refuse a model that has some.
     """
     others = ("mla_layer", "gdn_layer", "mamba_layer") if latent else ()
     kinds = ("attention_layer", *others)

@@ -49,7 +49,6 @@ from megatron_cp_plugin.integration.args import (
     chosen_algorithm,
     usage_error,
 )
-from megatron_cp_plugin.integration.rules import check
 
 _SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
@@ -280,7 +279,14 @@ def _arguments(
     action = candidates[0]
     option = _long_option(action)
     values = value if isinstance(value, list) else [value]
-    check("value", action, value=value, values=values, where=where)
+    if isinstance(value, list) and action.nargs is None:
+        raise ConfigError(
+            f"{where} takes one value, got the list {value!r}: quote it to pass it as text"
+        )
+    if isinstance(action.nargs, int) and len(values) != action.nargs:
+        raise ConfigError(f"{where} takes a list of {action.nargs} values, got {value!r}")
+    if action.nargs == "+" and not values:
+        raise ConfigError(f"{where} takes at least one value, got an empty list")
     texts = [_checked_text(action, item, where, parser) for item in values]
     if len(texts) == 1 and action.nargs is None:
         # One word, so that a value that starts with a dash is not taken for a flag.

@@ -105,7 +105,7 @@ def check(parser: argparse.ArgumentParser, words: list[str], processes: int) -> 
     args = parser.parse_args(rest)
     args.world_size = processes
     flags.check()
-    rules.check("types", flags.comm_type, args=args)
+    flags.comm_type.check_model(args)
     check_arguments(args, flags.config(args.context_parallel_size), CPU)
 
 

@@ -7,7 +7,6 @@ import pytest
 from megatron_cp_plugin.config import LINEAR_MODELS
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.args import FLAGS, MEAN_DOCUMENT, add_arguments, split_flags
 from megatron_cp_plugin.integration.cpu import complete_flags
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
@@ -175,7 +174,7 @@ def test_megatrons_spelling_and_the_model(words: str, message: str) -> None:
     flags.check()
     args = argparse.Namespace(num_layers=4, context_parallel_size=8)
     with pytest.raises(ConfigError, match=message):
-        rules.check("types", flags.comm_type, args=args)
+        flags.comm_type.check_model(args)
 
 
 def test_add_arguments_serves_megatron_as_extra_args_provider() -> None:

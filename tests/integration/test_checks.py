@@ -15,8 +15,8 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.integration import checks, rules
-from megatron_cp_plugin.integration.checks import check_arguments, describe
-from megatron_cp_plugin.integration.rules import FEATURES, Rule, check, replaced
+from megatron_cp_plugin.integration.checks import check_arguments, describe, describe_graphs
+from megatron_cp_plugin.integration.rules import FEATURES, Rule, check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
@@ -296,6 +296,5 @@ def test_every_algorithm_may_be_captured(args: argparse.Namespace, algo: str, im
 def test_what_is_captured_is_said(
     parser: argparse.ArgumentParser, flags: str, said: str | None
 ) -> None:
-    settings = Settings(parser.parse_args(flags.split()))
-    line = next(iter(replaced("validated", settings)), None)
+    line = describe_graphs(Settings(parser.parse_args(flags.split())))
     assert line == (said and f"CUDA graphs by Megatron ({said}")

@@ -20,7 +20,6 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording
-from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.layers import options_by_name
@@ -302,7 +301,7 @@ def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, ru
         flags.check()
         args = parser.parse_args(rest)
         args.world_size = run.ranks
-        rules.check("types", flags.comm_type, args=args)
+        flags.comm_type.check_model(args)
         assert flags.algo is not None
         check_arguments(args, flags.config(run.size), torch.device("cpu"))
     except ContextParallelError as error:

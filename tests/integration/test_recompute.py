@@ -11,8 +11,8 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.checks import describe_recompute
 from megatron_cp_plugin.integration.installer import checkpoint
-from megatron_cp_plugin.integration.rules import replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import TINY, run_warm
@@ -35,10 +35,6 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "fp16": False,
     }
     return SimpleNamespace(**(settings | changes))
-
-
-def describe_recompute(settings: Settings) -> str | None:
-    return next(iter(replaced("recompute", settings)), None)
 
 
 def test_the_memory_of_out_and_lse_is_stated() -> None:

@@ -1,8 +1,6 @@
 """The table of what is refused: each row refuses what it says, and what is nearly so is served."""
 
 import argparse
-import ast
-import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -537,24 +535,6 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "running_version", lambda: ((0, 16), "0.16.1"))
     monkeypatch.setattr(megatron, "HAVE_FLA", False)
     monkeypatch.setattr(registry.algorithm_class("usp"), "windows", False)
-
-
-def test_what_expressions_name_is_there() -> None:
-    """In rules.py, in Python, or where `check` is called; its functions find words for texts."""
-    given: dict[str, set[str]] = {}
-    found: set[str] = set()
-    for path in Path(rules.__file__).parents[1].rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(ast.Name("check"), [ast.Constant(door), *_], keywords):
-                    given.setdefault(door, set()).update(each.arg or "" for each in keywords)
-                case ast.Dict(keys) if path.name in ("rules.py", "inputs.py"):
-                    found |= {key.value for key in keys if isinstance(key, ast.Constant)}
-    known = {*vars(rules), *dir(builtins), "s"} | found
-    for rule in (*RULES, *rules.CHECKS, *rules.REPLACED):
-        source = f"({rule.when}), f'''{rule.text}'''"
-        names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-        assert names <= known.union(*(given.get(door, set()) for door in rule.doors)), rule.text
 
 
 @pytest.mark.usefixtures("lacking")
