@@ -366,35 +366,6 @@ def test_written_choices_are_run_files(tmp_path: Path, name: str, sharded: bool)
         check_arguments(args, flags.config(args.context_parallel_size), CPU)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"algo": "auto"},
-            "auto needs the tokens of a micro-batch on all context-parallel ranks, got none: pass",
-        ),
-        ({"algo": "auto", "tokens": 0}, "tokens must be at least 1, got 0"),
-        ({"algo": "zigzag", "tokens": 64}, "tokens needs algorithm auto, got zigzag"),
-        ({"algo": "ring", "mean_document": 64}, "mean_document needs algorithm auto, got "),
-        ({"algo": "auto", "tokens": 64, "chunks": 2}, "auto has no option 'chunks': it takes"),
-    ],
-)
-def test_the_door_says_what_a_choice_needs(
-    group: object, given: dict[str, Any], message: str
-) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_cp_plugin.integration.install import install
-
-    parallel_state.initialize_model_parallel()
-    try:
-        with pytest.raises(ConfigError, match=message) as error:
-            install(**given)
-        assert "\n" not in str(error.value)
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def test_an_algorithm_of_somebody_else_with_its_own_layout(
     choose: Choosing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
