@@ -208,7 +208,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.doctor import check_heads
     from megatron_cp_plugin.planner.detected_machine import machine_named
-    from megatron_cp_plugin.planner.picture import save
+    from megatron_cp_plugin.planner.figures import save_timeline
     from megatron_cp_plugin.planner.simulate import simulate
     from megatron_cp_plugin.registry import kind_of
 
@@ -225,7 +225,7 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
     title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
     title += f"{found.backward.seconds * 1e3:.2f} ms"
-    save(found, title, arguments.output)
+    save_timeline(found, title, arguments.output)
     print(title)
     print(f"wrote {arguments.output}")
     return 0

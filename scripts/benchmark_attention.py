@@ -47,10 +47,11 @@ from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
+from timing import take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.devices import capture, take_gpu
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import (
     KernelCall,

@@ -26,12 +26,12 @@ from lengths import head_dims_of
 from profiles import by_class, device_spans, new_profiler
 from rich.console import Console
 from rich.table import Table
+from timing import take_gpu
 from triton.testing import do_bench
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call
-from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments

@@ -36,11 +36,11 @@ import torch.distributed as dist
 from benchmark_rank import RankAlone
 from rich.console import Console
 from rich.table import Table
+from timing import take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
-from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
 from megatron_cp_plugin.core.topology import Topology

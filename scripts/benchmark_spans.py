@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lengths import head_dims_of
-from timing import time_ms
+from timing import take_gpu, time_ms
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.devices import take_gpu
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.devices import capture, take_gpu
+from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem, Statistics
@@ -29,6 +29,7 @@ from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
+from scripts.timing import take_gpu
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import Expected, expected_attention
 from tests.span_masks import dense, random_spans
