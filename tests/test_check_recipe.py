@@ -272,6 +272,9 @@ def test_words_alone(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{SIZES} --context-parallel-size 2 --seq-length 8192"
     assert main(["check", "--", *flags.split()]) == 0
     assert "at least 2: see --gpus" in " ".join(capsys.readouterr().out.split())
+    experts = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 4"
+    assert main(["check", "--", *f"{flags} {experts}".split()]) == 0
+    assert "at least 4: see --gpus" in " ".join(capsys.readouterr().out.split())
     assert main(["check", "recipe=llama3_8b", "model.context_parallel_size=2"]) == 0
     assert "llama-3-8b" in capsys.readouterr().out
 

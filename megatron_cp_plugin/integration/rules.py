@@ -181,18 +181,15 @@ def _processes(s: Settings) -> Mapping[str, object] | None:
 
 
 def _processes_of_experts(s: Settings) -> Mapping[str, object] | None:
-    experts = s.expert_model_parallel_size or 1
-    product = experts * (s.expert_tensor_parallel_size or s.tensor) * s.stages
-    return {"product": product} if experts > 1 and s.world_size % product else None
+    has_some, product = (s.expert_model_parallel_size or 1) > 1, s.expert_ranks * s.stages
+    return {"product": product} if has_some and s.world_size % product else None
 
 
 def _order_of_ranks(s: Settings) -> Mapping[str, object] | None:
     """Megatron has no such order of the ranks where those of experts are grouped otherwise."""
     dense = s.tensor * s.ranks
-    experts = (s.expert_model_parallel_size or 1) * (s.expert_tensor_parallel_size or s.tensor)
-    if not s.use_tp_pp_dp_mapping or s.stages == 1 or experts == dense:
-        return None
-    return {"dense": dense, "experts": experts}
+    differs = s.use_tp_pp_dp_mapping and s.stages > 1 and s.expert_ranks != dense
+    return {"dense": dense, "experts": s.expert_ranks} if differs else None
 
 
 def _split_heads(s: Settings) -> Mapping[str, object] | None:

@@ -140,6 +140,12 @@ class Settings:
         return self.graphs != "none" and (not modules or "attn" in modules)
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that split the experts of a layer."""
+        tensor = self.expert_tensor_parallel_size or self.tensor
+        return int((self.expert_model_parallel_size or 1) * tensor)
+
+    @property
     def has_experts(self) -> bool:
         """Whether layers have a mixture of experts."""
         return (self.num_experts or 1) > 1
