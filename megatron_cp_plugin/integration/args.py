@@ -59,14 +59,9 @@ def add_flags(
 
 
 def document_lengths(given: str | int | None, name: str) -> Lengths:
-    """How long packed documents are.
+    """How long packed documents are, as `lengths_of` reads it; None: `MEAN_DOCUMENT` on average.
 
-    Args:
-        given: As of `lengths_of`; None: `MEAN_DOCUMENT` on average.
-        name: Of the setting, for errors.
-
-    Raises:
-        ConfigError: It is no such thing.
+    Raises: ConfigError, with the name of the setting, if it is no such thing.
     """
     try:
         return lengths_of(str(MEAN_DOCUMENT if given is None else given))
@@ -177,16 +172,9 @@ class PluginFlags:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
-    """Separates the plugin's flags from Megatron's.
+    """Separates the plugin's flags from Megatron's, which keep their order.
 
-    Args:
-        argv: A command line, program name excluded.
-
-    Returns:
-        The plugin's flags, and the rest in its order.
-
-    Raises:
-        ConfigError: A flag of the plugin has no value or a value that is not allowed.
+    Raises: ConfigError if a flag of the plugin has no value, or one that is not allowed.
     """
     parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
     known, others = parser.parse_known_args(list(argv))

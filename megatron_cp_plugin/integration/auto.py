@@ -76,14 +76,10 @@ class Resolved(NamedTuple):
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from what all of its ranks know.
 
-    Args:
-        flags: With auto.
-        args: Megatron's namespace, as parsed.
-        device: Where the run computes.
+    Args: args: Megatron's namespace, as parsed. device: where the run computes.
 
-    Raises:
-        ContextParallelError: The arguments do not say enough; or no algorithm can be had, then as
-            for the fastest one by its name.
+    Raises: ContextParallelError if the arguments do not say enough; or if no algorithm can be had,
+    then as for the fastest one by its name.
     """
     settings = Settings(args)
     check("sizes", settings)
@@ -152,7 +148,8 @@ def fastest(
     if len(resolved.contenders) == 1:
         return resolved.flags, None
     combinations = [one.combination for one in resolved.contenders]
-    found = of_job(measured_on(group, combinations, resolved.kinds, resolved.flags.kernel, device))
+    kernel = resolved.flags.kernel
+    found = measured_over_job(combinations, resolved.kinds, kernel, group, device)
     if found is None:
         return resolved.flags, None
     flags = resolved.contenders[combinations.index(found.best)].flags
@@ -164,27 +161,22 @@ def fastest(
     return flags, f"{found}; to pin the fastest one: {' '.join(words)}"
 
 
-def measured_on(
-    group: dist.ProcessGroup,
+def measured_over_job(
     combinations: Sequence[Combination],
     kinds: Sequence[Kind],
     kernel: str,
+    group: dist.ProcessGroup,
     device: torch.device,
 ) -> Measured | None:
-    """As `shortlist.measure`, over a process group; what it made for that is given back."""
+    """As `shortlist.measure`, the times of the job's slowest groups; a collective operation.
+
+    Returns: None if a group has measured nothing, or not the same candidates.
+    """
     topology = ProcessGroupTopology(group)
     try:
-        return measure(combinations, kinds, topology, kernel, device)
+        found = measure(combinations, kinds, topology, kernel, device)
     finally:
         topology.destroy_further_groups()
-
-
-def of_job(found: Measured | None) -> Measured | None:
-    """The times of the job's slowest groups; a collective operation of all ranks.
-
-    Returns:
-        None if a group has measured nothing, or not the same candidates.
-    """
     every: list[Measured | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     groups = [one for one in every if one is not None]
@@ -283,7 +275,7 @@ def resolve_model(
     assert answers[0] is not None  # rank 0 has one
     best = answers[0][0]
     if len(answers[0]) > 1:
-        measured = of_job(measured_on(group, answers[0], kinds, asked.kernel, device))
+        measured = measured_over_job(answers[0], kinds, asked.kernel, group, device)
         if measured is not None:
             best = measured.best
             if dist.get_rank() == 0:
@@ -303,13 +295,9 @@ def of_several(combination: Combination) -> str | None:
 
 
 def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
-    """The kinds of attention layers of a model whose batches a program cuts.
+    """The kinds of attention layers of a model whose batches a program cuts by a layout.
 
-    Args:
-        model: Its TransformerConfig, or the like.
-        batches: With a number of tokens.
-        layout: By which they are cut.
-        size: Context-parallel ranks.
+    Args: model: its TransformerConfig, or the like. batches: with a number of tokens.
     """
     assert batches.tokens is not None
     multiple = layout.multiple(size)

@@ -24,11 +24,7 @@ from megatron_cp_plugin.kernels.selfcheck import check_kernel
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     """Checks Megatron's arguments as parsed, before Megatron validates them.
 
-    Returns:
-        The name of the attention kernel; None where the arguments do not say enough.
-
-    Raises:
-        ContextParallelError: One line that says what is wrong, and what to do.
+    Returns: the name of the attention kernel; None where the arguments do not say enough.
     """
     settings = Settings(args, config, device)
     config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)

@@ -24,12 +24,10 @@ from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
 from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
-from megatron_cp_plugin.integration.latent_attention import send_latents as send
-from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.spec import LayerSpec, with_plugin
+from megatron_cp_plugin.integration.spec import LayerSpec, follow, with_plugin
 
 # By which callers cut batches, see `install`.
 _LAYOUTS = ("thd", "contiguous")
@@ -178,9 +176,7 @@ def adopt(model: nn.Module) -> nn.Module:
         )
     runtime = attention[0].runtime
     if not serves_inputs(model):
-        use_layout(model, runtime)
-        if runtime.config.send_latents:
-            send(model)
+        follow(model, runtime)
         group: Any = model.pg_collection
         CutInputs(model, runtime, group.cp)
     return model

@@ -261,12 +261,9 @@ class LauncherInstaller(Installer):
 def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
     """Logs on the first rank what of a model's settings the plugin takes the place of.
 
-    Args:
-        settings: Of the model, with the run's configuration.
-        said: Lines that were logged before.
+    Args: said: lines that were logged before.
 
-    Returns:
-        All lines.
+    Returns: all lines.
     """
     lines = replaced("model", settings)
     if torch.distributed.get_rank() == 0:

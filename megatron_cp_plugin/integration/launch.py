@@ -66,20 +66,16 @@ def main() -> None:
 
 
 def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
-    """Makes this process ready for a Megatron training script.
-
-    Call before Megatron is imported.
+    """Makes this process ready for a Megatron training script; call it before Megatron is imported.
 
     Args:
         argv: Command line with flags of Megatron and of the plugin, program name excluded.
         run_file: The script is this package's own: it takes `--config FILE`, and needs what the
             wheel of Megatron lacks even without an algorithm of the plugin.
 
-    Returns:
-        The command line for Megatron.
+    Returns: the command line for Megatron.
 
-    Raises:
-        ContextParallelError: A flag has a value that is not allowed.
+    Raises: ContextParallelError for a value of a flag that is not allowed.
     """
     need("megatron", "training with Megatron", "megatron")
     path, words = split_run_file(argv) if run_file else (None, list(argv))
@@ -154,12 +150,9 @@ def split_run_file(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def read_run_file(path: str | None) -> dict[str, Any]:
-    """Returns the sections of a run file as they are written; {}: there is none.
+    """Returns the sections of a run file as they are written; {}: there is none. Needs no Megatron.
 
-    Needs no Megatron.
-
-    Raises:
-        ConfigError: The file cannot be read, or has a section that there is not.
+    Raises: ConfigError if it cannot be read, or has a section that there is not.
     """
     if path is None:
         return {}

@@ -53,11 +53,9 @@ def build_model(
 ) -> Any:
     """Calls the constructor of GPTModel or HybridModel with the plugin's attention in the spec.
 
-    Returns:
-        The model, whose position embeddings follow the layout. What it is given is not looked at.
+    Returns: the model, whose position embeddings follow the layout. Its inputs are not looked at.
 
-    Raises:
-        ContextParallelError: The model asks for what the algorithms do not serve.
+    Raises: ContextParallelError if the model asks for what the algorithms do not serve.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
@@ -78,6 +76,15 @@ def build_model(
             f"Mamba layers need their pattern, got --hybrid-layer-pattern {pattern} by another "
             "argument: give the model hybrid_layer_pattern"
         )
+    follow(model, runtime)
+    return model
+
+
+def follow(model: Any, runtime: Runtime) -> None:
+    """Makes what is around attention, in a model that was built of such a spec, follow its layout.
+
+    Raises: ContextParallelError if position embeddings or projections are of another kind.
+    """
     use_layout(model, runtime)
     if runtime.config.send_latents:
         send_latents(model)
@@ -85,7 +92,6 @@ def build_model(
         kinds = type(module), type(getattr(module, "core_attention", None))
         if _is_sparse(*kinds) or _gathers_documents(kinds[0]):
             module.register_forward_pre_hook(_give_documents, with_kwargs=True)
-    return model
 
 
 def with_plugin(
@@ -93,15 +99,11 @@ def with_plugin(
 ) -> LayerSpec:
     """Returns a copy of a model's spec with the plugin's attention.
 
-    Args:
-        spec: Of all layers, the block's or a HybridModel's stack's.
-        config: Of the model; linear layers change how its checkpoints are laid out, and latents
-            that rotary embeddings are not fused.
-        vp_stage: Virtual pipeline stage.
-        runtime: The run's layout and algorithms.
+    Args: spec: of all layers, the block's or a HybridModel's stack's. config: of the model; linear
+        layers change how its checkpoints are laid out, and latents that rotary embeddings are not
+        fused.
 
-    Raises:
-        ContextParallelError: As `with_attention`.
+    Raises: as `with_attention`.
     """
     if runtime.config.has_linear_layers:
         # Layers with different parameters cannot be stacked into one tensor of a checkpoint;
@@ -250,11 +252,8 @@ def use_attention(model: Any, runtime: Runtime) -> None:
 def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
     """The kinds of layers of a HybridModel's stack, of which its pattern then takes some.
 
-    Args:
-        layers: Megatron's HybridStackSubmodules.
-        runtime: The run's layout and algorithm.
-        latent: Whether layers with multi-latent attention and recurrent ones are served;
-            otherwise they are left as they are, and the rules refuse a model that has some.
+    Args: latent: whether layers with multi-latent attention and recurrent ones are served;
+        otherwise they are left as they are, and the rules refuse a model that has some.
     """
     others = ("mla_layer", "gdn_layer", "mamba_layer") if latent else ()
     kinds = ("attention_layer", *others)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -420,7 +421,9 @@ def test_a_run_takes_the_fastest_of_those_measured(
         slow = Measured(listed, (0.5, *seconds[1:]))  # the other group's
         every[:] = [mine, slow if every == [None, None] else None]
 
-    monkeypatch.setattr(auto, "measured_on", measured)
+    topology = SimpleNamespace(destroy_further_groups=lambda: None)
+    monkeypatch.setattr(auto, "ProcessGroupTopology", lambda group: topology)
+    monkeypatch.setattr(auto, "measure", measured)
     monkeypatch.setattr(torch.distributed, "all_gather_object", of_two_groups)
     for ranks, expected in ((2, last), (3, free.flags)):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
