@@ -30,10 +30,14 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
     """
     owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
-    ranks = range(placement.size)
+    ranks, whole = range(placement.size), Place(0, 0)[2:]
     # Of a cyclic placement nobody asks for others.
     for query, key in product(ranks, ranks[:1] if placement.cyclic else ranks):
         places = list(placement.place(query, key))
+        if len(places) == 1 and isinstance(places[0], Place):
+            rank, step, *part = places[0]
+            if (*part,) == whole and rank in ranks and step >= 0:
+                continue  # as almost all do
         met = f"queries of rank {query} meet keys of rank {key}"
         if not all(isinstance(place, Place) for place in places):
             raise ConfigError(f"{name} says that {met} at {places}: let `place` yield a Place")
@@ -50,8 +54,6 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
             ]
             if any(sees(*pair, mask) for pair in pairs):
                 raise ConfigError(f"{name} does not say where {met}: let `place` yield a place")
-        if len(places) == 1 and places[0].whole and not places[0].part[0]:
-            continue
         edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
         starts, stops = zip(*edges, strict=True) if edges else ((0,), (1,))
         if (*starts, 1) != (0, *stops):
