@@ -282,9 +282,7 @@ def test_bytes_are_stated(family: str) -> None:
             assert counted(log, rank) == stated(made, shape, rank, **settings)
 
 
-@pytest.mark.parametrize(
-    "family", ["gla", "gated_delta_net", pytest.param("kda", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["gla", "gated_delta_net", "kda"])
 def test_16k_tokens_in_float32(family: str) -> None:
     """Finite and right, outputs and gradients: P = 3 against one rank in float64, which shorter
     ones are compared with.
