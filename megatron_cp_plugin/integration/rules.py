@@ -245,17 +245,6 @@ def _exchanges_heads(algo: str) -> bool:
     return known and not issubclass(registry.algorithm_class(algo), PointToPoint)
 
 
-def _keeps_logits(name: str, *, packed: bool) -> Callable[[Settings], bool]:
-    """Whether files of log-probabilities have an order that another run need not have."""
-
-    def asked(s: Settings) -> bool:
-        if not getattr(s, name) or s.cp.size == 1:
-            return False
-        return s.packing is not None if packed else not isinstance(s.cp.layout, Zigzag)
-
-    return asked
-
-
 def _layout_without_states(s: Settings) -> Mapping[str, object] | None:
     layout, passed = s.cp.layout.name, get_args(registry.option_types(Lasp2.Options)["layout"])
     if not s.is_recurrent or s.cp.size == 1 or layout in passed:
@@ -283,12 +272,12 @@ def _zigzag_choices(s: Settings) -> str:
     return ", or ".join(choices)
 
 
-def _heads_of_gated(name: str) -> Callable[[Settings], object]:
+def _heads_of_gated(name: str, divisor: str) -> Callable[[Settings], object]:
     def asked(s: Settings) -> Mapping[str, object] | None:
         if not s.is_gated:
             return None
-        ranks, heads = s.tensor, getattr(s, name)
-        return {"ranks": ranks, "usable": near_multiples(heads, ranks)} if heads % ranks else None
+        heads, step = getattr(s, name), getattr(s, divisor)
+        return {"usable": near_multiples(heads, step)} if heads % step else None
 
     return asked
 
@@ -298,11 +287,6 @@ def _gated_by_a_list(s: Settings) -> Mapping[str, object] | None:
     if not s.is_gated or not isinstance(pattern, list) or len(pattern) == s.num_layers:
         return None
     return {"entries": len(pattern)}
-
-
-def _values_of_gated(s: Settings) -> Mapping[str, object] | None:
-    keys, values = s.linear_num_key_heads, s.linear_num_value_heads
-    return {"usable": near_multiples(values, keys)} if s.is_gated and values % keys else None
 
 
 def _without_fla(s: Settings) -> bool:
@@ -333,18 +317,15 @@ def _cannot_write(s: Settings) -> None:
 
 
 def _missing_data(s: Settings) -> Mapping[str, object] | None:
-    for prefix in _prefixes(s):
-        names = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
+    """Of the paths of --data-path on this machine, which may have a weight before each."""
+    for word in () if s.mock_data or s.sft else map(str, s.data_path or ()):
+        if re.fullmatch(r"[-+.\de]+", word) or _is_remote(word):
+            continue
+        names = [f"{word}{suffix}" for suffix in (".bin", ".idx")]
         if missing := [name for name in names if not Path(name).exists()]:
             pieces = " --document-bytes 200" if s.packing else ""
-            return {"prefix": prefix, "missing": " and no ".join(missing), "pieces": pieces}
+            return {"prefix": word, "missing": " and no ".join(missing), "pieces": pieces}
     return None
-
-
-def _prefixes(s: Settings) -> list[str]:
-    """The paths of --data-path, which may have a weight before each; those of this machine."""
-    words = () if s.mock_data or s.sft else map(str, s.data_path or ())
-    return [word for word in words if not re.fullmatch(r"[-+.\de]+", word) and not _is_remote(word)]
 
 
 def _is_remote(path: object) -> bool:
@@ -667,16 +648,18 @@ RULES: tuple[Rule, ...] = (
          ("arguments", "recurrent layer")),
     Rule(_layout_without_states, "{layers} layers need a layout of consecutive tokens, got the "
          "{layout} layout of {s.cp.algo}: use {choices}", ("arguments", "recurrent layer")),
-    *(Rule(_heads_of_gated(name), f"{_GATED} {name} divisible by tensor_model_parallel_size = "
-           f"{{ranks}}, got {{s.{name}}}: use {{usable}}, or fewer ranks",
-           ("arguments",)) for name in ("linear_num_key_heads", "linear_num_value_heads")),
+    *(Rule(_heads_of_gated(name, "tensor"),
+           f"{_GATED} {name} divisible by tensor_model_parallel_size = {{s.tensor}}, got "
+           f"{{s.{name}}}: use {{usable}}, or fewer ranks", ("arguments",))
+      for name in ("linear_num_key_heads", "linear_num_value_heads")),
     # DSA layers, which keep Megatron's own all-gather in its zigzag order.
     Rule(_other_layout_than_sparse,
          "Megatron splits DSA layers by its own zigzag layout, got the {layout} layout of "
          "{s.cp.algo}: use {choices}, or layout=thd of install"),
     _before((0, 19), lambda s: s.is_sparse and s.cp.size > 1,
             "cannot split DSA layers, got context_parallel_size {s.cp.size}"),
-    Rule(_values_of_gated, f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
+    Rule(_heads_of_gated("linear_num_value_heads", "linear_num_key_heads"),
+         f"{_GATED} linear_num_value_heads divisible by linear_num_key_heads "
          "{s.linear_num_key_heads}, got {s.linear_num_value_heads}: use {usable}", ("arguments",)),
     Rule(lambda s: s.experimental_attention_variant in GATED and s.linear_attention_freq is None,
          f"{_VARIANT} needs --linear-attention-freq, got none: add --linear-attention-freq 4 for "
@@ -717,10 +700,12 @@ RULES: tuple[Rule, ...] = (
     # What depends on the order of tokens, and on how many a rank has.
     _before((0, 19), lambda s: s.packing is not None,
             "splits packed documents by its own layout, got {s.packing}"),
-    *(Rule(_keeps_logits(name, packed=True), f"{_flag(name)} {_LOGITS} without packed documents, "
-           "got {s.packing}: leave one of the two out") for name in _KEPT),
-    *(Rule(_keeps_logits(name, packed=False), f"{_flag(name)} {_LOGITS}, got {{s.cp.algo}} with "
-           "the {s.cp.layout.name} layout: use --context-parallel-algo zigzag") for name in _KEPT),
+    *(Rule(_both(_on(name), lambda s: s.cp.size > 1 and s.packing is not None),
+           f"{_flag(name)} {_LOGITS} without packed documents, got {{s.packing}}: leave one of the "
+           "two out") for name in _KEPT),
+    *(Rule(_both(_on(name), lambda s: s.cp.size > 1 and not isinstance(s.cp.layout, Zigzag)),
+           f"{_flag(name)} {_LOGITS}, got {{s.cp.algo}} with the {{s.cp.layout.name}} layout: use "
+           "--context-parallel-algo zigzag") for name in _KEPT),
     Rule(lambda s: s.has_linear and s.use_megatron_fsdp and s.tensor > 1,
          f"{_LINEAR} with tensor parallelism does not work with --use-megatron-fsdp (which "
          "recognizes split parameters by the names of Megatron's own classes), got "
