@@ -12,6 +12,7 @@ from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.registry import create
 from tests.core.test_executor import compare
+from tests.test_conformance import Case, assert_conforms
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,14 @@ def test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are
         settings = {"transport": "group", **options_of_algo, **options}
         compare(algo, settings, 12, mask, 144)
     assert len(set(excerpts)) > 2
+
+
+def test_own_queries_that_see_keys_of_other_ranks_only() -> None:
+    """Some ranks' own queries have no score of their own, and others' results alone."""
+    spans = [(0, 18, 36, 72, "full"), (36, 45, 0, 18, "full")]
+    case = Case("attention2d", (("rows", 1), ("transport", "group")))
+    settings = {"kernel": "reference", "peer_access": False}
+    assert_conforms(case, 6, seq_len=72, spans=spans, **settings)
 
 
 def test_groups_of_heads_that_share_gathered_keys() -> None:

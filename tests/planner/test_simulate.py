@@ -124,7 +124,7 @@ def test_collective_operations_by_three_ranks(algo, monkeypatch):
 @pytest.mark.parametrize(
     ("algo", "mask"),
     [
-        pytest.param("usp", Mask(), marks=pytest.mark.slow),
+        ("usp", Mask()),
         ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
     ],
 )
