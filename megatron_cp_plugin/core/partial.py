@@ -33,6 +33,9 @@ class RowIndex(NamedTuple):
 SomeRows = slice | RowIndex
 Tensors = tuple[Tensor, ...]
 Partial = tuple[SomeRows, Tensors]
+_ADJACENT = {None, 1}  # steps of slices
+# Rows, and their parts of the partials that have them.
+Piece = tuple[SomeRows, list[Tensors]]
 
 
 @cache  # in every pass of every layer
@@ -169,8 +172,8 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Partials:
-    """Partials that wait, in the order in which they came: of rows that no two of them share, or
-    two that do. Where each row is written once, it can be written in the final dtype.
+    """Partials that wait, in the order in which they came: of each row two at most. Where each row
+    is written once, it can be written in the final dtype.
 
     Attributes:
         empty: there is no partial yet.
@@ -179,7 +182,7 @@ class _Partials:
 
     _waiting: list[Partial]
     _start = _stop = 0  # between which their rows are
-    _paired = False
+    _apart = True  # no two share a row
     empty = True
     borrowed = False
 
@@ -187,24 +190,58 @@ class _Partials:
         """Whether a partial of these rows would be kept as it is."""
         return self.empty
 
-    def _fits(self, rows: SomeRows) -> bool:
-        """Whether rows lie outside of all that wait; only of slices this is known."""
-        if isinstance(rows, RowIndex) or isinstance(self._waiting[0][0], RowIndex):
-            return False
-        return not self._paired and bool(rows.stop <= self._start or rows.start >= self._stop)
+    def _meets(self, rows: SomeRows) -> int:
+        """How many of the partials that wait have the same row of these, at most; 2: two or more,
+        or, unless rows are adjacent, unknown.
+        """
+        first, _ = self._waiting[0]
+        if isinstance(rows, RowIndex) or isinstance(first, RowIndex):
+            return 2
+        if rows.stop <= self._start or rows.start >= self._stop:
+            return 0
+        slices = [own for own, _ in self._waiting if isinstance(own, slice)]
+        if {rows.step, *[own.step for own in slices]} - _ADJACENT:
+            return 2
+        both = [(max(own.start, rows.start), min(own.stop, rows.stop)) for own in slices]
+        shared = sorted([bounds for bounds in both if bounds[0] < bounds[1]])
+        apart = [stop <= start for (_, stop), (start, _) in pairwise(shared)]
+        return min(len(shared), 1) if all(apart) else 2
 
-    def _wait(self, rows: SomeRows, tensors: Tensors) -> None:
-        """Has a partial wait whose rows fit, or that pairs with the only one."""
+    def _wait(self, rows: SomeRows, tensors: Tensors, *, apart: bool = True) -> None:
+        """Has a partial wait. Args: apart: none that waits shares a row with it."""
+        first = not self._waiting
         if isinstance(rows, slice):
-            first = not self._waiting
             self._start = rows.start if first else min(self._start, rows.start)
             self._stop = rows.stop if first else max(self._stop, rows.stop)
+        self._apart = first or (self._apart and apart)
         self._waiting.append((rows, tensors))
 
     def _taken(self) -> list[Partial]:
         """All that wait, of which none stays here."""
-        taken, self._waiting, self._paired = self._waiting, [], False
+        taken, self._waiting = self._waiting, []
         return taken
+
+    def _pieces(self) -> list[Piece]:
+        """Takes what waits: rows that come once, with their part of each partial that has them."""
+        taken, self._waiting = self._waiting, []
+        if self._apart:
+            return [(rows, [tensors]) for rows, tensors in taken]
+        found, adjacent = list[Piece](), list[tuple[slice, Tensors]]()
+        for rows, tensors in taken:
+            if isinstance(rows, slice) and rows.step in _ADJACENT:
+                adjacent.append((rows, tensors))
+            else:
+                found.append((rows, [tensors]))
+        bounds = sorted({bound for rows, _ in adjacent for bound in (rows.start, rows.stop)})
+        for start, stop in pairwise(bounds):
+            parts = [
+                part_of(tensors, slice(start - rows.start, stop - rows.start))
+                for rows, tensors in adjacent
+                if rows.start <= start and stop <= rows.stop
+            ]
+            if parts:
+                found.append((slice(start, stop), parts))
+        return found
 
 
 class Accumulator(_Partials):
@@ -240,9 +277,19 @@ class Accumulator(_Partials):
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
         self.empty = False
-        if self._waiting and not self._fits(rows):
+        meets = self._meets(rows) if self._waiting else 0
+        if meets > 1 or (meets and not self._waits_too(rows)):
             self._merge_waiting()
-        self._wait(rows, (out, lse))
+            meets = 0
+        self._wait(rows, (out, lse), apart=not meets)
+
+    def _waits_too(self, rows: SomeRows) -> bool:
+        """Whether a partial waits that shares rows with another one: of half of all rows at most,
+        where no partial has all rows.
+        """
+        tokens, (_, (out, _)) = self._like.shape[1], self._waiting[0]
+        few = isinstance(rows, slice) and 2 * (rows.stop - rows.start) <= tokens
+        return few and self._total is None and out.shape[1] < tokens
 
     def settle(self) -> None:
         """Merges what waits, if some of it is borrowed."""
@@ -287,6 +334,8 @@ class Accumulator(_Partials):
                 )
                 merge_into(out, lse, *self._total, last_out, last_lse)
                 return out, lse
+        if self._total is None and len(self._waiting) > 1:
+            return self._joined(dtype)
         total = self._total or self._nothing(dtype)
         if total[0].dtype == dtype:
             for rows, (out, lse) in self._taken():
@@ -295,6 +344,24 @@ class Accumulator(_Partials):
         self._merge_waiting()
         assert self._total is not None
         return self._placed(dtype, *self._total)
+
+    def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What waits, slices of rows, as one."""
+        empty = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
+        out, lse = self._place or empty
+        pieces = self._pieces()
+        if not _cover(pieces, self._like.shape[1]):
+            out.zero_()
+            lse.fill_(-torch.inf)
+        for rows, parts in pieces:
+            assert isinstance(rows, slice)
+            some, some_lse = out[:, rows], lse[:, :, rows]
+            if len(parts) == 2:
+                merge_into(some, some_lse, *parts[0], *parts[1])
+            else:
+                _sum_into(some, parts[0][0])
+                some_lse.copy_(parts[0][1])
+        return out, lse
 
     def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """A result where it belongs."""
@@ -366,12 +433,10 @@ class GradientSum(_Partials):
         if whole and not self._total:
             self._total = list(gradients)
         elif self._few:
-            paired = bool(self._waiting) and not self._fits(rows)
-            if paired and not self._pairs_with(rows):
+            meets = self._meets(rows) if self._waiting else 0
+            if meets > 1:
                 self._settle()
-                paired = False
-            self._wait(rows, gradients)
-            self._paired = paired
+            self._wait(rows, gradients, apart=meets != 1)
         elif isinstance(rows, slice) and self._leaves_most(rows):
             self._add_to_waiting(rows, gradients)
         else:
@@ -413,25 +478,31 @@ class GradientSum(_Partials):
         waiting = self._waiting
         if not waiting:
             return self._total or self._own_buffers()
+        if not self._total and len(waiting) > 1:
+            pieces = self._pieces()
+            self._total = [self._joined(index, pieces, dtype) for index in range(len(self._like))]
+            return self._total
         if not self._total:
             self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
         if self._total[0].dtype == dtype:
-            waiting = self._taken()
-            for index, total in enumerate(self._total):
-                partials: list[Partial] = [(rows, (xs[index],)) for rows, xs in waiting]
-                for some, parts in partials if len(partials) == 1 else _apart(partials):
-                    _add_rows(total, some, *parts)
+            for some, parts in self._pieces():
+                for index, total in enumerate(self._total):
+                    _add_rows(total, some, *[tensors[index] for tensors in parts])
         elif len(waiting) == 1 and self._whole(*waiting[0]):
             both = zip(self._total, waiting[0][1], strict=True)
             return [_plus(total, last, dtype) for total, last in both]
         return self.held
 
-    def _pairs_with(self, rows: SomeRows) -> bool:
-        """Whether these rows and those of the only partial that waits can be taken in one pass."""
-        if len(self._waiting) > 1 or isinstance(rows, RowIndex):
-            return False
-        other, _ = self._waiting[0]
-        return isinstance(other, slice) and {rows.step, other.step} <= {None, 1}
+    def _joined(self, index: int, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+        """One of the sums of what waited, of which nothing was added before."""
+        like = self._like[index]
+        whole = like.new_empty(like.shape, dtype=dtype)
+        if not _cover(pieces, like.shape[1]):
+            whole.zero_()
+        for rows, parts in pieces:
+            assert isinstance(rows, slice)
+            _sum_into(whole[:, rows], *[tensors[index] for tensors in parts])
+        return whole
 
     def _leaves_most(self, rows: SomeRows) -> bool:
         """Whether gradients of these rows, a quarter of all at most, wait: beside first ones of all
@@ -440,13 +511,13 @@ class GradientSum(_Partials):
         return (
             not self._owned
             and isinstance(rows, slice)
-            and rows.step in (None, 1)
+            and rows.step in _ADJACENT
             and 4 * (rows.stop - rows.start) <= self._like[0].shape[1]
         )
 
     def _add_to_waiting(self, rows: slice, gradients: Tensors) -> None:
         """Has gradients wait, or adds them to those that wait and have all their rows."""
-        if not self._waiting or self._fits(rows):
+        if not self._waiting or not self._meets(rows):
             self._wait(rows, gradients)
             return
         for index, (other, waiting) in enumerate(self._waiting):
@@ -503,21 +574,16 @@ def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _apart(partials: list[Partial]) -> list[Partial]:
-    """Of two partials that share rows, rows that come once, each with all that is added there."""
-    slices = [rows for rows, _ in partials if isinstance(rows, slice)]
-    if len(slices) != 2 or slices[0].stop <= slices[1].start or slices[1].stop <= slices[0].start:
-        return partials
-    found = list[Partial]()
-    bounds = sorted({bound for rows in slices for bound in (rows.start, rows.stop)})
-    for start, stop in pairwise(bounds):
-        parts = (
-            rows_at(x, slice(start - rows.start, stop - rows.start))
-            for rows, (_, (x,)) in zip(slices, partials, strict=True)
-            if rows.start <= start and stop <= rows.stop
-        )
-        found.append((slice(start, stop), tuple(parts)))
-    return found
+def _cover(pieces: Sequence[Piece], tokens: int) -> bool:
+    """Whether pieces, of rows that come once, are of all rows."""
+    return sum([parts[0][0].shape[1] for _, parts in pieces]) == tokens
+
+
+def part_of(tensors: Tensors, rows: slice) -> Tensors:
+    """Rows of tensors [B,S,heads,D], perhaps with [B,H,S], as views."""
+    if rows.stop - rows.start == tensors[0].shape[1]:
+        return tensors
+    return tuple([x[:, rows] if x.dim() == 4 else x[:, :, rows] for x in tensors])
 
 
 class WholeGradient:

@@ -303,29 +303,89 @@ def test_only_rows_with_several_gradients_are_summed_in_float32(counted, rows, a
     assert counted.asked == [("sum", *each) for each in asked]
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype):
+def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype, few):
     """But those that are kept as they are, which belong to the sum from then on."""
     draw = Random(0)
     for _ in range(400):
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
-        total, expected = GradientSum(torch.zeros(1, 12, 1, 2, dtype=dtype)), torch.zeros(12, 2)
-        expected = expected.double()
+        total = GradientSum(torch.zeros(1, 12, 1, 2, dtype=dtype), few=few)
+        expected = torch.zeros(12, 2, dtype=torch.float64)
         for number in range(draw.randint(1, 6)):
             start, stop = sorted(draw.sample(range(13), 2))
             rows = slice(start, min(stop, start + 3), draw.choice([None, 1, 1, 2]))
-            if not number or draw.random() < 0.2:
+            if draw.random() < (0.2 if number else 0.7):
                 rows = slice(0, 12)
             part = torch.randn(1, len(range(12)[rows]), 1, 2, generator=generator).to(dtype)
             expected[rows] += part[0, :, 0]
             kept = total.keeps(rows)
             total.add(rows, part)
-            if not kept:
+            if not kept and not few:
                 part.fill_(torch.nan)
         wide = draw.random() < 0.5
         got = total.final(FLOAT32)[0] if wide else total.result()[0]
         bound = 1e-5 if wide or dtype == FLOAT32 else 2**-8
         torch.testing.assert_close(got[0, :, 0].double(), expected, rtol=bound, atol=bound)
+
+
+# As where a helper computes some of a rank's rows, and others belong to documents of earlier ranks.
+HELPED = [(0, 40), (48, 64), (0, 8), (40, 48)]
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_rows_with_two_partials_at_most_are_written_once(counted, holes):
+    """Without zeros that are read again, and nothing in float32."""
+    generator = torch.Generator().manual_seed(0)
+    rows = HELPED[:-1] if holes else HELPED
+    total, both = GradientSum(torch.zeros(1, 64, 2, 8).bfloat16(), few=True), torch.zeros(64)
+    merged = Accumulator(torch.zeros(1, 64, 2, 8).bfloat16(), 8)
+    expected, weights = torch.zeros(1, 64, 2, 8).double(), torch.full((1, 2, 64), -torch.inf)
+    sums = torch.zeros(1, 64, 2, 8).double()
+    for start, stop in rows:
+        part = torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
+        lse = torch.randn(1, 2, stop - start, generator=generator)
+        merged.add(slice(start, stop), part.clone(), lse)
+        total.add(slice(start, stop), part)
+        sums[:, start:stop] += part
+        expected[:, start:stop] += part * lse.exp().mT[..., None]
+        weights[:, :, start:stop] = torch.logaddexp(weights[:, :, start:stop], lse)
+        both[start:stop] += 1
+    out, lse = merged.result()
+    (dq,) = total.result()
+    expected = (expected * (-weights).exp().mT[..., None]).nan_to_num()
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse, weights)
+    assert torch.equal(dq, sums.bfloat16())
+    assert {dtype for _, dtype, _ in counted.asked} == {BFLOAT16}
+    assert sum(count for _, _, count in counted.asked) == 2 * both.count_nonzero()
+
+
+def test_partials_of_any_rows_are_merged():
+    draw = Random(0)
+    for _ in range(300):
+        generator = torch.Generator().manual_seed(draw.randrange(2**31))
+        q = torch.zeros(1, 12, 1, 2, dtype=torch.float64)
+        place = (q.new_empty(q.shape), q.new_empty(1, 1, 12)) if draw.random() < 0.5 else None
+        total = Accumulator(q, 2, place)
+        expected, weights = torch.zeros_like(q), torch.full((1, 1, 12), -torch.inf).double()
+        for _ in range(draw.randint(1, 6)):
+            start, stop = sorted(draw.sample(range(13), 2))
+            rows = slice(start, min(stop, start + 6), draw.choice([None, 1, 1, 1, 2]))
+            if draw.random() < 0.2:
+                rows = slice(0, 12)
+            part = torch.randn(1, len(range(12)[rows]), 1, 2, generator=generator).double()
+            lse = torch.randn(1, 1, part.shape[1], generator=generator).double()
+            expected[:, rows] += part * lse.exp().mT[..., None]
+            weights[:, :, rows] = torch.logaddexp(weights[:, :, rows], lse)
+            total.add(rows, part, lse)
+            if draw.random() < 0.2:
+                total.borrowed = True
+                total.settle()
+        out, lse = total.result()
+        expected = (expected * (-weights).exp().mT[..., None]).nan_to_num()
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

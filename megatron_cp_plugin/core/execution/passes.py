@@ -24,6 +24,7 @@ from megatron_cp_plugin.core.partial import (
     GradientSum,
     SomeRows,
     WholeGradient,
+    part_of,
     rows_at,
 )
 from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Side
@@ -443,14 +444,7 @@ def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
         yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors
         return
     for mine, there in pieces:
-        yield there, _part(here.tensors, mine)
-
-
-def _part(tensors: Tensors, rows: slice) -> Tensors:
-    """Rows of packed tensors [B,S,heads,D], perhaps with [B,H,S], as views."""
-    if rows.stop - rows.start == tensors[0].shape[1]:
-        return tensors
-    return tuple(x[:, rows] if x.dim() == 4 else x[:, :, rows] for x in tensors)
+        yield there, part_of(here.tensors, mine)
 
 
 def _like(x: Tensor, rows: Rows) -> Tensor:
