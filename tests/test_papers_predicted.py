@@ -137,6 +137,8 @@ def test_heads_are_filled_up_for_tensor_parallelism():
 def test_attention_is_computed_again_by_tensor_parallelism():
     on, tokens, model = page.machine("a100_8x100g"), 16384, page.LLAMA
     attention = page.layer("zigzag", {}, model.shape(tokens, 8), on, (0,))
-    once = step(model, Split(tensor=8, recompute="full"), tokens, on, attention=attention).seconds
+    once = step(
+        model, Split(tensor=8, recompute="full"), tokens, on, attention=attention.seconds
+    ).seconds
     again = page.tensor(model, 8, tokens, on, "full")
     assert again == pytest.approx(once + model.layers * attention.forward.seconds)

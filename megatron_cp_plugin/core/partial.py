@@ -247,10 +247,10 @@ class _Partials:
 class Accumulator(_Partials):
     """Running merge of the partials of one block of queries.
 
-    A partial is merged when the next one of the same rows comes, or the result is asked for: so the
-    last merge writes the output in its final dtype, a single partial is the output as it is, and
-    nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
-    -inf.
+    A partial is merged when one of the same rows comes, or, if that has few rows, a third one, or
+    when the result is asked for: so the last merge writes the output in its final dtype, a single
+    partial is the output as it is, and nothing is copied to float32 only to be read again. Rows
+    without any partial end as out 0, lse -inf.
     The first partial may be written to.
     """
 
@@ -388,9 +388,8 @@ class Accumulator(_Partials):
 class GradientSum(_Partials):
     """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-    Those of k and v come together and are summed by one object. Where the first gradients are of
-    all rows, and later ones of few, only those few rows are summed in float32: they wait, and are
-    added to the first ones at the end, in the final dtype.
+    Those of k and v come together and are summed by one object. Gradients of few rows wait, summed
+    in float32 where several are of the same rows, and are added at the end, in the final dtype.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
