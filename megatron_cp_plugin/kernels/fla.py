@@ -55,11 +55,6 @@ _MEASURED: dict[str, tuple[dict[str, int], int, int]] = {
 _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
 
 
-def ops(module: str) -> Any:
-    """A module of fla.ops, which is imported no earlier."""
-    return import_module(f"fla.ops.{module}")
-
-
 @contextmanager
 def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
     """fla's kernels, called inside, take `_MEASURED`, where it was measured; outside they do not.
@@ -98,7 +93,7 @@ def tuners() -> list[tuple[Any, Any]]:
     found = []
     for path, (blocks, warps, stages) in _MEASURED.items():
         module, name = path.split(".")
-        tuner = getattr(ops(f"common.{module}"), name)
+        tuner = getattr(import_module(f"fla.ops.common.{module}"), name)
         while not hasattr(tuner, "configs"):
             tuner = tuner.fn
         found.append((tuner, triton.Config(blocks, num_warps=warps, num_stages=stages)))
@@ -267,7 +262,9 @@ class Rule:
 
     def cumsum(self, x: Tensor, **settings: Any) -> Tensor:
         """Sums within chunks."""
-        found: Tensor = ops("utils").chunk_local_cumsum(x, **settings, **self.where)
+        from fla.ops.utils import chunk_local_cumsum
+
+        found: Tensor = chunk_local_cumsum(x, **settings, **self.where)
         return found
 
     @abstractmethod
@@ -441,8 +438,10 @@ class Gated(Rule):
         """Writes the states before sequences' first tokens, and then every so many tokens, to
         `found`, and those behind sequences to `behind`.
         """
+        from fla.ops.common.chunk_h import chunk_fwd_kernel_h
+
         with measured_blocks(self.k, self.v):
-            ops("common.chunk_h").chunk_fwd_kernel_h[self._grid](
+            chunk_fwd_kernel_h[self._grid](
                 k=self.k, v=self.v, h=found, h0=before, ht=behind, **self._settings(every)
             )
 
@@ -450,8 +449,10 @@ class Gated(Rule):
         self, behind: Tensor | None, found: Tensor, before: Tensor | None, every: int
     ) -> None:
         """The same for gradients, from the last token to the first."""
+        from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
+
         with measured_blocks(self.k, self.v):
-            ops("common.chunk_h").chunk_bwd_kernel_dh[self._grid](
+            chunk_bwd_kernel_dh[self._grid](
                 q=self.q,
                 do=self._dout,
                 dh=found,
@@ -516,6 +517,8 @@ class Rates(Gated):
         """fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each:
         its kernel is called with one block.
         """
+        from fla.ops.common.fused_chunk import fused_chunk_fwd_kernel
+
         assert self.through is not None
         before = self.reaching(self._added, None, self.through, self.sequences.arriving)
         heads, head_dim, value_dim = self._behind_shape()
@@ -525,7 +528,7 @@ class Rates(Gated):
             return (-(-value_dim // meta["BV"]) * self.sequences.count * heads,)
 
         with measured_blocks(self.k, self.v):
-            ops("common.fused_chunk").fused_chunk_fwd_kernel[grid](
+            fused_chunk_fwd_kernel[grid](
                 q=self.q,
                 k=self.k,
                 v=self.v,
@@ -560,14 +563,16 @@ class Rates(Gated):
         return self._out
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
+
         given = {**self.gated, "do": self._dout, "scale": 1.0, **self.where}
         given["dh"] = self.gradients_of_states(behind)
         with measured_blocks(self.k, self.v):
-            dq, dk, *_ = ops("common.chunk_o").chunk_bwd_dqkwg(
+            dq, dk, *_ = chunk_bwd_dqkwg(
                 q=self.q, k=self.k, v=self.v, h=self._before_chunks, **given
             )
             del self._before_chunks
-            dv = ops("common.chunk_o").chunk_bwd_dv(q=self.q, k=self.k, **given)
+            dv = chunk_bwd_dv(q=self.q, k=self.k, **given)
         return dq, dk, dv
 
 

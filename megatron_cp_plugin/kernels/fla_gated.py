@@ -32,7 +32,6 @@ from megatron_cp_plugin.kernels.fla import (
     Rule,
     Sequences,
     log2_rates_of,
-    ops,
     sequences_of,
 )
 
@@ -82,7 +81,9 @@ class _Delta(Rule):
 
     def states(self) -> tuple[Tensor, Tensor]:
         """The states before all chunks, and u = U - W S_0 of all tokens."""
-        states, values, _ = ops("common.chunk_delta_h").chunk_gated_delta_rule_fwd_h(
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+        states, values, _ = chunk_gated_delta_rule_fwd_h(
             k=self.keys,
             w=self.read,
             u=self.values,
@@ -107,7 +108,9 @@ class _Delta(Rule):
         self, dout: Tensor, dvalues: Tensor, behind: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Of the states behind all chunks, and dU."""
-        dstates, _, dvalues = ops("common.chunk_delta_h").chunk_gated_delta_rule_bwd_dhu(
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
+
+        dstates, _, dvalues = chunk_gated_delta_rule_bwd_dhu(
             q=self.queries,
             k=self.keys,
             w=self.read,
@@ -127,25 +130,31 @@ class _GatedDeltaNet(_Delta):
     """fla.ops.gated_delta_rule."""
 
     def prepare(self) -> tuple[Tensor, ...]:
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+
         sums = self.cumsum(self.gate.contiguous(), scale=1 / log(2))
         self.gated, self.keys = {"g": sums}, self.k
-        forward = ops("gated_delta_rule.chunk_fwd")
-        self.read, self.values, solved = forward.chunk_gated_delta_rule_fwd_intra(
+        self.read, self.values, solved = chunk_gated_delta_rule_fwd_intra(
             k=self.k, v=self.v, g=sums, beta=self.beta, **self.where
         )
         return sums, solved
 
     def outputs(self) -> Tensor:
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
         states, values = self.states()
-        out: Tensor = ops("common.chunk_o").chunk_fwd_o(
+        out: Tensor = chunk_fwd_o(
             q=self.q, k=self.k, v=values, h=states, **self.gated, scale=1.0, **self.where
         )
         return out
 
     def restore(self, kept: tuple[Tensor, ...], dout: Tensor) -> Tensor:
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
+        from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+
         sums, self._solved = kept
         self.gated, self.keys, self.queries = {"g": sums}, self.k, self.q
-        self.read, self.values = ops("gated_delta_rule.wy_fast").recompute_w_u_fwd(
+        self.read, self.values = recompute_w_u_fwd(
             k=self.k,
             v=self.v,
             beta=self.beta,
@@ -155,15 +164,18 @@ class _GatedDeltaNet(_Delta):
             chunk_indices=self.sequences.chunks,
         )
         self._dout = dout
-        self._dvalues = ops("common.chunk_o").chunk_bwd_dv_local(
+        self._dvalues = chunk_bwd_dv_local(
             q=self.q, k=self.k, do=dout, **self.gated, scale=1.0, **self.where
         )
         return self.gradients_before(dout, self._dvalues)
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+
         states, values = self.states()
         dstates, dvalues = self.gradients_of_states(self._dout, self._dvalues, behind)
-        dq, dk, dread, dsums = ops("common.chunk_o").chunk_bwd_dqkwg(
+        dq, dk, dread, dsums = chunk_bwd_dqkwg(
             q=self.q,
             k=self.k,
             v=values,
@@ -176,7 +188,7 @@ class _GatedDeltaNet(_Delta):
             scale=1.0,
             **self.where,
         )
-        dk_read, dv, dbeta, dsums_read = ops("gated_delta_rule.wy_fast").prepare_wy_repr_bwd(
+        dk_read, dv, dbeta, dsums_read = prepare_wy_repr_bwd(
             k=self.k,
             v=self.v,
             beta=self.beta,
@@ -193,8 +205,10 @@ class _GatedDeltaNet(_Delta):
 
 def _outputs(rule: Rule, sums: Tensor, values: Tensor, scores: Tensor, states: Tensor) -> Tensor:
     """out [1,T,H,E] with gates of channels."""
+    from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+
     given = {"q": rule.q, "v": values, "g": sums, "A": scores, "h": states}
-    out: Tensor = ops("gla.chunk").chunk_gla_fwd_o_gk(**given, scale=1.0, **rule.where)
+    out: Tensor = chunk_gla_fwd_o_gk(**given, scale=1.0, **rule.where)
     return out
 
 
@@ -202,10 +216,11 @@ class _Kda(_Delta):
     """fla.ops.kda."""
 
     def prepare(self) -> tuple[Tensor, ...]:
+        from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+
         sums = self.cumsum(self.gate.contiguous(), scale=1 / log(2))
         self.gated = {"gk": sums}
-        intra = ops("kda.chunk_intra")
-        self.read, self.values, _, self.keys, self._scores, solved = intra.chunk_kda_fwd_intra(
+        self.read, self.values, _, self.keys, self._scores, solved = chunk_kda_fwd_intra(
             q=self.q, k=self.k, v=self.v, gk=sums, beta=self.beta, scale=1.0, **self.where
         )
         return sums, self._scores, solved
@@ -215,9 +230,12 @@ class _Kda(_Delta):
         return _outputs(self, self.gated["gk"], values, self._scores, states)
 
     def restore(self, kept: tuple[Tensor, ...], dout: Tensor) -> Tensor:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
+        from fla.ops.kda.wy_fast import recompute_w_u_fwd
+
         sums, scores, self._solved = kept
         self.gated = {"gk": sums}
-        self.read, self.values, self.queries, self.keys = ops("kda.wy_fast").recompute_w_u_fwd(
+        self.read, self.values, self.queries, self.keys = recompute_w_u_fwd(
             q=self.q,
             k=self.k,
             v=self.v,
@@ -229,15 +247,18 @@ class _Kda(_Delta):
         )
         self._dout = dout
         self._states, self._new_values = self.states()
-        self._dscores, self._dvalues = ops("kda.chunk_bwd").chunk_kda_bwd_dAv(
+        self._dscores, self._dvalues = chunk_kda_bwd_dAv(
             q=self.q, k=self.k, v=self._new_values, do=dout, A=scores, scale=1.0, **self.where
         )
         return self.gradients_before(dout, self._dvalues)
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
+        from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
+
         sums = self.gated["gk"]
         dstates, dvalues = self.gradients_of_states(self._dout, self._dvalues, behind)
-        dq, dk, dv, dbeta, dsums, dsolved = ops("kda.chunk_bwd").chunk_kda_bwd_wy_dqkg_fused(
+        dq, dk, dv, dbeta, dsums, dsolved = chunk_kda_bwd_wy_dqkg_fused(
             q=self.q,
             k=self.k,
             v=self.v,
@@ -252,7 +273,7 @@ class _Kda(_Delta):
             scale=1.0,
             **self.where,
         )
-        dq, dk, dbeta, dsums = ops("kda.chunk_intra").chunk_kda_bwd_intra(
+        dq, dk, dbeta, dsums = chunk_kda_bwd_intra(
             q=self.q,
             k=self.k,
             g=sums,
@@ -274,18 +295,22 @@ class _SimpleGla(Gated):
     name = "g"
 
     def outputs(self) -> Tensor:
-        out: Tensor = ops("common.chunk_o").chunk_fwd_o(
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
+        out: Tensor = chunk_fwd_o(
             q=self.q, k=self.k, v=self.v, h=self.states(), **self.gated, scale=1.0, **self.where
         )
         return out
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
+
         given = {**self.gated, "do": self._dout, "scale": 1.0, **self.where}
         dstates = self.gradients_of_states(behind)
-        dq, dk, _, dsums = ops("common.chunk_o").chunk_bwd_dqkwg(
+        dq, dk, _, dsums = chunk_bwd_dqkwg(
             q=self.q, k=self.k, v=self.v, h=self._before_chunks, dh=dstates, **given
         )
-        dv = ops("common.chunk_o").chunk_bwd_dv(q=self.q, k=self.k, dh=dstates, **given)
+        dv = chunk_bwd_dv(q=self.q, k=self.k, dh=dstates, **given)
         return dq, dk, dv, self.cumsum(dsums, reverse=True)
 
 
@@ -295,23 +320,30 @@ class _Gla(Gated):
     name = "gk"
 
     def prepare(self) -> tuple[Tensor, ...]:
+        from fla.ops.gla.chunk import chunk_gla_fwd_intra_gk
+
         (sums,) = super().prepare()
-        self._scores = ops("gla.chunk").chunk_gla_fwd_intra_gk(
-            q=self.q, k=self.k, g=sums, scale=1.0, **self.where
-        )
+        self._scores = chunk_gla_fwd_intra_gk(q=self.q, k=self.k, g=sums, scale=1.0, **self.where)
         return sums, self._scores
 
     def outputs(self) -> Tensor:
         return _outputs(self, self.gated["gk"], self.v, self._scores, self.states())
 
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
+        from fla.ops.gla.chunk import (
+            chunk_gla_bwd_dA,
+            chunk_gla_bwd_dqk_intra,
+            chunk_gla_bwd_dqkg,
+            chunk_gla_bwd_dv,
+        )
+
         sums, scores = self._kept
-        chunk, dout, where = ops("gla.chunk"), self._dout, self.where
+        dout, where = self._dout, self.where
         dstates = self.gradients_of_states(behind)
-        dv = chunk.chunk_gla_bwd_dv(k=self.k, g=sums, A=scores, do=dout, dh=dstates, **where)
-        dscores = chunk.chunk_gla_bwd_dA(v=self.v, do=dout, scale=1.0, **where)
-        dq, dk = chunk.chunk_gla_bwd_dqk_intra(q=self.q, k=self.k, g=sums, dA=dscores, **where)
-        dq, dk, dgate = chunk.chunk_gla_bwd_dqkg(
+        dv = chunk_gla_bwd_dv(k=self.k, g=sums, A=scores, do=dout, dh=dstates, **where)
+        dscores = chunk_gla_bwd_dA(v=self.v, do=dout, scale=1.0, **where)
+        dq, dk = chunk_gla_bwd_dqk_intra(q=self.q, k=self.k, g=sums, dA=dscores, **where)
+        dq, dk, dgate = chunk_gla_bwd_dqkg(
             q=self.q,
             k=self.k,
             v=self.v,
