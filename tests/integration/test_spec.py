@@ -1,9 +1,10 @@
-"""Attention of layers that a program builds after the model."""
+"""Attention of layers that a program builds after the model, and what layers are given."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -12,8 +13,9 @@ from torch import nn
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.integration.spec import use_attention
+from megatron_cp_plugin.integration.spec import follow, use_attention
 from tests.integration.cut_batches_job import make_config
 from tests.integration.ranks import ALONE
 
@@ -46,3 +48,24 @@ def test_rebuilt_layers_of_other_kinds_are_refused(settings: dict[str, Any]) -> 
     model = SimpleNamespace(decoder=rebuilt(**settings)["decoder"])
     with pytest.raises(ContextParallelError, match=r"let GPTModel\.__init__ build the layers"):
         use_attention(model, Runtime(ContextParallelConfig("zigzag", 1)))
+
+
+class DSALayer(nn.Module):
+    """Attention that splits documents by itself; others get what the plugin's attention needs."""
+
+    def forward(self, packed_seq_params: Any) -> str:
+        return str(packed_seq_params.qkv_format)
+
+
+class OtherLayer(DSALayer):
+    pass
+
+
+def test_layers_that_split_documents_are_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever built the model: `install`, or a program that calls `adopt`."""
+    monkeypatch.setattr("megatron_cp_plugin.integration.spec.use_layout", lambda *args: None)
+    model = nn.ModuleList([DSALayer(), OtherLayer()])
+    follow(model, Runtime(ContextParallelConfig("zigzag", 1)))
+    bounds = torch.tensor([0, 3, 8])
+    mask = DocumentMask(seq_len=8, starts=(3,), cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    assert [layer(packed_seq_params=mask) for layer in model] == ["thd", "bshd"]
