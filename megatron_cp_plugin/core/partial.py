@@ -533,7 +533,6 @@ class GradientSum(_Partials):
                 _add_rows(total, here, gradient)
             self._waiting[index] = other, sums
             return
-        self._wait(rows, gradients)
 
     def _settle(self) -> None:
         """Adds what waits."""

@@ -205,10 +205,11 @@ class _Scattering(Departure):
         blocks, lses = self._blocks, self._lses
         # The results travel: this object must not hold their memory.
         del self._blocks, self._lses, self._places, self._written, self._mine
-        tokens = between(0, own[0].shape[1])
-        # Of this rank's rows, where they are among those that come and among its own tokens.
-        pieces = common(tokens if travelling is None else travelling.rows, tokens)
         every = travelling is None and self._order.width == own[0].shape[1]
+        pieces: tuple[tuple[slice, slice], ...] = ()
+        if not every:  # this rank's rows, where they are among those that come and among its own
+            tokens = between(0, own[0].shape[1])
+            pieces = common(tokens if travelling is None else travelling.rows, tokens)
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
 
