@@ -90,8 +90,8 @@ PYTHON_CALLS = {
     "attention2d": 223,
     "distflash": 202,
     "ring": 131,
-    "ulysses": 182,
-    "usp": 192,
+    "ulysses": 196,
+    "usp": 206,
     "zigzag": 160,
 }
 

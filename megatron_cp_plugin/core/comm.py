@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.core.communication.devices import contiguous_copy
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 Phase = Literal["forward", "backward"]
@@ -224,7 +225,7 @@ class Communicator(ABC):
             return Pending(lambda: x)
         if _recordings:
             self._count_with_all("all_to_all", x[0])
-        return self._all_to_all(x.contiguous())
+        return self._all_to_all(x if x.is_contiguous() else contiguous_copy(x))
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""

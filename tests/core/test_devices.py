@@ -7,10 +7,16 @@ from weakref import ref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.blocks import rows as block_rows
-from megatron_cp_plugin.core.communication.devices import capture, uploaded
+from megatron_cp_plugin.core.communication.devices import (
+    capture,
+    contiguous_copy,
+    copy_into,
+    uploaded,
+)
 from megatron_cp_plugin.errors import ContextParallelError
 
 
@@ -93,3 +99,55 @@ def test_tensors_of_another_gpu_than_the_current_one_are_refused(
         for call in calls:
             with pytest.raises(ContextParallelError, match=r"got cuda:1: call .*set_device\(1\)"):
                 call()
+
+
+class Copies(TorchDispatchMode):
+    """Dtypes of the elements that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "copy_":
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def bits(dtype: torch.dtype, *shape: int, start: int = 0) -> torch.Tensor:
+    """A tensor of any bits, NaNs among them, that begins at an element of its memory."""
+    elements = start + torch.Size(shape).numel()
+    line = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8)
+    return line.view(dtype)[start:].view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dim", "start", "wide"), [(16, 0, True), (16, 8, True), (16, 1, False), (13, 0, False)]
+)
+def test_rows_are_copied_in_sixteens_of_bytes(
+    dtype: torch.dtype, dim: int, start: int, wide: bool
+) -> None:
+    """[B,S,ranks*heads,D] to the heads of each rank, and back, to the bit."""
+    x = bits(dtype, 2, 5, 6, dim, start=start)
+    shares = x.unflatten(2, (3, 2))[:, :, :, :1].movedim(2, 0)
+    back = torch.zeros_like(x)
+    with Copies() as seen:
+        found = contiguous_copy(shares)
+        copy_into(back.unflatten(2, (3, 2))[:, :, :, :1], found.movedim(0, 2))
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), shares.clone().contiguous().view(torch.uint8))
+    want = x.view(torch.uint8).clone()
+    want[:, :, 1::2] = 0
+    assert torch.equal(back.view(torch.uint8), want)
+    assert (seen.dtypes[0] == torch.complex128) == wide
+
+
+def test_other_copies_are_made_as_they_are() -> None:
+    """Of another dtype, and of elements that are no rows."""
+    x = torch.randn(4, 6, 16)
+    out, other = torch.empty(4, 6, 16, dtype=torch.bfloat16), torch.empty(16, 6, 4)
+    copy_into(out, x)
+    copy_into(other, x.movedim(0, 2).movedim(0, 1))
+    assert torch.equal(out, x.bfloat16())
+    assert torch.equal(other, x.permute(2, 1, 0))

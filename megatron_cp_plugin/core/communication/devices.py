@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, wraps
+from math import gcd
 from typing import Any
 
 import torch
@@ -94,6 +95,25 @@ def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
             "mask that is new in the capture: run the same call once before it"
         )
     return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """A copy, contiguous, by `copy_into`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    copy_into(out, x)
+    return out
+
+
+def copy_into(out: Tensor, x: Tensor) -> None:
+    """As `out.copy_(x)`, of equal shapes. A GPU copies rows that are not one behind the other an
+    element at a time: elements of 16 bytes take 0.4 of the time of those of bfloat16.
+    """
+    if out.dtype == x.dtype:
+        each, strides = 16 // x.element_size(), (*x.stride()[:-1], *out.stride()[:-1])
+        steps = x.shape[-1], x.storage_offset(), out.storage_offset(), *strides
+        if x.stride(-1) == out.stride(-1) == 1 and gcd(each, *steps) == each:
+            out, x = out.view(torch.complex128), x.view(torch.complex128)
+    out.copy_(x)
 
 
 class SideStream:

@@ -28,6 +28,7 @@ from megatron_cp_plugin.core.blocks.rows import (
 from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, longest_gap
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.communication.devices import copy_into
 from megatron_cp_plugin.core.execution.program import (
     EVERYTHING,
     Index,
@@ -353,7 +354,7 @@ class ExchangingTeam:
 
         def finish() -> None:
             own = narrowed(under_way.wait(), 1 + tokens, 0, target.shape[tokens])
-            place.copy_(own.movedim(0, 3 - tokens))
+            copy_into(place, own.movedim(0, 3 - tokens))
 
         return finish
 
