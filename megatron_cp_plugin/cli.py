@@ -340,7 +340,7 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
     options = dict(arguments.option)
     rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
     if mask.documents:
-        rows.append(("zigzag", {"layout": "documents"}))
+        rows += [(algo, {"layout": "documents"}) for algo in ("zigzag", "allgather")]
     if arguments.algo:
         algorithm_class(arguments.algo)
         rows = [(arguments.algo, options)]

@@ -28,6 +28,8 @@ CASES = [
         Case("zigzag", (("layout", "documents"), ("backward", rule), ("chunks", chunks)))
         for rule, chunks in (("kv", 1), ("query", 2))
     ),
+    Case("allgather", (("layout", "documents"), ("chunks", 2))),
+    Case("allgather", (("layout", "documents"), ("transport", "group"))),
 ]
 # All that take the documents as somebody else has cut them.
 CALLERS = [

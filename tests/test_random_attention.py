@@ -71,7 +71,7 @@ class Choice:
 # What each test of one call begins with; other options are drawn.
 CHOICES = [
     *(Choice(algo, ()) for algo in ("ring", "zigzag", "distflash", "allgather", "ulysses", "usp")),
-    Choice("zigzag", (("layout", "documents"),)),
+    *(Choice(algo, (("layout", "documents"),)) for algo in ("zigzag", "allgather")),
     Choice("distflash", (("helpers", "distance"),)),
     *(Choice("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
     *(Choice("any", (("relay", name),)) for name in ("none", "either")),

@@ -52,6 +52,7 @@ CASES = [
     *CASES,
     Case("zigzag", (("layout", "documents"),)),
     Case("zigzag", (("layout", "documents"), ("backward", "query"), ("route", "straight"))),
+    Case("allgather", (("layout", "documents"),)),
 ]
 
 

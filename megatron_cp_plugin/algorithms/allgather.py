@@ -38,11 +38,11 @@ class KvAllGather(GridAlgorithm):
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
                 group), or "auto", see attention2d.
-            layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
+            layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag; "thd", see ring.
         """
 
         gathered_mib: int = number(1024, least=1)
-        layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
+        layout: Literal["zigzag", "contiguous", "documents", "thd"] = "zigzag"
 
     options: Options
     cols = 1

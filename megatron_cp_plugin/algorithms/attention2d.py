@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.algorithm import (
 from megatron_cp_plugin.core.call import HeadGroup, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
+from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.shape import Shape
@@ -230,7 +231,7 @@ class GridAlgorithm(PointToPoint):
         collective operation sends every rank what any rank sees. Of layout thd every rank sees
         rows of all.
         """
-        rows_of_all = not mask.special or self.layout.follows_documents
+        rows_of_all = not mask.special or self.layout.name == PaddedDocuments.name
         sparse = not rows_of_all and self.options.transport == "auto"
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 

@@ -28,6 +28,7 @@ CHOICES = [
     ("zigzag", {"route": "straight"}),
     ("zigzag", {"route": "double", "chunks": 2}),
     ("zigzag", {"layout": "documents"}),
+    ("allgather", {"layout": "documents"}),
     ("distflash", {"helpers": "distance"}),
     ("attention2d", {"variant": "overlap"}),
     ("usp", {"ulysses": 1, "route": "grid"}),

@@ -193,7 +193,7 @@ def assert_same_losses(job: Job, reference: Job) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "zigzag --cp-options layout=documents",
+            "allgather --cp-options layout=documents",
             2,
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
             "--num-layers 4 --global-batch-size 4",
