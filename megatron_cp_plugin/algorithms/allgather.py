@@ -38,7 +38,8 @@ class KvAllGather(GridAlgorithm):
             gradients: dtype in which partial dK and dV travel; they are summed in float32.
             transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
                 group), or "auto", see attention2d.
-            layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag; "thd", see ring.
+            layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag; or "thd", see
+                ring.
         """
 
         gathered_mib: int = number(1024, least=1)
