@@ -22,7 +22,7 @@ from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
 from megatron_cp_plugin.text_table import text_table
 
 if TYPE_CHECKING:
-    from megatron_cp_plugin.core.shape import Shape
+    from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.planner.costs import Cost
     from megatron_cp_plugin.planner.drawing import Picture
@@ -204,8 +204,8 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
 
 def _draw_times(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.linear.algorithm import LinearShape
-    from megatron_cp_plugin.core.shape import Shape
     from megatron_cp_plugin.doctor import check_heads
     from megatron_cp_plugin.planner.detected_machine import machine_named
     from megatron_cp_plugin.planner.figures import save_timeline
@@ -374,7 +374,7 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
-    from megatron_cp_plugin.core.shape import Shape
+    from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.doctor import check_heads
 
     heads, kv_heads = _heads(arguments)

@@ -37,16 +37,15 @@ from megatron_cp_plugin.core.autograd.function import (
     cast_inputs,
     check_shapes,
     compiled_call,
+    whole_of,
 )
-from megatron_cp_plugin.core.autograd.whole import whole_of
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.layout_check import check_cut, describe_mismatch, remember
-from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.layout import Layout, check_cut, describe_mismatch, remember
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
+from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
@@ -133,7 +132,7 @@ class Settings:
         layout = self._split(topology, seq_len)
         part = layouts.shard(x, dim, layout, topology.rank, topology.size)
         if topology.size > 1:
-            remember(part, dim, layout, seq_len, topology)
+            remember(part, dim, layout, seq_len, topology.rank, topology.size)
         return part
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -144,8 +143,9 @@ class Settings:
             check_eager("unshard", x)
             self._read()
             dim = dimension(x, dim)
-            known = topology.size == 1 or check_cut(
-                "unshard", dim, self._layout, self._layout_of, topology, {"x": x}
+            at = topology.rank, topology.size
+            known = at == (0, 1) or check_cut(
+                "unshard", dim, self._layout, self._layout_of, *at, {"x": x}
             )
             made.lengths = self._held(topology, x.shape[dim], known)
             made.settings = {
@@ -221,7 +221,7 @@ class Settings:
         )
         out: Tensor = Attention.apply(q, k, v, sink, compiled, None)
         if topology.size > 1:
-            remember(out, 1, layout, seq_len, topology)
+            remember(out, 1, layout, seq_len, topology.rank, topology.size)
         return out
 
     def linear_attention(
@@ -290,7 +290,7 @@ class Settings:
             documents=documents,
         )
         if topology.size > 1:
-            remember(out, 1, layout, seq_len, topology)
+            remember(out, 1, layout, seq_len, topology.rank, topology.size)
         return out if final_state is None else (out, final_state)
 
     def check_layout(self, positions: Tensor) -> None:
@@ -333,8 +333,9 @@ class Settings:
         check_tensors(q=q, k=k, v=v, **others)
         check_eager(made.function, q, k, v)
         self._read()
-        known = topology.size == 1 or check_cut(
-            made.function, 1, self._layout, self._layout_of, topology, {"q": q, "k": k, "v": v}
+        at, tensors = (topology.rank, topology.size), {"q": q, "k": k, "v": v}
+        known = at == (0, 1) or check_cut(
+            made.function, 1, self._layout, self._layout_of, *at, tensors
         )
         q, k, v = qkv = cast_inputs(q, k, v)
         # Lists in between: generators are a call for each tensor, in every layer.

@@ -148,7 +148,7 @@ def _leave(code: int) -> NoReturn:
 def _end(code: str | int | None) -> NoReturn:
     """Does what `sys.exit(code)` does, except that Python is not finalized.
 
-    So nothing that threads of gloo do can abort it, see core.communication.gloo_threads. Megatron
+    So nothing that threads of gloo do can abort it, see core.communication.process_groups. Megatron
     holds some process groups to the end, and may use them until then.
     """
     if code is not None and not isinstance(code, int):

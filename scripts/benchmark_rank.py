@@ -55,6 +55,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import softmax_algorithm
 from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.kernel import (
@@ -65,7 +66,6 @@ from megatron_cp_plugin.core.kernel import (
     run_backward,
     run_forward,
 )
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents

@@ -28,9 +28,9 @@ from rich.table import Table
 
 from megatron_cp_plugin import spans
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError

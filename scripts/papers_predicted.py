@@ -23,9 +23,9 @@ import headlines
 import predictions
 import traffic_table
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import BASELINES, Baseline, cost
 from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, Tile

@@ -24,10 +24,10 @@ from lengths import head_dims_of
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.choice import kernel_called

@@ -22,9 +22,9 @@ from benchmark_rank import NODE, Case
 from headlines import section
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.dry_run import Tile

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.tokens import tokens_of

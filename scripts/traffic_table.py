@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.costs import BASELINES, Cost, cost

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.state_passing import LocalWork, StatePassing
-from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.core.linear.states import Decay, RunStates
 from megatron_cp_plugin.core.topology import Topology
 
 

@@ -6,9 +6,8 @@ from megatron_cp_plugin.algorithms.lasp import Lasp
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.algorithms.linear_ulysses import LinearUlysses
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, StatePassing
 from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.state_passing import StatePassing
 
 Sent = tuple[int, int, int, int]
 

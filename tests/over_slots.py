@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference

@@ -11,8 +11,8 @@ import benchmark_kernels
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core import partial
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.partial import merge_into
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Memory
 from megatron_cp_plugin.planner.meta import trace_of

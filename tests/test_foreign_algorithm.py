@@ -13,10 +13,10 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.algorithms.lasp import Lasp
 from megatron_cp_plugin.core.algorithm import number
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.costs import cost, peak

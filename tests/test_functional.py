@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create

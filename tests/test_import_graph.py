@@ -23,7 +23,7 @@ FORBIDDEN = [
 ROOMS = [
     ("layout", "ranges"),
     ("agree", "comm", "communication", "topology"),
-    ("kernel", "partial", "shape"),
+    ("kernel", "partial"),
     ("masks", "tiles"),
     ("blocks",),
     ("layouts",),

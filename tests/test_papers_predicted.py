@@ -6,7 +6,7 @@ import papers_predicted as page
 import pytest
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import cost
 from megatron_cp_plugin.planner.model import MODELS, Split

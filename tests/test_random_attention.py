@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError

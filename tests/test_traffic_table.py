@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.planner.costs import BASELINES
 from scripts import traffic_table
 from scripts.traffic_table import LINES, Line, sent

@@ -8,9 +8,9 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.plans.plan import Block, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError

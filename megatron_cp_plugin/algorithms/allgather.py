@@ -5,8 +5,7 @@ from typing import Literal
 
 from megatron_cp_plugin.algorithms.attention2d import GatheredPlacement, GridAlgorithm
 from megatron_cp_plugin.core.algorithm import number
-from megatron_cp_plugin.core.call import HeadGroup, head_groups
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import register

@@ -16,13 +16,12 @@ from megatron_cp_plugin.core.algorithm import (
     divisors,
     number,
 )
-from megatron_cp_plugin.core.call import HeadGroup, flop_of_rank, group_count, head_groups
+from megatron_cp_plugin.core.call import HeadGroup, Shape, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

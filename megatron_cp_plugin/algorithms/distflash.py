@@ -13,11 +13,10 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
-from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register

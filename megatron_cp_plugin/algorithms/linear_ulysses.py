@@ -23,8 +23,7 @@ from megatron_cp_plugin.core.linear.algorithm import (
     LinearWork,
     Saved,
 )
-from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.states import Gates
+from megatron_cp_plugin.core.linear.states import Decay, Gates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

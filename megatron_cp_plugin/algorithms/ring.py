@@ -17,11 +17,10 @@ import numpy as np
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.blocks.rows import row_count
 from megatron_cp_plugin.core.blocks.visible_rows import rows_met, sees_all
-from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

@@ -10,6 +10,7 @@ from megatron_cp_plugin.algorithms.ring import Ring, nodes_for, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.call import (
     HeadGroup,
+    Shape,
     flop_of_rank,
     group_count,
     head_groups,
@@ -19,7 +20,6 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
 

@@ -8,12 +8,11 @@ from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheap
 from megatron_cp_plugin.algorithms.ring import Route, Rule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
-from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.executor import Wanted
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

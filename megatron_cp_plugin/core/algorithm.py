@@ -9,7 +9,7 @@ from weakref import proxy
 
 import torch
 
-from megatron_cp_plugin.core.call import Call, HeadGroup, successive_groups
+from megatron_cp_plugin.core.call import Call, HeadGroup, Shape, successive_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.execution.executor import (
     Executor,
@@ -23,11 +23,14 @@ from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
-from megatron_cp_plugin.core.plans.check import check_placement, check_steps
+from megatron_cp_plugin.core.placement import (
+    BlockPlacement,
+    HeadPlacement,
+    Placement,
+    check_placement,
+)
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, check_steps
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
@@ -71,30 +74,20 @@ def group_counts(size: int) -> list[int]:
     return [0, 1, 2, 4, 8]
 
 
-class Algorithm(ABC):
-    """Softmax attention over a sequence that is split among the ranks of a topology.
+class Registered(ABC):
+    """What has a name, options and a layout: an algorithm of softmax or of linear attention.
 
-    Subclasses define `layout`, `Options` and `placement`, from which everything else follows:
-    `core.execution.executor` runs what the plan of a placement says. Most derive from
-    `PointToPoint`, for its options. `registry.create` makes them, with a topology and an instance
-    of their own `Options`.
-
-    B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
-    of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
+    The registry makes it, with a topology and an instance of its own `Options`.
 
     Attributes:
         name: set by the registry.
         layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
-        windows: whether it supports masks with a window, documents or spans.
-        overlap: messages travel during computations.
         topology: the ranks.
         options: as given.
     """
 
     name: str = ""
     layout: Layout
-    windows: bool = False
-    overlap: bool = True
 
     @dataclass(frozen=True)
     class Options:
@@ -106,6 +99,36 @@ class Algorithm(ABC):
         self.topology = topology
         self.options = options
         self.layout = self.layout_for(options)
+
+    @classmethod
+    def layout_for(cls, options: Options) -> Layout:
+        """The layout of an instance with these options: the one that option `layout` names, if the
+        algorithm has that option; else the class's.
+        """
+        choice = getattr(options, "layout", None)
+        return cls.layout if choice is None else NAMED[choice]
+
+
+class Algorithm(Registered):
+    """Softmax attention over a sequence that is split among the ranks of a topology.
+
+    Subclasses define `layout`, `Options` and `placement`, from which everything else follows:
+    `core.execution.executor` runs what the plan of a placement says. Most derive from
+    `PointToPoint`, for its options. `registry.create` makes them.
+
+    B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
+    of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
+
+    Attributes:
+        windows: whether it supports masks with a window, documents or spans.
+        overlap: messages travel during computations.
+    """
+
+    windows: bool = False
+    overlap: bool = True
+
+    def __init__(self, topology: Topology, options: Registered.Options) -> None:
+        super().__init__(topology, options)
         self._checked: set[Phase] = set()
 
     # Without a circle of references: what this object holds, such as process groups, is let go of
@@ -120,14 +143,6 @@ class Algorithm(ABC):
     def _on(self) -> Callable[[Layout], "Algorithm"]:
         return lru_cache(16)(partial(type(self)._make_on, proxy(self)))
 
-    @classmethod
-    def layout_for(cls, options: Options) -> Layout:
-        """The layout of an instance with these options: the one that option `layout` names, if the
-        algorithm has that option; else the class's.
-        """
-        choice = getattr(options, "layout", None)
-        return cls.layout if choice is None else NAMED[choice]
-
     def within(self, documents: Documents) -> "Algorithm":
         """This algorithm with the layout of a sequence of such documents, see `Layout.within`.
 
@@ -141,8 +156,10 @@ class Algorithm(ABC):
         other.layout, other._checked = layout, self._checked
         return other
 
-    @classmethod  # noqa: B027  (most algorithms serve everything)
-    def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
+    @classmethod
+    def check(
+        cls, options: Registered.Options, *, size: int, heads: int, kv_heads: int, causal: bool
+    ) -> None:
         """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
     def _compile(

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import example_spans

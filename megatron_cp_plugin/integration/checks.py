@@ -10,10 +10,10 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.linear.kernel import LinearProblem
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.integration.rules import check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.agree import CallChecks
 from megatron_cp_plugin.core.communication.devices import capturing
-from megatron_cp_plugin.core.layouts.layout_check import describe_mismatch
+from megatron_cp_plugin.core.layout import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import recurrent
 from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_cp_plugin.core.autograd.function import differentiable_once
-from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
+from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import SplitByHeads, is_causal

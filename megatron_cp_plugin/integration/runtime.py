@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.core.communication.process_groups import (
     CollectiveGroupFactory,
@@ -30,9 +31,7 @@ from megatron_cp_plugin.core.communication.process_groups import (
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
-from megatron_cp_plugin.core.linear.state_passing import StatePassing
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, StatePassing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import ALONE, DocumentMask

@@ -11,8 +11,8 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.latents import Wire
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.contract import SETTINGS
 

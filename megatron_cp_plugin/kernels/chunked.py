@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     Cache,
     Gradients,
@@ -35,7 +34,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     Running,
 )
 from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
+from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64

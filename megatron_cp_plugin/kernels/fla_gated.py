@@ -13,7 +13,6 @@ from math import log
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import (
     Cache,
     Gradients,
@@ -22,7 +21,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearProblem,
     Running,
 )
-from megatron_cp_plugin.core.linear.states import Gates
+from megatron_cp_plugin.core.linear.states import Decay, Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.kernels.fla import (

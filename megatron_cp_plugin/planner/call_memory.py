@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.dry_run import DryRunGroup

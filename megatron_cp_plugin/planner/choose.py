@@ -14,9 +14,9 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need

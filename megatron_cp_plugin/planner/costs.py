@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import Peak, peak_of

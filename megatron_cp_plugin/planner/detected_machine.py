@@ -12,9 +12,9 @@ from math import exp, log, log2, sqrt
 import torch
 
 from megatron_cp_plugin.core.agree import check_same, compared
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearWork
 from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.layer import planned

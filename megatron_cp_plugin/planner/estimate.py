@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.call import HeadGroup, together
+from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import Tile as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds

@@ -22,7 +22,7 @@ from megatron_cp_plugin.algorithms.attention2d import (
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.algorithms.usp import Usp
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled, PointToPoint
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
@@ -30,8 +30,7 @@ from megatron_cp_plugin.core.linear.algorithm import (
     LinearShape,
     LinearTensors,
 )
-from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.dry_run import DryRunGroup

@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import Event, Memory, recording
 from megatron_cp_plugin.planner.layer import AnyAlgorithm, passes

@@ -26,10 +26,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.masks.slices import starts_and_slices
 from megatron_cp_plugin.core.plans.plan import Move, Plan, move_row_bytes
-from megatron_cp_plugin.core.shape import Shape
 
 Json = dict[str, Any]
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import unrecorded
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.planner.candidates import Options

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
 from megatron_cp_plugin.core.plans.plan import Compute, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

@@ -6,12 +6,11 @@ from random import Random
 import pytest
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
-from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.plan import Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import Exponential, Lengths, LogNormal, random_documents
 from megatron_cp_plugin.registry import create, read_options

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 from megatron_cp_plugin.core import kernel as kernel_module
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.core.execution import executor, team
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.planner import call_memory as predicted

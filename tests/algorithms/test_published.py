@@ -6,9 +6,9 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from tests.test_conformance import Case, assert_conforms

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

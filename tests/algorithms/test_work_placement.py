@@ -17,11 +17,11 @@ from megatron_cp_plugin.algorithms.work_placement import (
     _Queries,
 )
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack

@@ -3,10 +3,9 @@
 import pytest
 
 from megatron_cp_plugin.core import call
-from megatron_cp_plugin.core.call import flop_of_rank
+from megatron_cp_plugin.core.call import Shape, flop_of_rank
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.placement import HeadPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.test_conformance import Case, assert_conforms

@@ -4,13 +4,13 @@ from collections import defaultdict
 
 import pytest
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.virtual import (
     VirtualTopology,
     _VirtualCommunicator,
     run_virtual,
 )
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.registry import create
 from tests import test_conformance as softmax
 from tests import test_linear_conformance as linear

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication import devices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly

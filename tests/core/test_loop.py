@@ -9,12 +9,11 @@ import pytest
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
-from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator
 from megatron_cp_plugin.core.placement import Place
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.over_slots import CASES, compare

@@ -6,8 +6,8 @@ from math import lcm
 import pytest
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.planner.costs import cost
 from tests.test_conformance import Case, assert_conforms
 

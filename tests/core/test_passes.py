@@ -9,11 +9,10 @@ from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.blocks.rows import Rows, row_count
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.execution import passes
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference

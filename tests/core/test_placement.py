@@ -8,13 +8,13 @@ import pytest
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import PointToPoint
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import picture

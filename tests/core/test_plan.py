@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
-from megatron_cp_plugin.core.call import head_groups
+from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.check import fits_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import (
     PHASES,
@@ -26,9 +25,9 @@ from megatron_cp_plugin.core.plans.plan import (
     Plan,
     Side,
     during,
+    fits_slots,
     outside,
 )
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create

@@ -20,10 +20,9 @@ from typing import Any
 
 import pytest
 
-from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES, Block, Kept, Move, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError

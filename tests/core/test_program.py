@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.call import HeadGroup, head_groups
+from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.execution import program as module
@@ -16,7 +16,6 @@ from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.registry import create

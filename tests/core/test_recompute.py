@@ -19,8 +19,8 @@ from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.function import attend_linearly
+from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.blocks.rows import Rows
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
 from megatron_cp_plugin.planner.meta import trace_of

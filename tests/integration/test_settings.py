@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.integration.settings import Settings
 
 

@@ -14,7 +14,7 @@ from tests.oracle import relative_error
 
 DECAYED = """
 import torch
-from megatron_cp_plugin.core.linear.decay import Decay
+from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.kernels.decayed import add_decayed_
 
 torch.manual_seed(0)

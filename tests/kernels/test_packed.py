@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.kernel_calls import backward_of, forward_of

@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_leaves
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.tile_batches import Batch
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.kernels.choice import kernel_called

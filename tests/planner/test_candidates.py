@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.placement import HeadPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.dry_run import DryRunGroup

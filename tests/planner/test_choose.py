@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError

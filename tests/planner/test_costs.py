@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_cp_plugin import cli
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError

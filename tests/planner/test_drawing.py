@@ -7,10 +7,10 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.drawing import _ranks, picture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import candidates

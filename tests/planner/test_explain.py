@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_cp_plugin.core.shape import Shape
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.planner.explain import sentence, table
 from tests.planner.test_choose import GQA, of_one
 

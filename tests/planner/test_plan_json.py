@@ -7,10 +7,10 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import peak
 from megatron_cp_plugin.planner.plan_json import to_json

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.cli import main
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner import simulate as simulator

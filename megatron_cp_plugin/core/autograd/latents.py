@@ -32,6 +32,7 @@ from megatron_cp_plugin.core.autograd.function import (
     differentiable_once,
     differentiate,
 )
+from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.kernel import (
     Gradients,
@@ -43,7 +44,6 @@ from megatron_cp_plugin.core.kernel import (
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.placement import HeadPlacement
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 

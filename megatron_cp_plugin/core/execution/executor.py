@@ -29,13 +29,13 @@ from megatron_cp_plugin.core.execution.team import (
 )
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
-from megatron_cp_plugin.core.plans.check import fits_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
     QUERIES,
     Plan,
     Side,
+    fits_slots,
     outside,
     with_wanted_gradients,
 )

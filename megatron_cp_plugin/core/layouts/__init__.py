@@ -1,1 +1,1 @@
-"""Layouts that follow documents, and whether tokens are those of a layout."""
+"""Layouts that follow documents."""

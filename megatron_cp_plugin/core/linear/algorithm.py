@@ -1,23 +1,28 @@
-"""The interface of linear attention algorithms over a split sequence.
+"""Linear attention algorithms over a split sequence: their interface, and the base of those whose
+ranks exchange the states of runs of tokens.
 
-B batch, S local tokens, H heads, D head dim of q and k, E head dim of v. States are [B,H,D,E],
-float32 (float64 for float64).
+B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
+tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
+
+A kernel computes the runs (core/linear/kernel.py); what `StatePassing` adds is the way of states
+from run to run. The gradient of a state goes the same way in the other direction, and so does
+everything where tokens see later ones: one function carries them all.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
-from megatron_cp_plugin.core.linear.decay import Decay
-from megatron_cp_plugin.core.linear.kernel import LinearKernel
-from megatron_cp_plugin.core.linear.states import NO_GATES, Gates
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.algorithm import Registered
+from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearKernel
+from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, RunStates
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -116,37 +121,19 @@ class LinearTensors(NamedTuple):
 Saved = tuple[Tensor | None, ...]
 
 
-class LinearAlgorithm(ABC):
+class LinearAlgorithm(Registered):
     """Linear attention over a sequence that is split among the ranks of a topology.
 
-    Subclasses are made by `registry.create_linear` with a topology and an instance of their own
-    `Options` (Algorithm.Options where they have none).
+    Subclasses are made by `registry.create_linear`.
 
-    Attributes:
-        name: set by the registry. layout: which tokens each rank holds.
-        collective: ranks meet in collective operations only, so that one stands for all others in
-            a simulation.
+    Attributes: collective: ranks meet in collective operations only, so that one stands for all
+        others in a simulation.
     """
 
-    name: str = ""
     collective: ClassVar[bool] = False
-    layout: Layout
-
-    Options = Algorithm.Options
-
-    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
-        self.topology = topology
-        self.options = options
-        self.layout = self.layout_for(options)
 
     @classmethod
-    def layout_for(cls, options: Algorithm.Options) -> Layout:
-        """The layout that an instance with these options has: of an option `layout`, if any."""
-        choice = getattr(options, "layout", None)
-        return cls.layout if choice is None else NAMED[choice]
-
-    @classmethod  # noqa: B027  (most algorithms serve everything)
-    def check(cls, options: Algorithm.Options, *, size: int, heads: int) -> None:
+    def check(cls, options: Registered.Options, *, size: int, heads: int) -> None:
         """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
 
     @abstractmethod
@@ -177,3 +164,251 @@ class LinearAlgorithm(ABC):
     @abstractmethod
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         """What travels in that plan."""
+
+
+LocalWork = Callable[[], object]
+
+
+class StatePassing(LinearAlgorithm):
+    """Ranks compute their own runs and exchange states: the volume does not grow with N."""
+
+    @abstractmethod
+    def carry(
+        self,
+        states: RunStates,
+        first: Tensor | None,
+        route: Route,
+        local_work: LocalWork,
+        *,
+        to_the_end: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Carries the states of all ranks' runs along a route.
+
+        Args:
+            states: of the local runs, each as if nothing came before it.
+            first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
+            local_work: what needs no other rank's state; called once.
+            to_the_end: the state at the end of the route is wanted.
+
+        Returns: the states that arrive at the local runs [n,B,H,D,E], None if all are 0; and, if
+        wanted, the one at the end [B,H,D,E], at least on the rank whose run is the last.
+        """
+
+    @abstractmethod
+    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
+        """The state at the end, on all ranks, from what `carry` gave. Args: like: its shape."""
+
+    @abstractmethod
+    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
+        """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
+
+    @abstractmethod
+    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Which rank sends which in `carry`, a state of each run, and of whose tokens it is."""
+
+    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
+        route = Route.of(self.layout, self.topology.size, seq_len)
+        return tuple(
+            LinearMove(2 * sweep + 1, source, target, ("S",), owners)
+            for sweep, way in enumerate((route,) if causal else (route, route.flipped))
+            for source, target, owners in self.hops(way)
+        )
+
+    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
+        """See LinearAlgorithm.trace. States travel while ranks do their own runs.
+
+        A token makes one product for its rank's state and one for its output.
+        """
+        route = Route.of(self.layout, self.topology.size, seq_len)
+        work = []
+        for sweep, way in enumerate((route,) if causal else (route, route.flipped)):
+            for host, runs in enumerate(way.runs):
+                tokens = sum(stop - start for start, stop in runs)
+                work.append(LinearWork(2 * sweep, host, (), 2 * tokens))
+                reached = [(start, stop, way.owners_before(start)) for start, stop in runs]
+                owners = sorted({owner for _, _, before in reached for owner in before})
+                products = sum(stop - start for start, stop, before in reached if before)
+                work.append(LinearWork(2 * sweep + 1, host, tuple(owners), products))
+        return tuple(one for one in work if one.products)
+
+    def forward(
+        self, given: LinearTensors, call: LinearCall
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        q, k, v, gates, initial = given
+        route = self.route_of(call.seq_len, call.documents)
+        if _one_state(call, gates):
+            total = self._total(k, v, initial, None, route, call)
+            return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
+        out, final, kept = self._sweep(given, route, call, to_the_end=call.output_final_state)
+        if call.causal:
+            return out, final, (q, k, v, *gates, *kept)
+        later, _, kept_later = self._sweep(
+            LinearTensors(q.flip(1), k.flip(1), v.flip(1)), route.flipped, call, to_the_end=False
+        )
+        # Both sweeps hold each token's own term.
+        wide = accumulation_dtype(q.dtype)
+        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
+        out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
+        return out, final, (q, k, v, *gates, *kept, *kept_later)
+
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
+        """See LinearAlgorithm.backward: dinitial is the first token's rank's alone."""
+        q, k, v, *kept = saved
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        route = self.route_of(call.seq_len, call.documents)
+        if len(kept) == 1:
+            (total,) = kept
+            assert total is not None
+            dtotal = self._total(q, dout, None, dfinal, route.back, call)
+            dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
+            first = self.topology.rank == route.back.last_rank
+            return (
+                dq,
+                dk,
+                _products(k, dtotal),
+                dtotal if first and call.initial else None,
+                NO_GATES,
+            )
+        given, half = LinearTensors(q, k, v, Gates(*kept[:2])), 2 + (len(kept) - 2) // 2
+        of_sweep = kept[2 : None if call.causal else half]
+        dq, dk, dv, dinitial, dgates = self._sweep_back(dout, given, of_sweep, dfinal, route, call)
+        if call.causal:
+            return dq, dk, dv, dinitial, dgates
+        flipped = LinearTensors(q.flip(1), k.flip(1), v.flip(1))
+        mirrored = dout.flip(1), flipped, kept[half:], None, route.flipped, call
+        *gradients, _, _ = self._sweep_back(*mirrored)
+        wide = accumulation_dtype(q.dtype)
+        dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
+        down = (dout * v).sum(-1, keepdim=True)
+        own = (down * k, down * q, (q * k).sum(-1, keepdim=True) * dout)
+        dq, dk, dv = (
+            (one.to(wide) + other.flip(1).to(wide) - twice).to(one.dtype)
+            for one, other, twice in zip((dq, dk, dv), gradients, own, strict=True)
+        )
+        return dq, dk, dv, dinitial, dgates
+
+    def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
+        """The way of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
+        layout = self.layout.within(documents) if documents else self.layout
+        return Route.of(layout, self.topology.size, seq_len, documents)
+
+    def _total(
+        self,
+        x: Tensor,
+        y: Tensor,
+        first: Tensor | None,
+        own: Tensor | None,
+        route: Route,
+        call: LinearCall,
+    ) -> Tensor:
+        """The sum of x y^T over all tokens, of `first`, and of all ranks' `own`: [B,H,D,E].
+
+        Where nothing decays and tokens see all others, one state serves every token.
+        """
+        runs = route.local(self.topology.rank)
+        states = call.kernel.forward(LinearInputs(x, x, y, call.decay, runs)).states
+        if own is not None:
+            states[0] += own
+        carried = RunStates(states, call.decay)
+        _, end = self.carry(carried, first, route, lambda: None, to_the_end=True)
+        return self.share(end, states[0], route)
+
+    def _sweep(
+        self, given: LinearTensors, route: Route, call: LinearCall, *, to_the_end: bool
+    ) -> tuple[Tensor, Tensor | None, Cache]:
+        """Every token and what is before it on the route.
+
+        Returns: out, the final state if wanted, and the transitions of the runs with the kernel's
+        cache.
+        """
+        q, k, v, gates, initial = given
+        transition = gates if gates.some else call.decay
+        runs = route.local(self.topology.rank)
+        running = call.kernel.forward(LinearInputs(q, k, v, transition, runs))
+        through = running.through
+        if through is not None and call.shared > 1:
+            through = through[:, :, :: call.shared].contiguous()
+        states = _of_shared(running.states, call, summed=False)
+        arrived, end = self.carry(
+            RunStates(states, _shared_decay(call) if through is None else through),
+            None if initial is None else _of_shared(initial.unsqueeze(0), call, summed=False)[0],
+            route,
+            running.intra,
+            to_the_end=to_the_end,
+        )
+        final = self.share(end, states[0], route) if to_the_end else None
+        if call.shared > 1:
+            arrived, final = (
+                None if x is None else x.repeat_interleave(call.shared, -3)
+                for x in (arrived, final)
+            )
+        out, cache = running.finish(arrived)
+        return out, final, (through, *cache)
+
+    def _sweep_back(
+        self,
+        dout: Tensor,
+        given: LinearTensors,
+        kept: Sequence[Tensor | None],
+        dfinal: Tensor | None,
+        route: Route,
+        call: LinearCall,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
+        """Gradients of `_sweep`: those of states travel from the end of the route."""
+        (q, k, v, gates, _), (through, *cache) = given, kept
+        transition = gates if gates.some else call.decay
+        inputs = LinearInputs(q, k, v, transition, route.local(self.topology.rank))
+        running = call.kernel.backward(inputs, dout, tuple(cache))
+        back = route.back
+        states = _of_shared(running.states, call, summed=True)
+        if dfinal is not None:
+            dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0], back)
+        arrived, end = self.carry(
+            RunStates(states, _shared_decay(call) if through is None else through).back,
+            dfinal,
+            back,
+            running.intra,
+            to_the_end=call.initial,
+        )
+        dinitial = end if call.initial and self.topology.rank == back.last_rank else None
+        if call.shared > 1:
+            arrived, dinitial = (
+                None if x is None else _to_first(x, call.shared) for x in (arrived, dinitial)
+            )
+        dq, dk, dv, dgates = running.finish(arrived)
+        return dq, dk, dv, dinitial, dgates
+
+
+def _shared_decay(call: LinearCall) -> Decay:
+    return call.decay if call.shared == 1 else Decay(call.decay.rates[:: call.shared])
+
+
+def _of_shared(states: Tensor, call: LinearCall, *, summed: bool) -> Tensor:
+    """One state for heads that share it, or the sum of their gradients: [n,B,H,D,E]."""
+    if call.shared == 1:
+        return states
+    each = states.unflatten(2, (-1, call.shared))
+    return each.sum(3) if summed else each.select(3, 0).contiguous()
+
+
+def _to_first(gradient: Tensor, shared: int) -> Tensor:
+    """The gradient of a shared state [...,G,D,E] as that of its first head's: [...,H,D,E]."""
+    found = gradient.new_zeros(*gradient.shape[:-2], shared, *gradient.shape[-2:])
+    found.select(-3, 0).copy_(gradient)
+    return found.flatten(-4, -3)
+
+
+def _one_state(call: LinearCall, gates: Gates) -> bool:
+    """Whether all tokens read the same state: they see all others, and nothing decays."""
+    return not call.causal and call.decay.none and not call.documents and not gates.some
+
+
+def _products(x: Tensor, state: Tensor) -> Tensor:
+    """state^T x of every token, in x's dtype: [B,S,H,D], [B,H,D,E] -> [B,S,H,E]."""
+    # Sums over many tokens overflow float16.
+    dtype = x.dtype if x.dtype == torch.bfloat16 else state.dtype
+    return torch.einsum("bshd,bhde->bshe", x.to(dtype), state.to(dtype)).to(x.dtype)

@@ -20,9 +20,8 @@ from megatron_cp_plugin.core.comm import CommunicatingIn
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
-from megatron_cp_plugin.core.linear.decay import Decay
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.states import Gates
+from megatron_cp_plugin.core.linear.states import Decay, Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
 from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
-from megatron_cp_plugin.core.call import HeadGroup, together
+from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.ranges import Ranges
-from megatron_cp_plugin.core.shape import Shape
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
+from megatron_cp_plugin.errors import ConfigError
 
 
 class Side(IntEnum):
@@ -310,3 +311,54 @@ def during(plan: Plan) -> tuple[Move, ...]:
 def outside(plan: Plan) -> tuple[Move, ...]:
     """Moves that bring keys to their source ranks first, or gradients to their owners last."""
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
+
+
+@lru_cache(maxsize=64)
+def check_steps(name: str, plan: Plan) -> None:
+    """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
+
+    Args: plan: in which blocks go from rank to rank, not gathered ones.
+    """
+    each = plan.steps // len(plan.groups)
+    for move in during(plan):
+        if move.needed <= move.posted:
+            raise ConfigError(
+                f"{name} lets rank {move.source} pass a block of rank {move.block.owners[0]} on to "
+                f"rank {move.target} in step {move.needed % each}, but has it there no earlier: "
+                "use a later step"
+            )
+        if move.needed % each == 0 and not move.result:
+            raise ConfigError(
+                f"{name} places a block of rank {move.block.owners[0]} on rank {move.target} in "
+                "step 0, in which a rank has only its own: use steps from 1"
+            )
+
+
+@lru_cache(maxsize=256)
+def fits_slots(plan: Plan, slots: int) -> bool:
+    """Whether inputs fit into `slots` buffers a rank, which its exchanges use in rotation.
+
+    A block may be computed with, or sent on, until another one comes into its buffer. Inputs that
+    take several steps come into other memory.
+    """
+    inputs = [move for move in plan.moves if not move.result and move.needed == move.posted + 1]
+    numbers = {posted: number for number, posted in enumerate(sorted({m.posted for m in inputs}))}
+    received: dict[tuple[int, int], list[Move]] = {}
+    for move in sorted(inputs, key=lambda move: move.posted):
+        received.setdefault((move.target, numbers[move.posted] % slots), []).append(move)
+    # The last step with a block, by rank, owners, side, and first query head.
+    until: dict[tuple[int, tuple[int, ...], Side, int], int] = {}
+    for (rank, _), moves in received.items():
+        for move, after in zip_longest(moves, moves[1:]):
+            last = plan.steps if after is None else after.posted - 1
+            until[rank, move.block.owners, move.side, move.heads.q.start] = last
+    uses = [
+        (compute.step, compute.rank, block.owners, side, compute.heads.q.start)
+        for compute in plan.computes
+        for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS))
+    ]
+    uses += [
+        (move.needed - 1, move.source, move.block.owners, move.side, move.heads.q.start)
+        for move in inputs
+    ]
+    return all(step <= until.get(tuple(block), plan.steps) for step, *block in uses)

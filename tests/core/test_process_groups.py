@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_cp_plugin.core.communication import gloo_threads
+from megatron_cp_plugin.core.communication import process_groups
 
 # The name of a thread, its state, and how often it fell asleep.
 Thread = tuple[str, str, int]
@@ -54,8 +54,8 @@ def test_a_process_waits_until_all_threads_of_gloo_have_slept(
         show()
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: float(len(slept)))
-    monkeypatch.setattr(gloo_threads, "_TASKS", tasks)
-    monkeypatch.setattr(gloo_threads, "time", clock)
+    monkeypatch.setattr(process_groups, "_TASKS", tasks)
+    monkeypatch.setattr(process_groups, "time", clock)
     show()
-    gloo_threads._wait_for_gloo()
+    process_groups._wait_for_gloo()
     assert len(slept) == sleeps
