@@ -611,7 +611,7 @@ DETAILS = """## Where it is wrong, in detail
   simulated, which makes what later ones find; steps of a relay in which a rank has no part cost
   its host something; and launches cost the host less than they do on this one, our own kernels in
   Triton most of all. The last is in docs/data/h200_alone.yaml alone, because the rows over NVLink,
-  of an older code on another host, contradict it: there an operation takes 6 us, here 44. So 77
+  of an older code on another host, contradict it: there an operation takes 6 us, here 62. So 77
   numbers came to 5.0% and 87%. All rows were measured again,
   with kernels that compute windows and grids that send rows from rank to rank under masks.
 - Where the host is the limit (8K, 16K tokens and groups of heads) single rows are off by up to 40%:
