@@ -1,21 +1,15 @@
 """`algo="auto"`: what is chosen, by whom, and what never is."""
 
 import logging
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, document_starts
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.planner import detected_machine
-from megatron_cp_plugin.planner.detected_machine import example_of
 from tests.oracle import naive_attention
 
 
@@ -93,40 +87,6 @@ def test_spans_are_chosen_for(layout: str, caplog: pytest.LogCaptureFixture) -> 
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto chose ")]
     assert len(said) == 1
     assert "; spans as of the first such call, 2 slices with 52" in said[0]
-
-
-@pytest.mark.parametrize("lengths", [[1024] * 16, [8192, *[128] * 64], [16384]])
-def test_documents_stand_for_others_like_them(lengths: list[int]) -> None:
-    """With about as many pairs of a query and a key, however unequal the lengths are."""
-    total = sum(lengths)
-    mask = Mask(documents=document_starts((0, *accumulate(lengths)), total))
-    example = example_of(mask, total, Contiguous(), 4)
-    pairs = [visible_pairs(total, one) for one in (mask, example.mask)]
-    assert 0.5 < pairs[1] / pairs[0] < 2
-    moved = Mask(documents=document_starts((0, *accumulate(reversed(lengths))), total))
-    assert example_of(moved, total, Contiguous(), 4) == example
-    longer = Mask(documents=mask.documents[::4])
-    if len(lengths) > 1:
-        assert example_of(longer, total, Contiguous(), 4) != example
-        assert "as in this call" in example.words
-
-
-def test_documents_are_drawn_once_for_others_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every micro-batch has new ones: a draw takes the host up to milliseconds each time."""
-    drawn = []
-
-    def counted(*given: Any, **named: Any) -> tuple[int, ...]:
-        drawn.append(given)
-        return random_documents(*given, **named)
-
-    monkeypatch.setattr(detected_machine, "random_documents", counted)
-    total, numbers = 12288, []
-    for length in (1000, 1010, 1020):
-        mask = Mask(documents=tuple(range(length, total, length)))
-        example_of(mask, total, Contiguous(), 4)
-        numbers.append(len(drawn))
-    assert numbers[0] > 0
-    assert numbers == numbers[:1] * 3
 
 
 def test_what_auto_does_not_take() -> None:

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.pairwise import pairwise
 from tests.random_tests import examples
@@ -130,37 +128,6 @@ def test_documents_of_their_callers_without_a_causal_mask_or_in_a_window(case: C
 def padded(lengths: Sequence[int], size: int) -> list[int]:
     """Cumulative lengths of documents that are padded to multiples of 2P."""
     return list(accumulate((-(-n // (2 * size)) * 2 * size for n in lengths), initial=0))
-
-
-def test_a_rank_holds_two_chunks_of_each_document() -> None:
-    """By hand: documents of 4 and 8 tokens on two ranks."""
-    tokens = torch.arange(12)
-    held = run_virtual(
-        2,
-        lambda topology: cp.shard(
-            tokens, 0, algo="ulysses", layout="thd", cu_seqlens=[0, 4, 12], group=topology
-        ),
-    )
-    assert [mine.tolist() for mine in held] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-
-
-def test_lengths_that_are_not_padded_are_refused() -> None:
-    message = (
-        r"the thd layout needs lengths of documents divisible by 2 \* context_parallel_size = 4, "
-        r"got 6 tokens in document 2 of 2: pad it to 8"
-    )
-
-    def shard(topology: Topology) -> None:
-        q = torch.ones(1, 5, 2, 8)
-        settings = {"algo": "ring", "layout": "thd", "group": topology, "cu_seqlens": [0, 4, 10]}
-        with pytest.raises(ContextParallelError, match=message):
-            cp.attention(q, q, q, **settings)
-        with pytest.raises(ContextParallelError, match=message):
-            cp.shard(torch.ones(10), 0, **settings)
-        with pytest.raises(ContextParallelError, match=r"from 0 to seq_len = 10, got \[0, 4, 12\]"):
-            cp.attention(q, q, q, **settings | {"cu_seqlens": [0, 4, 12]})
-
-    run_virtual(2, shard)
 
 
 @examples(150)

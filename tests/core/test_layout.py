@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.layouts.document_layout import Balanced
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
 ZIGZAG = LAYOUTS["zigzag"]
 any_layout = st.sampled_from([*LAYOUTS.values(), Balanced((7, 20))])
-documents = st.lists(st.integers(1, 200), max_size=12)
 
 
 @given(layouts, st.integers(1, 9), st.integers(0, 90))
@@ -46,17 +45,6 @@ def test_unshard_is_the_inverse_of_shard(layout, size, seq_len, dim):
     assert torch.equal(unshard(parts, dim, layout), x)
     for rank, part in enumerate(parts):
         assert torch.equal(part, x.index_select(dim, positions(layout, rank, size, seq_len)))
-
-
-@given(documents, st.integers(1, 9), st.integers(1, 400))
-def test_a_layout_that_follows_documents(starts, size, seq_len):
-    """Each token on one rank, equally many on each if they can be, local ones in their order."""
-    layout = Balanced().within(tuple(sorted({n for n in starts if n < seq_len})))
-    held = [positions(layout, rank, size, seq_len).tolist() for rank in range(size)]
-    assert sorted(token for mine in held for token in mine) == list(range(seq_len))
-    assert all(mine == sorted(mine) for mine in held)
-    if layout.documents:
-        assert {len(mine) for mine in held} <= {seq_len // size, -(-seq_len // size)}
 
 
 @pytest.mark.parametrize(

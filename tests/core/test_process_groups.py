@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_cp_plugin.core.communication import process_groups
+from megatron_cp_plugin.core.communication.process_groups import topology_of
+from tests.integration.megatron_job import run_program
 
 # The name of a thread, its state, and how often it fell asleep.
 Thread = tuple[str, str, int]
@@ -59,3 +61,69 @@ def test_a_process_waits_until_all_threads_of_gloo_have_slept(
     show()
     process_groups._wait_for_gloo()
     assert len(slept) == sleeps
+
+
+def test_one_process_has_one_topology():
+    """It is the key of caches."""
+    assert topology_of(None) is topology_of(None)
+
+
+def test_nodes_are_those_that_nccl_tells_apart(tmp_path):
+    """By NCCL_HOSTID, which some clusters set and which emulates nodes of one machine."""
+    program = """if True:
+        import os, torch.distributed as dist, megatron_cp_plugin as cp
+        from megatron_cp_plugin.core.communication.process_groups import topology_of
+        os.environ["NCCL_HOSTID"] = ("here", "there", "")[int(os.environ["RANK"])]
+        dist.init_process_group("gloo")
+        print(topology_of(None).nodes)
+        dist.destroy_process_group()
+        cp.release()
+    """
+    job = run_program(tmp_path, "-c", program, ranks=3).succeeded()
+    assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
+
+
+def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
+    """Nor do the further ones that algorithms make for their channels and subgroups."""
+    program = """if True:
+        import os, torch, torch.distributed as dist, megatron_cp_plugin as cp
+        from megatron_cp_plugin.errors import ContextParallelError
+        dist.init_process_group("gloo")
+        x = torch.ones(1, 4, 2, 8, requires_grad=True)
+        found = []
+        for _ in range(6):
+            group = dist.new_group([0, 1])
+            for algo, options in (
+                ("usp", {"ulysses": 2}),
+                ("distflash", {}),
+                ("auto", {"machine": "h100"}),
+                ("lasp", {}),
+            ):
+                if algo == "lasp":
+                    cp.linear_attention(x, x, x, decay=(0.9, 1.0), group=group)[0].sum().backward()
+                else:
+                    cp.attention(x, x, x, algo=algo, group=group, **options).sum().backward()
+            kept = cp.attention(x, x, x, algo="ring", group=group)
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            cp.release()
+            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        try:
+            cp.attention(x, x, x, algo="ring", group=group)
+        except ContextParallelError as error:
+            # One more of either may still be closing; a leak is one or more of each of four groups.
+            least = min(4 + b - a for a, b in zip(found[-1], found[1], strict=True))
+            print(least > 0, found, error, flush=True)
+        del group
+        try:
+            kept.sum().backward()
+        except ContextParallelError as error:
+            print("its gradient:", error, flush=True)
+        dist.destroy_process_group()
+        cp.release()
+    """
+    job = run_program(tmp_path, "-c", program, ranks=2).succeeded()
+    for process in job.processes:
+        assert "True [" in process.stdout, process.stdout
+        assert process.stdout.count("got one that was destroyed: create a new one") == 2
+        assert "its gradient: context parallelism needs a process group" in process.stdout

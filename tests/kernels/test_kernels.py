@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
-from megatron_cp_plugin.kernels import base, kernel_names, resolve
+from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
@@ -272,23 +272,6 @@ def test_a_stand_in_hides_no_delta_that_is_no_number(wrong, device):
     dout = torch.randn(1, 4, 2, 16, device=device).bfloat16()
     delta = torch.full((1, 2, 4), wrong, device=device)
     assert not delta_of(dout, Statistics(delta, delta=delta).out_for(dout)).isfinite().any()
-
-
-def test_gradients_of_keys_that_calls_share_are_summed_in_float32(monkeypatch):
-    """Four calls, of one query head each: bfloat16 keeps none of three times 2^-9 beside 1."""
-    monkeypatch.setattr(base, "MOST_ELEMENTS", 10)
-    parts = iter([1.0, 2.0**-9, 2.0**-9, 2.0**-9])
-
-    def gradients(call, dout, statistics):
-        part = next(parts)
-        return tuple(torch.full_like(x, part) for x in (call.q, call.k, call.v))
-
-    q, k = (torch.zeros(1, 5, heads, 2, dtype=torch.bfloat16) for heads in (4, 1))
-    statistics = Statistics(torch.zeros(1, 4, 5), out=q)
-    call = KernelCall(q, k, k, 1.0, causal=False)
-    _, *of_keys = base.by_heads("some", q.numel(), gradients, call, q, statistics)
-    for found in of_keys:
-        assert torch.equal(found, torch.full_like(k, 1 + 2.0**-7))
 
 
 @pytest.fixture

@@ -8,20 +8,10 @@ import pytest
 import yaml
 
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.detected_machine import machine_here, machine_named
+from megatron_cp_plugin.planner.detected_machine import machine_named
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.step import step
-
-
-def test_machines_by_their_gpu() -> None:
-    assert machine_here(None, "NVIDIA A100-SXM4-80GB")[0] == Machine.load("a100_8x200g")
-    assert machine_here(None, "NVIDIA H100 80GB HBM3")[0] == Machine.load("h100_400g")
-    assert machine_here(None, "NVIDIA A800-SXM4-80GB")[0] == Machine.load("a800_4x200g")
-    found, how = machine_here(None, "NVIDIA T4")
-    assert found == Machine.load("h200_nvlink")
-    assert how == "by default, for no machine is known for NVIDIA T4: name yours"
-    assert machine_here("h100", "NVIDIA T4") == (Machine.load("h100_400g"), "as it was named")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Bands: which keys each query sees, against a mask of all pairs."""
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+import torch
+
+from megatron_cp_plugin.core.masks.bands import Bands
+from megatron_cp_plugin.core.masks.slices import Slices
+from tests.span_masks import dense, random_spans
+
+SEQ_LEN = 40
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bands_are_their_pairs(seed: int) -> None:
+    """Counted by row, by column and in all, also of a beginning, a window, and documents."""
+    random = Random(seed)
+    spans = random_spans(random, SEQ_LEN)
+    seen, bands = dense(spans, SEQ_LEN), Slices.of(spans, SEQ_LEN).bands
+    part, window = random.randint(1, SEQ_LEN), random.randint(1, SEQ_LEN)
+    documents = sorted(random.sample(range(1, SEQ_LEN), random.randint(0, 6)))
+    position = torch.arange(SEQ_LEN)
+    near = position[:, None] - position < window
+    number = torch.bucketize(position, torch.tensor(documents), right=True)
+    for found, want in (
+        (bands, seen),
+        (bands.transposed, seen.T),
+        (bands.within_window(window), seen & near),
+        (bands.of_each(documents), seen & (number[:, None] == number)),
+    ):
+        for count in (SEQ_LEN, part):
+            some = want[:count, :count]
+            assert found.keys_of(count).tolist() == some.sum(1).tolist()
+            assert found.area(count) == some.sum()
+        assert (found.table[::2] < found.table[1::2])[:2].all()  # none is empty
+
+
+def test_of_documents() -> None:
+    """A band each, the last of which ends where a sequence does."""
+    lengths = [3, 1, 6]
+    *starts, total = accumulate(lengths)
+    for low, high in ((None, 0), (None, None), (-1, 1)):
+        bands = Bands.of_documents(starts, low, high)
+        want = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+        if high is not None:
+            want = want.tril(high)
+        if low is not None:
+            want = want.triu(low)
+        assert len(bands) == len(lengths)
+        assert bands.keys_of(total).tolist() == want.sum(1).tolist()

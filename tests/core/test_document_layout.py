@@ -1,0 +1,151 @@
+"""Layouts that follow documents, or spans: equal work, few parts, and padded documents."""
+
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.layout import positions
+from megatron_cp_plugin.core.layouts.document_layout import Balanced
+from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.document_lengths import lengths_of, random_documents
+from megatron_cp_plugin.errors import ContextParallelError
+from tests.span_masks import dense
+
+LONG_TAIL = str(Path(__file__).parents[2] / "configs" / "lengths" / "long_tail.csv")
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16, 32, 64])
+@pytest.mark.parametrize("words", ["2K", "16K", "lognormal:4K:1.5", LONG_TAIL])
+def test_ranks_have_equal_work_whatever_the_documents(words, size):
+    """The zigzag layout leaves ranks waiting for a fifth to half of the time."""
+    seq_len = 8192 * size
+    for seed in range(4):
+        mask = Mask(documents=random_documents(seq_len, lengths_of(words), seed=seed))
+        bounds = torch.tensor((0, *mask.documents, seq_len))
+        tokens = torch.arange(seq_len)
+        seen = 1 + tokens - bounds[torch.bucketize(tokens, bounds, right=True) - 1]
+        layout = Balanced(mask.documents)
+        work = [int(seen[positions(layout, r, size, seq_len)].sum()) for r in range(size)]
+        assert sum(work) == visible_pairs(seq_len, mask)
+        assert max(work) <= 1.02 * sum(work) / size
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", ["prefix", "images", "diffusion", "prefix_lm", "sequences"])
+def test_ranks_have_equal_work_whatever_the_spans(name, size):
+    """The zigzag layout has up to 1.28 times the mean on a rank. In few parts a rank."""
+    seq_len = 1024 * size
+    eighth = seq_len // 16
+    spans = {
+        "prefix": cp.spans.shared_prefix((seq_len // 2, [eighth] * 8)),
+        "images": cp.spans.image_blocks(
+            seq_len, [(n, n + 99) for n in range(0, seq_len - 99, 400)]
+        ),
+        "diffusion": cp.spans.block_diffusion(seq_len // 2, 64),
+        "prefix_lm": cp.spans.prefix_lm(seq_len // 3, seq_len),
+        "sequences": cp.spans.prefix_lm(seq_len // 3, seq_len // 2)
+        + cp.spans.image_blocks(seq_len // 2, [(0, 100)], start=seq_len // 2),
+    }[name]
+    seen = dense(spans, seq_len).sum(1) if seq_len <= 2048 else None
+    slices = Slices.of(spans, seq_len)
+    layout, keys = Balanced().within(slices), torch.from_numpy(slices.bands.keys_of(seq_len))
+    if seen is not None:
+        assert torch.equal(keys, seen)
+    held = [positions(layout, rank, size, seq_len) for rank in range(size)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(seq_len))
+    assert {len(own) for own in held} == {seq_len // size}
+    work = [int(keys[own].sum()) for own in held]
+    assert max(work) <= 1.03 * sum(work) / size
+    assert max(len(layout.spans(rank, size, seq_len)) for rank in range(size)) <= 12
+
+
+def parts_of(layout, size, seq_len):
+    """By document: (rank, number of tokens before the part, tokens) of each part, ascending."""
+    bounds = (0, *layout.documents, seq_len)
+    found = {number: [] for number in range(len(bounds) - 1)}
+    for rank in range(size):
+        for span, (number, edges) in product(
+            layout.spans(rank, size, seq_len), enumerate(pairwise(bounds))
+        ):
+            start, stop = max(span.start, edges[0]), min(span.stop, edges[1])
+            if start < stop:
+                found[number].append((rank, start - edges[0], stop - start))
+    return {number: sorted(parts, key=lambda part: part[1]) for number, parts in found.items()}
+
+
+def test_few_documents_are_cut():
+    """About one a rank, nearly all so that keys go to ranks further up only."""
+    size, cut, ascending = 32, 0, 0
+    for seed in range(4):
+        documents = random_documents(8192 * size, lengths_of(LONG_TAIL), seed=seed)
+        for parts in parts_of(Balanced(documents), size, 8192 * size).values():
+            cut += len(parts) > 1
+            ascending += len(parts) > 1 and all(a[0] <= b[0] for a, b in pairwise(parts))
+    assert cut <= 4 * size * 1.1
+    assert ascending >= 0.9 * cut
+
+
+def test_a_long_document_is_on_as_few_ranks_as_its_work_allows():
+    """Two of 16K tokens on 4 ranks: two each. One beside 112 short ones, of which no rank could
+    hold enough for its share: one chunk on each, the shorter the later.
+    """
+    for parts in parts_of(Balanced((16384,)), 4, 32768).values():
+        assert len({rank for rank, *_ in parts}) == 2
+    long, *_ = parts_of(Balanced(tuple(range(16384, 131072, 1024))), 16, 131072).values()
+    assert [rank for rank, *_ in long] == list(range(16))
+    assert [tokens for *_, tokens in long[1:]] == sorted(
+        (tokens for *_, tokens in long[1:]), reverse=True
+    )
+
+
+documents = st.lists(st.integers(1, 200), max_size=12)
+
+
+@given(documents, st.integers(1, 9), st.integers(1, 400))
+def test_a_layout_that_follows_documents(starts, size, seq_len):
+    """Each token on one rank, equally many on each if they can be, local ones in their order."""
+    layout = Balanced().within(tuple(sorted({n for n in starts if n < seq_len})))
+    held = [positions(layout, rank, size, seq_len).tolist() for rank in range(size)]
+    assert sorted(token for mine in held for token in mine) == list(range(seq_len))
+    assert all(mine == sorted(mine) for mine in held)
+    if layout.documents:
+        assert {len(mine) for mine in held} <= {seq_len // size, -(-seq_len // size)}
+
+
+def test_a_rank_holds_two_chunks_of_each_document() -> None:
+    """By hand: documents of 4 and 8 tokens on two ranks."""
+    tokens = torch.arange(12)
+    held = run_virtual(
+        2,
+        lambda topology: cp.shard(
+            tokens, 0, algo="ulysses", layout="thd", cu_seqlens=[0, 4, 12], group=topology
+        ),
+    )
+    assert [mine.tolist() for mine in held] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+
+
+def test_lengths_that_are_not_padded_are_refused() -> None:
+    message = (
+        r"the thd layout needs lengths of documents divisible by 2 \* context_parallel_size = 4, "
+        r"got 6 tokens in document 2 of 2: pad it to 8"
+    )
+
+    def shard(topology: Topology) -> None:
+        q = torch.ones(1, 5, 2, 8)
+        settings = {"algo": "ring", "layout": "thd", "group": topology, "cu_seqlens": [0, 4, 10]}
+        with pytest.raises(ContextParallelError, match=message):
+            cp.attention(q, q, q, **settings)
+        with pytest.raises(ContextParallelError, match=message):
+            cp.shard(torch.ones(10), 0, **settings)
+        with pytest.raises(ContextParallelError, match=r"from 0 to seq_len = 10, got \[0, 4, 12\]"):
+            cp.attention(q, q, q, **settings | {"cu_seqlens": [0, 4, 12]})
+
+    run_virtual(2, shard)
