@@ -91,7 +91,7 @@ class LinearUlysses(LinearAlgorithm):
         if dfinal is not None:
             dfinal = heads.fill_states(dfinal)
             by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
-            dfinal = self._states.all_to_all(by_rank.contiguous()).wait().sum(0)
+            dfinal = self._states.all_to_all(by_rank).wait().sum(0)
         *parts, own, dgates = self._whole.backward(
             arriving()[0], dfinal, saved, self._of(call, heads)
         )
