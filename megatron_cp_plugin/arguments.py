@@ -21,9 +21,12 @@ SpanMask = Iterable[Sequence[object]] | Tensor
 _LONGEST = 2**48  # tokens; products of two of them, and of bytes, stay within 64 bits
 
 
-def check_tensors(**given: object) -> None:
+def check_tensors(function: str | None = None, /, **given: object) -> None:
     """Raises: ContextParallelError unless all are plain tensors with elements; None is let pass
     where a name ends in `_or_none`, which is not part of what is said.
+
+    Args: function: refuses transformations, which would run messages once for many ranks' calls:
+        torch.func's vmap, grad, jvp and the like, and forward-mode differentiation.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are no DTensors
     for key, value in given.items():
@@ -43,23 +46,17 @@ def check_tensors(**given: object) -> None:
             )
         if name == next(iter(given)) and value.is_meta:  # others are compared with the first one
             raise ContextParallelError(f"{name} needs elements, got a tensor on the meta device")
-
-
-def check_eager(name: str, *tensors: Tensor) -> None:
-    """Refuses transformations of functions, which would run messages once for many ranks' calls.
-
-    Raises: ContextParallelError within torch.func's vmap, grad, jvp and the like, and in
-    forward-mode differentiation.
-    """
-    for x in tensors:
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if function is None:
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
             raise ContextParallelError(
-                f"{name} cannot be transformed by torch.func (vmap, grad, jvp), got a tensor of "
-                "such a function: use a batch dimension, and loss.backward()"
+                f"{function} cannot be transformed by torch.func (vmap, grad, jvp), got a tensor "
+                "of such a function: use a batch dimension, and loss.backward()"
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
             raise ContextParallelError(
-                f"{name} has no derivative in forward mode, got a dual tensor: use loss.backward()"
+                f"{function} has no derivative in forward mode, got a dual tensor: use "
+                "loss.backward()"
             )
 
 
@@ -80,8 +77,7 @@ def of_output_layer(
     """
     if not isinstance(tp_group, dist.ProcessGroup | None):
         raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
-    check_tensors(hidden=hidden, weight=weight, labels=labels)
-    check_eager(function, cast("Tensor", hidden), cast("Tensor", weight))
+    check_tensors(function, hidden=hidden, weight=weight, labels=labels)
     return {
         "chunk_tokens": whole_number("chunk_tokens", chunk_tokens),
         "tp_group": tp_group,

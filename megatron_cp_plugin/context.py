@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.arguments import (
     SpanMask,
-    check_eager,
     check_tensors,
     chosen,
     dimension,
@@ -139,8 +138,7 @@ class Settings:
         """See `megatron_cp_plugin.unshard`."""
         topology = topology_for(self._group)
         with SameCall(topology, "unshard") as made:
-            check_tensors(x=x)
-            check_eager("unshard", x)
+            check_tensors("unshard", x=x)
             self._read()
             dim = dimension(x, dim)
             at = topology.rank, topology.size
@@ -330,8 +328,7 @@ class Settings:
 
         Returns: whether q, k and v are known to be split so, and they in autocast's dtype.
         """
-        check_tensors(q=q, k=k, v=v, **others)
-        check_eager(made.function, q, k, v)
+        check_tensors(made.function, q=q, k=k, v=v, **others)
         self._read()
         at, tensors = (topology.rank, topology.size), {"q": q, "k": k, "v": v}
         known = at == (0, 1) or check_cut(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.arguments import check_eager, check_tensors, fixed_number, word
+from megatron_cp_plugin.arguments import check_tensors, fixed_number, word
 from megatron_cp_plugin.context import Group, not_compiled, topology_for
 from megatron_cp_plugin.core.agree import SameCall
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel
@@ -63,8 +63,7 @@ def decode_attention(
     """
     topology = topology_for(group)
     with SameCall(topology, "decode_attention") as made:
-        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-        check_eager("decode_attention", q, k_cache, v_cache)
+        check_tensors("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache)
         _check_shapes(q, k_cache, v_cache)
         scale = fixed_number("scale", scale)
         window = None if window is None else whole_number("window", window)

@@ -8,8 +8,8 @@ from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Layout, Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, brief, nearest
@@ -109,8 +109,8 @@ def create(name: str, topology: Topology, options: Given) -> Algorithm:
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is linear attention.
     """
-    cls = _class_of("softmax", name, "cp.linear_attention")
-    return cls(topology, read_options(name, dict(options)))
+    made: Algorithm = _made("softmax", name, topology, options, "cp.linear_attention")
+    return made
 
 
 def create_linear(name: str, topology: Topology, options: Given) -> LinearAlgorithm:
@@ -118,19 +118,18 @@ def create_linear(name: str, topology: Topology, options: Given) -> LinearAlgori
 
     Raises: ConfigError if the name, an option or a value is unknown, or it is softmax attention.
     """
-    cls = _class_of("linear", name, "cp.attention")
-    return cls(topology, read_options(name, dict(options)))
+    made: LinearAlgorithm = _made("linear", name, topology, options, "cp.attention")
+    return made
 
 
-def _class_of(kind: Kind, name: str, instead: str) -> Any:
-    cls = algorithm_class(name)
-    found = "linear" if issubclass(cls, LinearAlgorithm) else "softmax"
-    if found != kind:
+def _made(kind: Kind, name: str, topology: Topology, options: Given, instead: str) -> Any:
+    """Args: instead: which function takes algorithms of the other kind."""
+    if (found := kind_of(name)) != kind:
         raise ConfigError(
             f"{kind} attention got {name!r}, which is {found} attention: use one of "
             f"{', '.join(available(kind))}, or {instead}"
         )
-    return cls
+    return algorithm_class(name)(topology, read_options(name, dict(options)))
 
 
 def layout_of(name: str, options: Mapping[str, object]) -> Layout:

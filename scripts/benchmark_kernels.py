@@ -32,9 +32,9 @@ from triton.testing import do_bench
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.tile_batches import Batches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles

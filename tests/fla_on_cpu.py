@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.linear.route import Interval
+from megatron_cp_plugin.core.linear.states import Interval
 from megatron_cp_plugin.kernels import fla, fla_gated
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from tests.linear_oracle import passed_along

@@ -8,8 +8,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
-from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.states import Decay, RunStates
+from megatron_cp_plugin.core.linear.states import Decay, Route, RunStates
 from megatron_cp_plugin.core.topology import Topology
 
 

@@ -7,9 +7,14 @@ from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.algorithms.linear_ulysses import LinearUlysses
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, StatePassing
-from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import Route
 
 Sent = tuple[int, int, int, int]
+
+
+def state_bytes(shape: LinearShape) -> int:
+    """Bytes of one state of all heads."""
+    return shape.batch * shape.heads * shape.head_dim * shape.value_dim * shape.wide_bytes
 
 
 def counted(log: CommunicationLog, rank: int) -> Sent:
@@ -55,7 +60,7 @@ def stated(
         layout, seq_len, starts = layout.within(documents), shape.seq_len, documents
     there = Route.of(layout, size, seq_len, starts)
     ways = [there] if causal or total else [there, there.flipped]
-    of_run = shape.state_bytes
+    of_run = state_bytes(shape)
     if not chain:
         of_run += shape.batch * shape.heads * transition * shape.wide_bytes
 
@@ -63,7 +68,7 @@ def stated(
         """Args: once: messages of one state beside those along the ways."""
         carried = sum(source == rank for way in ways for source, *_ in made.hops(way))
         runs = max(there.counts)
-        return carried * runs * of_run + once * shape.state_bytes, carried + once
+        return carried * runs * of_run + once * state_bytes(shape), carried + once
 
     def shared(route: Route) -> int:
         """From the end to all others; of lasp2 every rank has it."""

@@ -26,7 +26,7 @@ ROOMS = [
     ("kernel", "partial"),
     ("masks", "tiles"),
     ("blocks",),
-    ("layouts",),
+    ("balance", "document_layout"),
     ("call", "placement", "plans"),
     ("execution",),
     ("algorithm",),

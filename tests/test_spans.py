@@ -21,8 +21,8 @@ from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.blocks.visible_rows import sees, visible_rows
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs

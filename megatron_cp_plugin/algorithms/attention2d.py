@@ -18,8 +18,8 @@ from megatron_cp_plugin.core.algorithm import (
 )
 from megatron_cp_plugin.core.call import HeadGroup, Shape, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.tiles import Mask

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
 from megatron_cp_plugin.core.blocks.visible_rows import rows_at_distances
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology

@@ -14,8 +14,7 @@ from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication.devices import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
-from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.core.linear.states import Route, RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
-from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.core.linear.states import Route, RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 

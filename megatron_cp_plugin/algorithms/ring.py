@@ -262,7 +262,7 @@ class BurstRing(Ring):
         """Options of ring.
 
         Attributes: layout: "contiguous", or "thd": zigzag inside each document, all of lengths
-            that are multiples of 2P (`core.layouts.document_layout.PaddedDocuments`).
+            that are multiples of 2P (`core.document_layout.PaddedDocuments`).
         """
 
         layout: Literal["contiguous", "thd"] = "contiguous"
@@ -279,7 +279,7 @@ class ZigzagRing(Ring):
         """Options of zigzag.
 
         Attributes: layout: "zigzag"; "documents": equal work whatever the documents, or spans;
-            documents are whole, or on few ranks (`core.layouts.balance`); "thd": as for ring;
+            documents are whole, or on few ranks (`core.balance`); "thd": as for ring;
             "contiguous".
         """
 

@@ -17,9 +17,9 @@ from megatron_cp_plugin.core.call import (
     successive_groups,
 )
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
+from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register
 

@@ -11,6 +11,7 @@ import torch
 
 from megatron_cp_plugin.core.call import Call, HeadGroup, Shape, successive_groups
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.execution.executor import (
     Executor,
     Transport,
@@ -21,7 +22,6 @@ from megatron_cp_plugin.core.execution.executor import (
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import (
     BlockPlacement,

@@ -16,7 +16,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
 from megatron_cp_plugin.integration.auto import (

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.agree import on_host
 from megatron_cp_plugin.core.blocks.visible_rows import sees
+from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.layout import Documents, Layout, document_starts
 from megatron_cp_plugin.core.layout import positions as positions_of
-from megatron_cp_plugin.core.layouts.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import PointToPoint
+from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration.comm_type import TYPES
 from megatron_cp_plugin.integration.compat import running_version

@@ -29,8 +29,8 @@ from megatron_cp_plugin.core.communication.process_groups import (
     topology_of,
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, StatePassing
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import nn
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask

@@ -33,8 +33,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearProblem,
     Running,
 )
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates
+from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 _CHUNK = 64

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.linear.route import Interval
+from megatron_cp_plugin.core.linear.states import Interval
 
 _TOKENS = 64
 _TILES = 16

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.linear.route import Interval, Runs
-from megatron_cp_plugin.core.linear.states import Decay, Ways
+from megatron_cp_plugin.core.linear.states import Decay, Interval, Runs, Ways
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 CHUNK = 64  # tokens

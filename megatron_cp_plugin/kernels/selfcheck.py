@@ -20,8 +20,7 @@ from megatron_cp_plugin.core.kernel import (
     run_forward,
 )
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import Decay
+from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype, delta_of
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.choice import kernels, why_not

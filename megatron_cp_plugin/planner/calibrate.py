@@ -21,8 +21,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import Decay
+from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError

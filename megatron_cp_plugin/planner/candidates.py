@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.plan import PHASES

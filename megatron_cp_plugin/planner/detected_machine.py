@@ -13,8 +13,8 @@ import torch
 
 from megatron_cp_plugin.core.agree import check_same, compared
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents

@@ -20,8 +20,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     LinearKernel,
     Running,
 )
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import NO_GATES
+from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of

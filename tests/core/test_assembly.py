@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp_plugin.algorithms.attention2d import column_major, row_major
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
 from megatron_cp_plugin.core.communication import devices
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import LAYOUTS, Grouped
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.ranges import Span
 from tests.random_tests import examples
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.layouts.balance import deal
+from megatron_cp_plugin.core.balance import deal
 from tests.random_tests import examples
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside

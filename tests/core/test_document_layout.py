@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import positions
-from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import (
     LAYOUTS,
     describe_mismatch,
@@ -14,7 +15,6 @@ from megatron_cp_plugin.core.layout import (
     shard,
     unshard,
 )
-from megatron_cp_plugin.core.layouts.document_layout import Balanced
 
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
 ZIGZAG = LAYOUTS["zigzag"]

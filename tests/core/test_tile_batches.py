@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout, Zigzag
-from megatron_cp_plugin.core.layouts.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import NO_TILES, Mask, Tile, TileTable, plan_pairs, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs

@@ -21,8 +21,8 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
 )
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
-from megatron_cp_plugin.core.layouts.document_layout import Balanced
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask

@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask

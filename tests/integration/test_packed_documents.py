@@ -15,8 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
-from megatron_cp_plugin.core.layouts.document_layout import NAMED
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration import inputs

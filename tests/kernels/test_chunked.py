@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearProblem
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import Decay
+from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.layout import Zigzag
-from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.core.linear.states import Route, RunStates
 from tests.oracle import relative_error
 
 DECAYED = """
@@ -39,7 +38,7 @@ for x_dim, out_dim, *intervals in (
 PASSED = """
 from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.layout import Contiguous, Zigzag
-from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import Route
 from megatron_cp_plugin.core.linear.states import RunStates
 from megatron_cp_plugin.kernels import decayed
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import Decay
+from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.kernels import fla
 from tests.kernels.test_chunked import run
 from tests.oracle import relative_error

@@ -11,8 +11,7 @@ from megatron_cp_plugin.core.kernel import (
     forward_by_sequence,
 )
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import NO_GATES
+from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked

@@ -22,6 +22,7 @@ from megatron_cp_plugin.planner.machine import (
 )
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.simulate import simulate
+from tests.linear_bytes import state_bytes
 from tests.planner.test_event_simulation import ALL, FLOPS, machine
 
 
@@ -151,7 +152,7 @@ def test_linear_attention(algo):
     alone = simulate("lasp2", {}, LinearShape(1, 1024, 4, 16, 16), Mask(), machine(), (0,))
     assert found.seconds >= alone.seconds
     if algo == "lasp2":
-        assert found.forward.bytes == {"inside": 3 * shape.state_bytes}
+        assert found.forward.bytes == {"inside": 3 * state_bytes(shape)}
 
 
 def test_documents_and_captured_calls():

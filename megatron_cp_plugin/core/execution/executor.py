@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
-from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.execution.program import (
     all_exchanges,
@@ -39,7 +38,7 @@ from megatron_cp_plugin.core.plans.plan import (
     outside,
     with_wanted_gradients,
 )
-from megatron_cp_plugin.core.plans.team_heads import TeamHeads
+from megatron_cp_plugin.core.plans.team_heads import PaddedHeads, TeamHeads
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Registered
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearKernel
-from megatron_cp_plugin.core.linear.route import Route
-from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, RunStates
+from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, Route, RunStates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
@@ -63,11 +62,6 @@ class LinearShape:
     value_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one state of all heads."""
-        return self.batch * self.heads * self.head_dim * self.value_dim * self.wide_bytes
 
 
 @dataclass(frozen=True)

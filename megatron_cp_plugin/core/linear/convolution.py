@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.comm import CommunicatingIn, Communicator
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.linear.route import Route
+from megatron_cp_plugin.core.linear.states import Route
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, expanded
 
 

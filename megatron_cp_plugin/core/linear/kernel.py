@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Kernel
-from megatron_cp_plugin.core.linear.route import Runs
-from megatron_cp_plugin.core.linear.states import Decay, Gates
+from megatron_cp_plugin.core.linear.states import Decay, Gates, Runs
 
 Cache = tuple[Tensor | None, ...]
 # dq, dk [B,S,H,D], dv [B,S,H,E], and those of the gates, in the dtypes of what they are of.

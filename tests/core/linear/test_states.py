@@ -1,18 +1,21 @@
 """Gates and the delta rule: states of all ranks' runs against the recurrence in float64."""
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.layout import LAYOUTS, shard, unshard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.linear.states import RunStates
+from megatron_cp_plugin.core.linear.states import Route, Runs, RunStates
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
@@ -20,6 +23,7 @@ from tests.linear_bytes import counted, stated
 from tests.linear_oracle import gated_recurrence, passed_along
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
+from tests.random_tests import examples
 
 # Which gates there are, and whether it is the delta rule.
 FAMILIES = {
@@ -351,3 +355,84 @@ def test_ways_of_a_kernel_that_passes_runs_by_itself(
     fused = SimpleNamespace(passed_along=passed_along)
     monkeypatch.setattr("megatron_cp_plugin.core.linear.states.fused_for", lambda x: fused)
     assert relative_error(states.reaching(*asked, to_the_end=True), want) < 1e-5
+
+
+RUN_TOKENS = st.integers(1, 6)
+
+
+DOCUMENT_STARTS = st.sets(st.integers(1, 100), max_size=6)
+
+
+LAYOUT_NAMES = st.sampled_from(["contiguous", "zigzag"])
+
+
+def route_of(name: str, size: int, each: int, starts: set[int]) -> Route:
+    tokens = 2 * size * each
+    documents = tuple(sorted(start for start in starts if start < tokens))
+    return Route.of(LAYOUTS[name], size, tokens, documents)
+
+
+@examples(200)
+@given(LAYOUT_NAMES, st.integers(1, 5), RUN_TOKENS, DOCUMENT_STARTS)
+def test_states_pass_the_runs_of_their_document(
+    name: str, size: int, each: int, starts: set[int]
+) -> None:
+    for route in (made := route_of(name, size, each, starts), made.back, made.flipped):
+        runs = [run for of_rank in route.runs for run in of_rank]
+        edges = (0, *route.documents)
+        for place, (passed, begin) in zip(
+            (*(start for start, _ in runs), route.length), route.ways, strict=True
+        ):
+            document = max(edge for edge in edges if edge < place) if place else 0
+            if place in edges and place < route.length:  # nothing comes here, but to the first one
+                assert (passed, begin) == ((), -1 if place else 0)
+                continue
+            between = [
+                n for n, (start, stop) in enumerate(runs) if document < stop and start < place
+            ]
+            assert list(passed) == sorted(between, key=lambda n: runs[n])
+            assert begin == (0 if document == 0 else -1)
+        assert route.lengths == tuple(stop - start for start, stop in runs)
+        assert route.counts == tuple(len(of_rank) for of_rank in route.runs)
+
+
+@examples(200)
+@given(LAYOUT_NAMES, st.integers(1, 5), RUN_TOKENS, DOCUMENT_STARTS, st.data())
+def test_what_ranks_hold(
+    name: str, size: int, each: int, starts: set[int], data: st.DataObject
+) -> None:
+    route = route_of(name, size, each, starts)
+    for rank, runs in enumerate(route.runs):
+        tokens = [token for start, stop in runs for token in range(start, stop)]
+        local, edges = route.local(rank), {start for start, _ in runs} | set(route.documents)
+        begins = [n for n, token in enumerate(tokens) if token in edges]
+        pieces = [piece for documents in local.documents for piece in documents]
+        assert pieces == list(itertools.pairwise([*begins, len(tokens)]))
+        assert [of_run[0] for of_run in local.documents] == list(local.firsts)
+        assert [tokens[start] for start, _ in local.firsts] == [start for start, _ in runs]
+        assert [tokens[stop - 1] for _, stop in local.lasts] == [stop - 1 for _, stop in runs]
+    owner = {n: r for r, runs in enumerate(route.runs) for run in runs for n in range(*run)}
+    assert (route.first_rank, route.last_rank) == (owner[0], owner[route.length - 1])
+    place = data.draw(st.integers(0, route.length))
+    assert set(route.owners_before(place)) == {
+        r for r, runs in enumerate(route.runs) if any(stop <= place for _, stop in runs)
+    }
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, route.length)] * 2)))
+    assert route.lasts(start, stop) == (not {*range(start, stop + 1)} & {*route.documents})
+
+
+def test_the_other_direction() -> None:
+    """By hand: runs of two ranks, and a document that begins at token 5."""
+    route = Route((((0, 2), (6, 8)), ((2, 4), (4, 6))), 8, (5,))
+    assert route.back.runs == (((6, 8), (0, 2)), ((4, 6), (2, 4)))
+    assert route.flipped.runs == (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+    assert route.back.documents == route.flipped.documents == (3,)
+    assert route.local(1) == Runs((((0, 2),), ((2, 3), (3, 4))))
+    assert Runs.single(3) == Runs((((0, 3),),))
+
+
+def test_ranks_without_tokens() -> None:
+    route = Route((((0, 0),), ((0, 3),), ((3, 3),)), 3)
+    assert (route.first_rank, route.last_rank) == (0, 2)
+    assert route.owners_before(3) == (1,)
+    assert route.local(0) == Runs((((0, 0),),))

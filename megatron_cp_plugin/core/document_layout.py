@@ -12,8 +12,8 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from megatron_cp_plugin.core.balance import deal, room
 from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Zigzag
-from megatron_cp_plugin.core.layouts.balance import deal, room
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
@@ -25,7 +25,7 @@ _PARTS = 32
 @dataclass(frozen=True)
 class Balanced(Layout):
     """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
-    `core.layouts.balance`. Without documents and spans this is the zigzag layout.
+    `core.balance`. Without documents and spans this is the zigzag layout.
 
     Attributes: documents: as of `document_starts`. slices: who sees whom inside these.
     """

@@ -7,7 +7,7 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.execution.padded_heads import PaddedHeads
+from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
 from megatron_cp_plugin.planner.costs import cost
 from tests.test_conformance import Case, assert_conforms
 

@@ -1,1 +1,0 @@
-"""Layouts that follow documents."""
