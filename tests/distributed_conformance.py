@@ -28,12 +28,11 @@ from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.process_exit import one_line_errors
-from megatron_cp_plugin.registry import layout_of
 from scripts.timing import take_gpu
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import Expected, expected_attention
 from tests.span_masks import dense, random_spans
-from tests.test_conformance import Case, cases
+from tests.test_conformance import Case, cases, layout_for
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -87,7 +86,9 @@ def split_errors(case, kernel_name, expected: Expected, device, setting, capture
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     options = dict(case.options)
-    layout = layout_of(case.algo, options)
+    bounds = setting.get("cu_seqlens")
+    bounds = None if bounds is None else torch.tensor(bounds)
+    layout = layout_for(case, expected, bounds, setting.get("spans"))
 
     def local(x):
         return shard(x.to(device), 1, layout, rank, size)
@@ -134,6 +135,8 @@ def real_cases(size):
         both = case.algo in ("zigzag", "allgather", "attention2d")
         if both and topology_of(None).peer_access:
             yield Case(case.algo, (*case.options, ("transport", "group")))
+    for algo in ("zigzag", "allgather"):
+        yield Case(algo, (("layout", "documents"),))
 
 
 def main() -> int:
