@@ -14,9 +14,10 @@ from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
+from tests.oracle import expected_attention
 from tests.pairwise import pairwise
 from tests.random_tests import examples
-from tests.test_conformance import Case, assert_conforms
+from tests.test_conformance import Case, assert_conforms, assert_matches, run
 from tests.test_windows import CASES as STATIC
 from tests.test_windows import divides
 
@@ -186,6 +187,27 @@ def test_a_document_of_many_ranks_costs_no_further_kernel_calls() -> None:
     tiles = plan_tiles(spans[2], spans[1], mask, rectangular=True)
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 100), slice(60, 100))]
     assert not plan_tiles(spans[2], spans[0], mask, rectangular=True)
+
+
+def test_what_a_layout_that_follows_documents_sends() -> None:
+    """Of whole ones nothing; of others a ring no less than what goes straight to where it is
+    needed, which is less than what a collective operation sends.
+    """
+    for lengths, size, whole in ((range(0, 49, 8), 3, True), ((0, 20, 48, 60, 72, 90), 5, False)):
+        bounds, sent = torch.tensor(lengths), []
+        expected = expected_attention(
+            seq_len=lengths[-1], heads=4, kv_heads=2, head_dim=8, causal=True, cu_seqlens=bounds
+        )
+        for algo, *transport in (
+            ("allgather",),
+            ("zigzag",),
+            ("allgather", ("transport", "group")),
+        ):
+            case = Case(algo, (("layout", "documents"), *transport))
+            results, log = run(case, expected, size, peer_access=False, cu_seqlens=bounds)
+            assert_matches(case, results, expected, 1e-12, bounds)
+            sent.append(log.bytes())
+        assert sent == [0, 0, 0] if whole else 0 < sent[0] <= sent[1] < sent[2]
 
 
 def test_whole_documents_are_one_kernel_call() -> None:
