@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
 from megatron_cp_plugin.core.partial import RowIndex
@@ -227,16 +226,6 @@ def test_indices_go_to_a_device_once() -> None:
     assert lengths.cu_q.dtype == lengths.cu_k.dtype == torch.int32
     assert lengths.longest_q == max(len(x) for x in call.rows)
     assert lengths.longest_k == max(len(x) for x in call.cols)
-
-
-def test_lengths_of_sequences_with_gaps() -> None:
-    packing = Packing.of((slice(0, 3), slice(5, 6)), (slice(0, 4), slice(4, 9)))
-    lengths = packing.lengths(2, CPU)
-    assert lengths.cu_q.tolist() == [0, 5, 6, 11, 12]
-    assert lengths.cu_k.tolist() == [0, 4, 9, 13, 18]
-    assert lengths.used_q.tolist() == [3, 1, 3, 1]
-    assert lengths.used_k.tolist() == [4, 5, 4, 5]
-    assert (lengths.longest_q, lengths.longest_k) == (3, 5)
 
 
 def test_few_rows_far_apart_are_copied() -> None:
