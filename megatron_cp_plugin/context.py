@@ -141,10 +141,8 @@ class Settings:
             check_tensors("unshard", x=x)
             self._read()
             dim = dimension(x, dim)
-            at = topology.rank, topology.size
-            known = at == (0, 1) or check_cut(
-                "unshard", dim, self._layout, self._layout_of, *at, {"x": x}
-            )
+            of_cut = self._layout, self._layout_of, topology.rank, topology.size
+            known = topology.size == 1 or check_cut("unshard", dim, *of_cut, {"x": x})
             made.lengths = self._held(topology, x.shape[dim], known)
             made.settings = {
                 "algo": self._algo,
@@ -330,10 +328,8 @@ class Settings:
         """
         check_tensors(made.function, q=q, k=k, v=v, **others)
         self._read()
-        at, tensors = (topology.rank, topology.size), {"q": q, "k": k, "v": v}
-        known = at == (0, 1) or check_cut(
-            made.function, 1, self._layout, self._layout_of, *at, tensors
-        )
+        of_cut = self._layout, self._layout_of, topology.rank, topology.size
+        known = topology.size == 1 or check_cut(made.function, 1, *of_cut, {"q": q, "k": k, "v": v})
         q, k, v = qkv = cast_inputs(q, k, v)
         # Lists in between: generators are a call for each tensor, in every layer.
         made.settings = {
