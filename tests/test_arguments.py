@@ -227,6 +227,12 @@ def test_transformed_functions_are_refused_in_one_line(transform, call):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_transformed_gate_is_refused_beside_plain_tensors():
+    x, gates = torch.randn(1, 8, 4, 8), torch.zeros(2, 1, 8, 4)
+    with pytest.raises(ContextParallelError, match="linear_attention cannot be transformed by"):
+        torch.func.vmap(lambda gate: cp.linear_attention(x, x, x, gate=gate))(gates)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_derivatives_in_forward_mode_are_refused_in_one_line(call):
     x = torch.randn(1, 8, 4, 8)

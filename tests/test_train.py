@@ -12,6 +12,7 @@ CONTENT = {
     "megatron": {"context-parallel-size": 4, "lr": 0.1, "save": "x", "bf16": True},
     "context_parallel": {"algo": "zigzag", "kernel": "reference", "layers": "ring,zigzag"},
 }
+USP = ["--context-parallel-algo", "usp"]
 
 
 @pytest.fixture
@@ -34,9 +35,6 @@ def test_flags_override_the_run_file(run_file: str) -> None:
     assert [line.of_plugin(name) for name in ("algo", "kernel")] == ["ring", "flash4"]
     assert line.given("lr", 1.0) == 0.5
     assert line.by("usp") == [*words.replace("--cp-kernel flash4 ", "").split(), *USP]
-
-
-USP = ["--context-parallel-algo", "usp"]
 
 
 def test_the_platform_stays_with_another_algorithm() -> None:

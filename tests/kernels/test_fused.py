@@ -107,11 +107,15 @@ def test_gpus_have_fused_operations():
     assert fused_for(torch.zeros(1)) is None
 
 
-def test_triton_kernels_in_the_interpreter():
+def interpret(program: str) -> None:
     """Triton reads its switch at import, so the kernels run in a process of their own."""
     pytest.importorskip("triton")
-    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{FUSED}"
+    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{program}"
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_triton_kernels_in_the_interpreter():
+    interpret(FUSED)
 
 
 COMPILED = (

@@ -3,10 +3,7 @@
 That they compile for GPUs is tested with the other kernels, in test_fused.py.
 """
 
-import subprocess
-import sys
-
-import pytest
+from tests.kernels.test_fused import interpret
 
 LOGITS = """
 import torch
@@ -34,7 +31,4 @@ for columns in (5, 4096, 9000):
 
 
 def test_against_the_loss_in_chunks():
-    """Triton reads its switch at import, so the kernels run in a process of their own."""
-    pytest.importorskip("triton")
-    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{LOGITS}"
-    subprocess.run([sys.executable, "-c", command], check=True)
+    interpret(LOGITS)
