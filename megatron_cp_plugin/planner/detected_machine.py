@@ -37,6 +37,7 @@ _DEFAULT = "h200"
 _KERNEL = "flash4"
 _DRAWS = 32  # of documents, of which one is taken
 _KEPT = 256  # choices of a group
+_EQUAL = 0.05  # log2 of the ratio of two means of documents of equal length, the last one cut
 
 _log = logging.getLogger(__name__)
 
@@ -106,13 +107,19 @@ def example_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Example:
 
 
 def statistics_of(documents: Sequence[int], seq_len: int) -> LogNormal:
-    """Lengths with about the same mean, and the same mean over tokens, to powers of two.
+    """Lengths with about the same mean over tokens, to powers of two, and about the same spread.
 
-    The second says how many keys a query sees. Args: documents: as of `document_starts`.
+    The mean over tokens says how many keys a query sees. A log-normal length is exp(sigma^2) times
+    as long in the mean over tokens as in the mean over documents; that ratio is a power of two, or
+    the root of two for lengths that differ by less. Lengths are equal only if those of the call
+    are: equal ones may all end where ranks do, so that no algorithm sends anything.
+
+    Args: documents: as of `document_starts`.
     """
-    mean = 2.0 ** round(log2(seq_len / (len(documents) + 1)))
-    # A log-normal length is exp(sigma^2) times as long in the mean over tokens.
-    doublings = max(0, round(log2(_over_tokens(documents, seq_len) / mean)))
+    over_tokens = _over_tokens(documents, seq_len)
+    spread = log2(over_tokens * (len(documents) + 1) / seq_len)
+    doublings = round(spread) or (0.5 if spread > _EQUAL else 0)
+    mean = 2.0 ** (round(log2(over_tokens)) - doublings)
     return LogNormal(mean, sqrt(log(2) * doublings))
 
 

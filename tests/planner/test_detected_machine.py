@@ -39,6 +39,17 @@ def test_documents_stand_for_others_like_them(lengths: list[int]) -> None:
         assert "as in this call" in example.words
 
 
+def test_unequal_documents_cross_the_bounds_of_ranks() -> None:
+    """Equal ones that end where ranks do would make every algorithm look as if it sent nothing."""
+    total, size = 16384, 4
+    for seed in range(8):
+        documents = random_documents(total, 2048, seed=seed)
+        like = example_of(Mask(documents=documents), total, Contiguous(), size).mask.documents
+        assert not set(range(0, total, total // size)) <= {0, *like}
+    equal = tuple(range(2048, total, 2048))
+    assert example_of(Mask(documents=equal), total, Contiguous(), size).mask.documents == equal
+
+
 def test_documents_are_drawn_once_for_others_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every micro-batch has new ones: a draw takes the host up to milliseconds each time."""
     drawn = []
