@@ -14,7 +14,6 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.fla_on_cpu import fla_on_cpu, launches
 from tests.linear_bytes import counted, stated
@@ -343,45 +342,6 @@ def test_bytes_against_the_length_of_the_sequence() -> None:
         assert exchanged == 4 * ulysses * (size - 1) // size
         megatron = 2 * hidden + ulysses
         assert state < ulysses < megatron
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.5, -0.5, float("nan")])
-def test_rates_out_of_range_are_refused(decay: float) -> None:
-    x = torch.zeros(1, 4, 2, 4)
-    with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        cp.linear_attention(x, x, x, decay=decay)
-
-
-def test_wrong_calls_are_refused() -> None:
-    x = torch.zeros(1, 4, 2, 4)
-    with pytest.raises(ConfigError, match="one rate for each of 2 heads, got 3"):
-        cp.linear_attention(x, x, x, decay=[0.5, 0.5, 0.5])
-    with pytest.raises(ConfigError, match="not differentiable"):
-        cp.linear_attention(x, x, x, decay=torch.ones(2, requires_grad=True))
-    with pytest.raises(ConfigError, match="'ring', which is softmax attention"):
-        cp.linear_attention(x, x, x, decay=1.0, algo="ring")
-    with pytest.raises(ConfigError, match="'lasp', which is linear attention"):
-        cp.attention(x, x, x, algo="lasp")
-    with pytest.raises(ConfigError, match="use one of contiguous, zigzag, thd, documents"):
-        cp.linear_attention(x, x, x, decay=1.0, algo="lasp2", layout="cyclic")
-    with pytest.raises(ContextParallelError, match=r"\[B,H,D,E\] = \(1, 2, 4, 4\)"):
-        cp.linear_attention(x, x, x, decay=1.0, initial_state=torch.zeros(1, 2, 4, 5))
-    with pytest.raises(ContextParallelError, match=r"q, k \[B,S,H,D\] and v \[B,S,H,E\]"):
-        cp.linear_attention(x, x[:, :2], x[:, :2], decay=1.0)
-    with pytest.raises(ContextParallelError, match="one dtype"):
-        cp.linear_attention(x, x, x.double(), decay=1.0)
-
-
-def test_zigzag_needs_chunks_of_equal_length() -> None:
-    def body(topology: Topology) -> None:
-        layout = layout_of("lasp2", {"layout": "zigzag"})
-        x = shard(torch.zeros(1, 9, 2, 4), 1, layout, topology.rank, topology.size)
-        cp.linear_attention(
-            x, x, x, decay=1.0, algo="lasp2", layout="zigzag", group=topology, seq_len=9
-        )
-
-    with pytest.raises(ConfigError, match="divisible by 4, got 9: use 12"):
-        run_virtual(2, body)
 
 
 # Documents in 12 tokens a rank, which fla's kernels take 4 at a time: none, of one token each, cut
