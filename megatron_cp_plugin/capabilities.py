@@ -25,8 +25,10 @@ class Capability:
     """One algorithm with its default options.
 
     Attributes:
-        layouts: all that it can have, the default first. full: serves attention without a mask.
-        window: serves sliding windows. few_heads: serves fewer query heads than ranks.
+        layouts: all that it can have, the default first.
+        full: serves attention without a mask.
+        window: serves sliding windows.
+        few_heads: serves fewer query heads than ranks.
         few_kv_heads: serves fewer KV heads than ranks.
     """
 

@@ -15,14 +15,17 @@ class ContextParallelConfig:
     """Which algorithm splits the sequence, over how many ranks, with which kernel.
 
     Attributes:
-        algo: a name of `available()`. size: context_parallel_size. kernel: "auto" or a name of
+        algo: a name of `available()`.
+        size: context_parallel_size.
+        kernel: "auto" or a name of
         `kernels.kernel_names()`. options: (name, value) pairs of the algorithm's own options.
         recompute_attention: whether activation checkpointing runs attention a second time.
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.
         chunked_loss: how many tokens' logits there are at a time; None: all.
         send_latents: whether ranks send latents of multi-latent attention in place of K and V.
-        by_auto: whether `auto` has chosen the algorithm. for_spans: for an example of span masks.
+        by_auto: whether `auto` has chosen the algorithm.
+        for_spans: for an example of span masks.
     """
 
     algo: str

@@ -379,7 +379,9 @@ class Settings:
     ) -> tuple[object, ...]:
         """What is the same on all ranks that hold the tokens of one layout.
 
-        Args: known: whether they are known to be split so. heads: of all these tokens.
+        Args:
+            known: whether they are known to be split so.
+            heads: of all these tokens.
 
         Raises: ContextParallelError if the layout cannot cut so many, or nobody has, or if heads
         look like tokens.

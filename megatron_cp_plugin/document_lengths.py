@@ -33,7 +33,10 @@ class Exponential:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Attributes: mean: of the lengths, in tokens. sigma: of their logarithms."""
+    """Attributes:
+    mean: of the lengths, in tokens.
+    sigma: of their logarithms.
+    """
 
     mean: float
     sigma: float
@@ -52,8 +55,10 @@ class LogNormal:
 class Histogram:
     """Shares of documents by length; inside a class the logarithm of a length is uniform.
 
-    Attributes: label: as titles have it. edges: upper ones of the classes, in tokens; the first
-        begins with 1. shares: of any sum.
+    Attributes:
+        label: as titles have it.
+        edges: upper ones of the classes, in tokens; the first begins with 1.
+        shares: of any sum.
     """
 
     label: str
@@ -96,8 +101,9 @@ def random_documents(
 ) -> tuple[int, ...]:
     """`document_starts` of random lengths, the same ones for the same seed; seq_len cuts the last.
 
-    Args: lengths: their distribution; a number: exponential with this mean. multiple: to which
-        lengths are rounded up.
+    Args:
+        lengths: their distribution; a number: exponential with this mean.
+        multiple: to which lengths are rounded up.
     """
     if isinstance(lengths, int):
         lengths = Exponential(lengths)

@@ -263,8 +263,9 @@ def shard(
 ) -> Tensor:
     """This rank's part of a whole tensor, in the algorithm's layout.
 
-    Args: x: the whole tensor, the same on all ranks; N tokens along `dim`. cu_seqlens, spans: as in
-        `attention`; needed where the layout depends on them.
+    Args:
+        x: the whole tensor, the same on all ranks; N tokens along `dim`.
+        cu_seqlens, spans: as in `attention`; needed where the layout depends on them.
 
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
@@ -289,7 +290,9 @@ def unshard(
     A collective operation, and so is its backward, which all ranks run if one of them does. A loss
     of the result that is the same on all ranks counts once for each of them.
 
-    Args: x: S tokens along `dim`. seq_len, cu_seqlens, spans: as in `attention` and `shard`.
+    Args:
+        x: S tokens along `dim`.
+        seq_len, cu_seqlens, spans: as in `attention` and `shard`.
 
     Returns: N tokens along `dim`, the same on all ranks; differentiable: the gradient is that of
     the sum of all ranks' losses, for this rank's part, summed in float32 or wider.

@@ -214,7 +214,10 @@ def log_prob_report(
 
 
 def _spread(x: Tensor, reference: Tensor, seen: Tensor, ranks: Tensor | None) -> Spread:
-    """Args: seen: which tokens count. ranks: who held them."""
+    """Args:
+    seen: which tokens count.
+    ranks: who held them.
+    """
     one, other = (each.detach().cpu().double() for each in (x, reference))
     every = torch.where(one == other, 0.0, one - other)
     places = torch.arange(every.size(1)).expand_as(every)[seen]

@@ -27,7 +27,9 @@ def check_picture(path: Path) -> None:
 def write_picture(figure: Figure, path: Path, *, tight: bool = False) -> None:
     """Writes what matplotlib has drawn.
 
-    Args: path: as `check_picture` takes it. tight: with what stands beyond the edges, and no more.
+    Args:
+        path: as `check_picture` takes it.
+        tight: with what stands beyond the edges, and no more.
     """
     import matplotlib
 

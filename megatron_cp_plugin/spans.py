@@ -64,7 +64,9 @@ def prefix_lm(prefix: int, length: int, *, start: int = 0) -> list[Slice]:
         x x x .
         x x x x
 
-    Args: prefix: its tokens. length: all tokens.
+    Args:
+        prefix: its tokens.
+        length: all tokens.
 
     Raises: ContextParallelError for a prefix that is longer than all.
     """
@@ -142,7 +144,9 @@ def image_blocks(length: int, images: Sequence[tuple[int, int]], *, start: int =
         x x x x .
         x x x x x
 
-    Args: length: all tokens. images: [first, last) of each, from `start` on, in ascending order.
+    Args:
+        length: all tokens.
+        images: [first, last) of each, from `start` on, in ascending order.
 
     Raises: ContextParallelError for images that are not ascending, or not within the length.
     """
@@ -174,8 +178,9 @@ def block_diffusion(length: int, block: int, *, start: int = 0) -> list[Slice]:
         . . . . x x x x
         . . . . x x x x
 
-    Args: length: tokens of the sample, half of all. block: tokens of a block; the last one may have
-        fewer.
+    Args:
+        length: tokens of the sample, half of all.
+        block: tokens of a block; the last one may have fewer.
 
     Raises: ContextParallelError for lengths below 0, or blocks below 1 token.
 

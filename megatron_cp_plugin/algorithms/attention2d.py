@@ -127,7 +127,9 @@ def cheapest(
 ) -> tuple[int, int]:
     """The allowed (R, C) in which the fewest bytes travel; of equals, the one with more rows.
 
-    Args: travel_bytes: see Shape. transposes: what each token has more in a grid with both.
+    Args:
+        travel_bytes: see Shape.
+        transposes: what each token has more in a grid with both.
     """
     of_query, of_key = travel_bytes
 
@@ -203,8 +205,10 @@ class GridRingPlacement(GridBlocksPlacement):
 class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
-    Attributes: rows, cols: R and C; 0: whatever moves fewer bytes. partials: dtype in which partial
-        outputs travel. transposed: columns need the keys of other ranks than their own.
+    Attributes:
+        rows, cols: R and C; 0: whatever moves fewer bytes.
+        partials: dtype in which partial outputs travel.
+        transposed: columns need the keys of other ranks than their own.
     """
 
     rows = 0

@@ -34,8 +34,9 @@ class HelpedPlacement(BlockPlacement):
     lets nobody help in the last step of an odd P either, which would leave pairs out; Figure 1 and
     section 3.2 do not.
 
-    Attributes: helping: ranks that would wait help. shared: they do half of the last step of an
-        even P.
+    Attributes:
+        helping: ranks that would wait help.
+        shared: they do half of the last step of an even P.
     """
 
     helping: bool = True

@@ -45,7 +45,10 @@ Works = NDArray[np.float64]
 class Part(NamedTuple):
     """Rows of a rank's queries against the keys of a rank, and who computes them.
 
-    Attributes: query, key: owners. start, stop: rows of the block of queries. work: pairs.
+    Attributes:
+        query, key: owners.
+        start, stop: rows of the block of queries.
+        work: pairs.
     """
 
     query: int
@@ -117,7 +120,11 @@ def _placed(
 class _Counted(NamedTuple):
     """Work of some pieces of queries with each block of keys that they see any of.
 
-    Attributes: each [n]: piece: its number. key: the block. work: pairs. first, last: keys.
+    Attributes, each [n]:
+        piece: the number of the piece.
+        key: the number of the block.
+        work: pairs of a query and a key.
+        first, last: keys.
     """
 
     piece: Numbers
@@ -130,8 +137,10 @@ class _Counted(NamedTuple):
 def _counted(pieces: Numbers, blocks: Numbers, bands: Numbers) -> _Counted:
     """Counts the pairs of a query and a key.
 
-    Args: pieces: where pieces of queries begin, ascending, and the last one ends. blocks: the same
-        of blocks of keys. bands: the table of the mask's.
+    Args:
+        pieces: where pieces of queries begin, ascending, and the last one ends.
+        blocks: the same of blocks of keys.
+        bands: the table of the mask's.
     """
     q_start, q_stop, k_start, k_stop, low, high = bands
     first = np.maximum(pieces.searchsorted(q_start, side="right") - 1, 0)
@@ -162,9 +171,12 @@ class _Queries:
     """A block of queries, in pieces.
 
     Attributes:
-        edges: where pieces begin, and the last one ends. keys: owners of the keys that they see.
-        counted: [keys, pieces]: work. work: the same, of what the owner still computes.
-        first, last: [keys, pieces]: which keys. who: [keys, pieces]: who computes them.
+        edges: where pieces begin, and the last one ends.
+        keys: owners of the keys that they see.
+        counted: [keys, pieces]: work.
+        work: the same, of what the owner still computes.
+        first, last: [keys, pieces]: which keys.
+        who: [keys, pieces]: who computes them.
     """
 
     def __init__(self, rank: int, edges: Numbers, counted: _Counted) -> None:
@@ -220,8 +232,11 @@ class _Queries:
 class _Some(NamedTuple):
     """Pieces of a block of queries with some blocks of keys.
 
-    Attributes: keys: of the blocks, see `_Queries.keys`. low, high: pieces. work: of them that the
-        owner still computes. first, last: by blocks of keys, which they see.
+    Attributes:
+        keys: of the blocks, see `_Queries.keys`.
+        low, high: pieces.
+        work: of them that the owner still computes.
+        first, last: by blocks of keys, which they see.
     """
 
     keys: Numbers
@@ -236,16 +251,21 @@ class Assignment:
     """Who computes what.
 
     Attributes:
-        load: work of each rank. ceiling: at most, where that can be. trifle: too little to be sent.
-        apart: [rank, other]: as how many a byte counts that is sent. sent: bytes, by each rank.
+        load: work of each rank.
+        ceiling: at most, where that can be.
+        trifle: too little to be sent.
+        apart: [rank, other]: as how many a byte counts that is sent.
+        sent: bytes, by each rank.
         first, last: [rank, block]: which keys a rank has, or gets.
     """
 
     def __init__(
         self, edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
     ) -> None:
-        """Args: edges: where the ranks' chunks begin, and where the last one ends. nodes: of each
-        rank. row_bytes: see WorkPlacement.
+        """Args:
+        edges: where the ranks' chunks begin, and where the last one ends.
+        nodes: of each rank.
+        row_bytes: see WorkPlacement.
         """
         self.blocks, self.size = np.array(edges, np.int64), len(edges) - 1
         self.bands = mask.bands.table
@@ -336,7 +356,9 @@ class Assignment:
     ) -> tuple[float, int, _Some]:
         """To the rank for which the fewest bytes travel, those of busy senders counting more.
 
-        Args: keys: see `_Queries.densest`. amounts: of work, that each of the ranks may be given.
+        Args:
+            keys: see `_Queries.densest`.
+            amounts: of work, that each of the ranks may be given.
         """
         most = float(amounts.max())
         some, owners = queries.densest(keys, most), queries.keys[keys]

@@ -50,7 +50,9 @@ def check_same(
 ) -> None:
     """Refuses what is not the same on all ranks, with the same words on all.
 
-    Args: need: of all ranks, in words. words: for what each holds, by rank; (): `of_ranks`.
+    Args:
+        need: of all ranks, in words.
+        words: for what each holds, by rank; (): `of_ranks`.
 
     Raises: ContextParallelError.
     """
@@ -65,7 +67,9 @@ def check_same(
 def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
     """What each rank gives for a comparison, by rank; a collective operation.
 
-    Args: what: is compared. call: that it is for, in words for errors.
+    Args:
+        what: is compared.
+        call: that it is for, in words for errors.
 
     Raises: ContextParallelError on all ranks, with the same words, if other ranks make another
     call; CommunicationError if another rank does not come.

@@ -279,8 +279,10 @@ class Algorithm(Registered):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
         """Which rank computes what in a pass, in which order, and from whom it gets the rest.
 
-        Args: shape: of the whole problem, with the `shape.seq_len` tokens of all ranks. mask: of
-            the whole sequence. phase: "forward" or "backward".
+        Args:
+            shape: of the whole problem, with the `shape.seq_len` tokens of all ranks.
+            mask: of the whole sequence.
+            phase: "forward" or "backward".
         """
 
     def plan(
@@ -294,7 +296,9 @@ class Algorithm(Registered):
     ) -> Plan:
         """What all ranks compute and send in one pass.
 
-        Args: rectangular: as in `plan_tiles`. rank: only the part of this rank, see `plan_of`.
+        Args:
+            rectangular: as in `plan_tiles`.
+            rank: only the part of this rank, see `plan_of`.
         """
         placement = self.placement(shape, mask, phase)
         setting = shape.seq_len, mask, phase, rectangular, rank

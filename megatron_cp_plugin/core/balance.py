@@ -40,8 +40,10 @@ def room(rank: int, size: int, rows: int) -> int:
 def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
     """The rows of every rank.
 
-    Args: parts: that follow each other. work: of rows [start, stop) of one part, if any: how many
-        keys they see; later rows of a part no fewer than earlier ones, or the parts are many.
+    Args:
+        parts: that follow each other.
+        work: of rows [start, stop) of one part, if any: how many keys they see; later rows of a
+            part no fewer than earlier ones, or the parts are many.
     """
     pool = _Pool(parts, work)
     total = sum(stop - start for start, stop in parts)
@@ -55,7 +57,10 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
 class _Part(NamedTuple):
     """Rows that nobody has yet.
 
-    Attributes: density: work per row. rows: how many. work: of all of them; load: by its density.
+    Attributes:
+        density: work per row.
+        rows: how many.
+        work: of all of them; load: by its density.
     """
 
     density: float

@@ -18,7 +18,9 @@ class Shape:
     """What the volume of communication depends on.
 
     Attributes:
-        seq_len: global. element_bytes: of q, k, v and out. wide_bytes: of lse and of float32 sums.
+        seq_len: global.
+        element_bytes: of q, k, v and out.
+        wide_bytes: of lse and of float32 sums.
         value_dim: E, the head dim of v and out; 0: that of q and k.
     """
 

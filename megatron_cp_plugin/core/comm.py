@@ -51,7 +51,8 @@ class Transfer:
     """What one rank sent or received in one operation.
 
     Attributes:
-        rank: global rank that counts it. channel: of the messages.
+        rank: global rank that counts it.
+        channel: of the messages.
         messages, bytes: how many messages, and their payload.
     """
 

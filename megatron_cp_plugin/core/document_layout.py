@@ -27,7 +27,9 @@ class Balanced(Layout):
     """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
     `core.balance`. Without documents and spans this is the zigzag layout.
 
-    Attributes: documents: as of `document_starts`. slices: who sees whom inside these.
+    Attributes:
+        documents: as of `document_starts`.
+        slices: who sees whom inside these.
     """
 
     documents: tuple[int, ...] = ()

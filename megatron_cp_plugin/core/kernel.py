@@ -100,7 +100,10 @@ class Statistics(NamedTuple):
     def _each(
         self, of_rows: Callable[[Tensor], Tensor], of_out: Callable[[Tensor], Tensor]
     ) -> "Statistics":
-        """Args: of_rows: what is done to lse and delta. of_out: to out."""
+        """Args:
+        of_rows: what is done to lse and delta.
+        of_out: to out.
+        """
         lse, out, delta = self
         return Statistics(
             of_rows(lse),

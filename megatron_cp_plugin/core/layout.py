@@ -237,7 +237,9 @@ def describe_mismatch(
 
     Args:
         held: global positions of the rank's tokens in their local order, integers [S] or [B,S] on
-            any device. layout: within the documents, where it follows them. seq_len: global.
+            any device.
+        layout: within the documents, where it follows them.
+        seq_len: global.
 
     Returns: such as "token 0 is at position 128, expected 64: these are the tokens of rank 1 in
     the contiguous layout".
@@ -285,8 +287,12 @@ def _candidates(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, i
 class Cut(NamedTuple):
     """How a tensor was split, as noted on its memory.
 
-    Attributes: layout: within the documents. rank, size: of this part. seq_len: N. stride, tokens:
-        of the dimension of tokens. version: of the tensor; changes in place count it up.
+    Attributes:
+        layout: within the documents.
+        rank, size: of this part.
+        seq_len: N.
+        stride, tokens: of the dimension of tokens.
+        version: of the tensor; changes in place count it up.
     """
 
     layout: Layout
@@ -301,7 +307,10 @@ class Cut(NamedTuple):
 def remember(x: Tensor, dim: int, layout: Layout, seq_len: int, rank: int, size: int) -> None:
     """Notes how a tensor was split, for `check_cut` of it and of its views.
 
-    Args: dim: of tokens. layout: within the documents. seq_len: N.
+    Args:
+        dim: of tokens.
+        layout: within the documents.
+        seq_len: N.
     """
     with suppress(RuntimeError):  # no version in inference mode, no memory within torch.func
         of_x = x.stride(dim), x.shape[dim], x._version
@@ -322,7 +331,10 @@ def check_cut(
     Known are those that were noted, and their views of the same tokens, until one of them is
     changed in place. Of all others nothing is said.
 
-    Args: call: in words. dim: of tokens. layout: that the call needs; of so many tokens `within`.
+    Args:
+        call: in words.
+        dim: of tokens.
+        layout: that the call needs; of so many tokens `within`.
 
     Returns: whether one of them is known to be split so. Raises: ContextParallelError.
     """

@@ -63,8 +63,9 @@ def merge_into(
 def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
     """(out, lse) = merge of P partials, in one pass.
 
-    Args: out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes. lse: [B,H,S], lses: [P,B,H,S], of
-        a wide dtype. All may be strided.
+    Args:
+        out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes.
+        lse: [B,H,S], lses: [P,B,H,S], of a wide dtype. All may be strided.
     """
     if len(outs) == 1:
         out.copy_(outs[0])

@@ -222,7 +222,9 @@ def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
 def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
     """The first one, and the last one, of each run of elements.
 
-    Args: apart: of all but the first element, whether it begins a run. count: of the elements.
+    Args:
+        apart: of all but the first element, whether it begins a run.
+        count: of the elements.
     """
     begins = np.ones(count, np.bool_)
     begins[1:] = apart

@@ -156,8 +156,9 @@ class TileTable:
     """Tiles, whose objects are made when they are asked for; equal only to itself.
 
     Attributes:
-        q, kv: the rows and the columns of each. causal, reverse: bool [n]; window: int64 [n]. Tiles
-            of several documents are one for each here.
+        q, kv: the rows and the columns of each.
+        causal, reverse: bool [n]; window: int64 [n]. Tiles of several documents are one for each
+            here.
         joined: bool [n]: whether it is one tile with the one before, of whole documents.
     """
 
@@ -338,9 +339,11 @@ def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> 
 class _Stairs(NamedTuple):
     """Runs of rows of which the first sees the keys [first, last).
 
-    Attributes: each [n].
-        pair: of blocks. row, rows: the first row in its block, and how many. first, last: keys,
-            in their block. lower, upper: how many more `first` and `last` are for each next row.
+    Attributes, each [n]:
+        pair: of blocks.
+        row, rows: the first row in its block, and how many.
+        first, last: keys, in their block.
+        lower, upper: how many more `first` and `last` are for each next row.
     """
 
     pair: Numbers

@@ -42,8 +42,9 @@ class Topology(ABC):
     All ranks of a group must ask for the same channels and subgroups in the same order, for
     making one is a collective operation.
 
-    Attributes: rank, size: within the group. plans_all: plans are of all ranks, for several of them
-        are asked for in one process.
+    Attributes:
+        rank, size: within the group.
+        plans_all: plans are of all ranks, for several of them are asked for in one process.
     """
 
     plans_all = False

@@ -148,7 +148,9 @@ def _run(name: str, words: Sequence[str], folder: Path) -> Printed:
 def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
     """Runs `python -m *program`; returns the lines that it prints, which go to a file.
 
-    Args: log: the file, which has the name of the run. said: more environment variables.
+    Args:
+        log: the file, which has the name of the run.
+        said: more environment variables.
 
     Raises: ContextParallelError if it failed.
     """

@@ -70,7 +70,9 @@ class Plan:
 class LogProbs:
     """What a job computed.
 
-    Attributes: weights: norms of parameters, by rank. log_probs, labels, counts, ranks: [B,S].
+    Attributes:
+        weights: norms of parameters, by rank.
+        log_probs, labels, counts, ranks: [B,S].
     """
 
     weights: list[dict[str, float]]
@@ -230,7 +232,9 @@ def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> Lo
 def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | None = None) -> None:
     """Refuses to compare other tokens, or another model.
 
-    Args: name: of the run. split: what is in the names of parameters that ranks have parts of.
+    Args:
+        name: of the run.
+        split: what is in the names of parameters that ranks have parts of.
 
     Raises: ContextParallelError if something differs.
     """

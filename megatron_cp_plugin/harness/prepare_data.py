@@ -77,7 +77,9 @@ def write_dataset(
 ) -> dict[str, object]:
     """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which says what is in them.
 
-    Args: files: in the order of their documents. document_bytes: of a document at most.
+    Args:
+        files: in the order of their documents.
+        document_bytes: of a document at most.
 
     Returns: what was written to PREFIX.json.
     """

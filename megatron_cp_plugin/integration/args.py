@@ -82,11 +82,12 @@ class PluginFlags:
     """The plugin's flags as given on one command line.
 
     Attributes:
-        algo: None for Megatron's own path. layers: the algorithm of each layer, or (). kernel,
-            options, linear_model, recompute_attention, chunked_loss, send_latents, platform,
+        algo: None for Megatron's own path.
+        layers: the algorithm of each layer, or ().
+        kernel, options, linear_model, recompute_attention, chunked_loss, send_latents, platform,
             record, allow_untested_megatron: as in `add_arguments`.
-        comm_type: the same in Megatron's spelling. machine, mean_document, example_spans, explain:
-            of auto.
+        comm_type: the same in Megatron's spelling.
+        machine, mean_document, example_spans, explain: of auto.
         by_auto: as in `ContextParallelConfig`.
     """
 

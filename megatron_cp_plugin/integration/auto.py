@@ -76,7 +76,9 @@ class Resolved(NamedTuple):
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from what all of its ranks know.
 
-    Args: args: Megatron's namespace, as parsed. device: where the run computes.
+    Args:
+        args: Megatron's namespace, as parsed.
+        device: where the run computes.
 
     Raises: ContextParallelError if the arguments do not say enough; or if no algorithm can be had,
     then as for the fastest one by its name.
@@ -297,7 +299,9 @@ def of_several(combination: Combination) -> str | None:
 def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
     """The kinds of attention layers of a model whose batches a program cuts by a layout.
 
-    Args: model: its TransformerConfig, or the like. batches: with a number of tokens.
+    Args:
+        model: its TransformerConfig, or the like.
+        batches: with a number of tokens.
     """
     assert batches.tokens is not None
     multiple = layout.multiple(size)

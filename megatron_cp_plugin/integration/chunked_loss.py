@@ -81,7 +81,9 @@ class Head:
     ) -> tuple[Tensor, Tensor | None]:
         """Losses and entropies [...] of some tokens.
 
-        Args: rows: [...], their numbers in hidden, none twice. temperature: [...], or a number.
+        Args:
+            rows: [...], their numbers in hidden, none twice.
+            temperature: [...], or a number.
         """
         at, length = rows.flatten(), self.shape[0] * self.shape[1]
         of_all = len(at) == length

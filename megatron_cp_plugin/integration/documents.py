@@ -410,7 +410,10 @@ class PositionsOfPacks:
         return lambda: self._check(row(), documents, seq_len)
 
     def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> str | None:
-        """Args: row: int [S]. documents: as of `_documents`."""
+        """Args:
+        row: int [S].
+        documents: as of `_documents`.
+        """
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
             return None

@@ -31,7 +31,10 @@ def largest_scores(
 
     A collective operation of the group's ranks; the host waits for nothing.
 
-    Args: q: [B,S,H,D]. k: [B,S,G,D]. scale: above 0.
+    Args:
+        q: [B,S,H,D].
+        k: [B,S,G,D].
+        scale: above 0.
 
     Returns: [H] in float32, or float64 where q is; -inf where no query sees a key.
     """

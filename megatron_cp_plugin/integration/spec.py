@@ -99,9 +99,10 @@ def with_plugin(
 ) -> LayerSpec:
     """Returns a copy of a model's spec with the plugin's attention.
 
-    Args: spec: of all layers, the block's or a HybridModel's stack's. config: of the model; linear
-        layers change how its checkpoints are laid out, and latents that rotary embeddings are not
-        fused.
+    Args:
+        spec: of all layers, the block's or a HybridModel's stack's.
+        config: of the model; linear layers change how its checkpoints are laid out, and latents
+            that rotary embeddings are not fused.
 
     Raises: as `with_attention`.
     """

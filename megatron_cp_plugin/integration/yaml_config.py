@@ -81,8 +81,10 @@ def yaml_to_argv(
 ) -> list[str]:
     """Translates a YAML run file into command-line arguments, those of `context_parallel` last.
 
-    Args: parser: Megatron's with the plugin's flags: which there are and what they take. words: the
-        command line, which overrides the file; what it overrides may be among the arguments.
+    Args:
+        parser: Megatron's with the plugin's flags: which there are and what they take.
+        words: the command line, which overrides the file; what it overrides may be among the
+            arguments.
 
     Raises: ConfigError if the file cannot be read, or for sections, keys or values of no use.
     """

@@ -27,7 +27,9 @@ def gpu_reason(
 ) -> str | None:
     """Why a half-precision GPU kernel cannot serve a problem; None if it can.
 
-    Args: head_dims: those that it takes. capability: the least compute capability.
+    Args:
+        head_dims: those that it takes.
+        capability: the least compute capability.
     """
     if problem.device.type != "cuda":
         return f"runs on cuda, got tensors on {problem.device.type}"
@@ -130,8 +132,9 @@ def by_heads(
 ) -> Gradients:
     """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
 
-    Args: elements: of all heads, which int32 has to count. backward: makes the gradients of some
-    heads.
+    Args:
+        elements: of all heads, which int32 has to count.
+        backward: makes the gradients of some heads.
 
     Raises: ContextParallelError if one head has too many elements.
     """

@@ -216,11 +216,13 @@ def run_states(
     In chunks of 64 tokens, of the WY form (see kernels/chunked.py). States are float32 and are
     multiplied in bfloat16, as fla's; transitions in two bfloat16 parts.
 
-    Args: read: W, written: keys as they are in the state [1,T,H,D] (on the way back the other way
-        round); values: U, or its gradient [1,T,H,E]; sums: of gates in chunks, to base 2, float32
-        [1,T,H], or [1,T,H,D] where they are in read and written. bounds: of runs [m+1] int32.
-        which: of these runs [n] int32. back: queries as they read the state [1,T,H,D] and gradients
-        of outputs [1,T,H,E].
+    Args:
+        read: W, written: keys as they are in the state [1,T,H,D] (on the way back the other way
+            round); values: U, or its gradient [1,T,H,E]; sums: of gates in chunks, to base 2,
+            float32 [1,T,H], or [1,T,H,D] where they are in read and written.
+        bounds: of runs [m+1] int32.
+        which: of these runs [n] int32.
+        back: queries as they read the state [1,T,H,D] and gradients of outputs [1,T,H,E].
 
     Returns: what they add [n,H,D,E], and transitions [n,H,D,D], none on the way back; float32.
     """

@@ -57,7 +57,9 @@ _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
 def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
     """fla's kernels, called inside, take `_MEASURED`, where it was measured; outside they do not.
 
-    Args: k: [B,C,H,D]. v: [B,C,H,E].
+    Args:
+        k: [B,C,H,D].
+        v: [B,C,H,E].
     """
     measured = _measured(k.shape[3], v.shape[3], k.device.index)
     if not measured:
@@ -136,14 +138,19 @@ class Sequences:
     """Where fla's sequences are, segments of documents: int32 on the device.
 
     Attributes:
-        runs, batch: what they are of. count: of sequences, m. is_cut: a document has several.
+        runs, batch: what they are of.
+        count: of sequences, m.
+        is_cut: a document has several.
         starts: where they begin, and the last one ends [m+1].
         chunks: of each chunk its sequence and its number there [chunks,2].
-        offsets: how many chunks come before each sequence [m+1]. nowhere: zeros [m+1].
+        offsets: how many chunks come before each sequence [m+1].
+        nowhere: zeros [m+1].
         ends: the last token of each chunk [chunks].
-        joined: the joined sequences, those of an entry together [j]. lengths: theirs, in tokens.
+        joined: the joined sequences, those of an entry together [j].
+        lengths: theirs, in tokens.
         leaving: ways through the joined ones of each run's last document, from a beginning, those
-            of a run's batch entries together. leaving_of: which way each of their steps is of.
+            of a run's batch entries together.
+        leaving_of: which way each of their steps is of.
         arriving: those to each joined one, from the beginning that its run has, if any.
         leaving_back, arriving_back: the same for gradients.
     """
@@ -232,8 +239,9 @@ class Rule:
     """What a family of kernels computes, of folded tensors.
 
     Attributes:
-        q, k, v: [1,T,H,D or E]. gate: [1,T,H] or [1,T,H,D], beta: [1,T,H], as in `Gates`; or the
-            logarithms of rates to base 2 [H], and none.
+        q, k, v: [1,T,H,D or E].
+        gate: [1,T,H] or [1,T,H,D], beta: [1,T,H], as in `Gates`; or the logarithms of rates to base
+            2 [H], and none.
         before, through: of the joined sequences the states before them, None: 0, and their
             transitions, see `RunStates`; the backward begins with those of the forward.
     """

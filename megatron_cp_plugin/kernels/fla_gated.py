@@ -49,7 +49,8 @@ class _Delta(Rule):
 
     Attributes:
         read, values: W and U of the chunks, see kernels/chunked.py.
-        keys: as they are in the state. queries: as they read it.
+        keys: as they are in the state.
+        queries: as they read it.
         gated: sums of the gates in chunks by the name of fla's argument.
     """
 

@@ -120,7 +120,9 @@ def merge_rows_into(
 ) -> None:
     """Merges some rows of (b, b_lse) (None: all, in their order) into some of (out, lse).
 
-    Args: out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32. to, of: [n] int32.
+    Args:
+        out, b: [B,S,H,D], any floating dtype; lse, b_lse: [B,H,S] float32.
+        to, of: [n] int32.
     """
     _launch(_merge_kernel, b, len(to), out, lse, out, lse, b, b_lse, to, of)
 

@@ -51,8 +51,10 @@ _RATES = (1.0, 1 - 1 / 256, 1 - 1 / 16, 0.5)
 class Accuracy:
     """How far a kernel is from the same in float64.
 
-    Attributes: error: the greatest relative one; inf for NaN. bound: what is right. where: such as
-        "dk of a full tile".
+    Attributes:
+        error: the greatest relative one; inf for NaN.
+        bound: what is right.
+        where: such as "dk of a full tile".
     """
 
     error: float

@@ -45,8 +45,12 @@ _REPEATS = 5
 class Sizes:
     """How much is measured with.
 
-    Attributes: tiles: rows and columns. messages: bytes. memory: bytes of a copy. matrix: rows of a
-        matrix product. linear: tokens.
+    Attributes:
+        tiles: rows and columns.
+        messages: bytes.
+        memory: bytes of a copy.
+        matrix: rows of a matrix product.
+        linear: tokens.
     """
 
     tiles: tuple[tuple[int, int], ...]
@@ -80,7 +84,8 @@ def calibrate(
     """Measures the machine that this rank runs on; a collective operation of all ranks.
 
     Args:
-        name: of the machine. heads, kv_heads, head_dim: with which attention kernels are measured.
+        name: of the machine.
+        heads, kv_heads, head_dim: with which attention kernels are measured.
 
     Raises: ConfigError if nodes have unequally many ranks.
     """

@@ -56,7 +56,8 @@ def peak_of(
     """The peak memory of a rank in one attention layer.
 
     Args:
-        algorithm: on a `DryRunGroup`. kernel: of the tiles, which need not be able to run here.
+        algorithm: on a `DryRunGroup`.
+        kernel: of the tiles, which need not be able to run here.
     """
     topology = algorithm.topology
     assert isinstance(topology, DryRunGroup)
@@ -125,7 +126,9 @@ def _most(layer: Layer, kernel: str) -> int:
 class AllocationTracker(OnMeta):
     """Adds up the storages that are made while the mode is on, as long as they live.
 
-    Attributes: now: bytes at present. most: bytes at most, at a time.
+    Attributes:
+        now: bytes at present.
+        most: bytes at most, at a time.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

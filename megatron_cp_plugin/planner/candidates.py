@@ -33,8 +33,9 @@ _AS_POSSIBLE = frozenset(("transport",))
 class Candidate:
     """An algorithm with options.
 
-    Attributes: options: those that are not at their defaults. placements: of forward and backward;
-        two candidates with equal ones do the same.
+    Attributes:
+        options: those that are not at their defaults.
+        placements: of forward and backward; two candidates with equal ones do the same.
     """
 
     algo: str

@@ -52,7 +52,9 @@ GIB = 2**30
 class Kind:
     """Attention layers of a model that compute alike.
 
-    Attributes: shape: of the whole sequence. count: how many layers.
+    Attributes:
+        shape: of the whole sequence.
+        count: how many layers.
     """
 
     name: str
@@ -65,7 +67,9 @@ class Kind:
 class Place:
     """Where the layers run.
 
-    Attributes: nodes: of each context-parallel rank. kernel: name of one that the machine knows.
+    Attributes:
+        nodes: of each context-parallel rank.
+        kernel: name of one that the machine knows.
         memory_bytes: that attention may take of a GPU; None: whatever it takes.
     """
 
@@ -85,10 +89,11 @@ class Row:
     """What one layer takes with one candidate.
 
     Attributes:
-        forward, backward: seconds. exposed: of these, in which the slowest rank waits for messages.
-        inside, between: bytes that a rank sends in its node, and to others. simulated: it was
-            simulated; otherwise estimated. peak_bytes: of the GPU that needs most; None: it was not
-            looked at.
+        forward, backward: seconds.
+        exposed: of these, in which the slowest rank waits for messages.
+        inside, between: bytes that a rank sends in its node, and to others.
+        simulated: it was simulated; otherwise estimated.
+        peak_bytes: of the GPU that needs most; None: it was not looked at.
     """
 
     algo: str
@@ -125,7 +130,9 @@ class Table(NamedTuple):
 class Combination:
     """An algorithm for each kind of layers, which a model can have together.
 
-    Attributes: rows: by kind. lead: number of the kind whose algorithm has the options.
+    Attributes:
+        rows: by kind.
+        lead: number of the kind whose algorithm has the options.
         seconds: of all layers, both passes.
     """
 

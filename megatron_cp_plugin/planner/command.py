@@ -31,7 +31,10 @@ _QUIET_SECONDS = 1.0  # between two lines of progress
 def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None) -> None:
     """Prints which algorithm is the fastest for a layer, and why.
 
-    Args: name: of a machine. size: number of ranks. path: of a run file to write.
+    Args:
+        name: of a machine.
+        size: number of ranks.
+        path: of a run file to write.
     """
     machine = machine_named(name)
     place = Place(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
@@ -50,7 +53,9 @@ def plan_model(
 ) -> None:
     """Prints how to split a model among GPUs.
 
-    Args: name: of a machine. batch: sequences of a step; None: as make some millions of tokens.
+    Args:
+        name: of a machine.
+        batch: sequences of a step; None: as make some millions of tokens.
     """
     if model not in MODELS:
         raise ConfigError(

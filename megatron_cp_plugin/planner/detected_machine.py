@@ -53,7 +53,9 @@ def machine_named(name: str) -> Machine:
 def machine_here(name: str | None, gpu: str | None) -> tuple[Machine, str]:
     """The machine, and how it was found.
 
-    Args: name: as in `machine_named`; None: by the GPU. gpu: its name; None: there is none.
+    Args:
+        name: as in `machine_named`; None: by the GPU.
+        gpu: its name; None: there is none.
 
     Raises: ConfigError if there is none of that name.
     """

@@ -68,7 +68,10 @@ class Transfer(NamedTuple):
 class Collective(NamedTuple):
     """What some ranks exchange, each with all others.
 
-    Attributes: before: as in Transfer. name: of the operation. tensors: such as "k, v".
+    Attributes:
+        before: as in Transfer.
+        name: of the operation.
+        tensors: such as "k, v".
     """
 
     before: int
@@ -83,10 +86,12 @@ class Picture:
     """One pass of a plan.
 
     Attributes:
-        title: algorithm and options. subtitle: ranks, mask, tokens, pass.
+        title: algorithm and options.
+        subtitle: ranks, mask, tokens, pass.
         size: number of ranks.
         steps: cells by step and rank; None: the rank waits.
-        transfers, collectives: what travels. kinds: what each kind of it is.
+        transfers, collectives: what travels.
+        kinds: what each kind of it is.
         head_groups: of heads, which are computed one after another in equally many steps each.
     """
 
@@ -247,7 +252,9 @@ def _kinds(plan: Plan) -> dict[Kind, str]:
 class _Message(NamedTuple):
     """A transfer before it is known to be a part of something larger.
 
-    Attributes: owners: of its block. share: which one of the heads.
+    Attributes:
+        owners: of its block.
+        share: which one of the heads.
     """
 
     before: int

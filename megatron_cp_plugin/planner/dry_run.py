@@ -21,9 +21,10 @@ class Post(NamedTuple):
     """Begins an operation of a channel.
 
     Attributes:
-        channel, number: which, and its how many-th. operation: None: by copy engines. sends,
-            receives: (global rank, bytes) of each message. bytes: of a collective operation, what
-            this rank sends.
+        channel, number: which, and its how many-th.
+        operation: None: by copy engines.
+        sends, receives: (global rank, bytes) of each message.
+        bytes: of a collective operation, what this rank sends.
     """
 
     channel: ChannelId
@@ -103,9 +104,11 @@ class DryRunGroup(Topology):
         """Stands for one rank.
 
         Args:
-            rank: in the group. nodes: the node of each rank of the group. peer_access: whether the
-                ranks of one node reach each other's memory. ranks: global, of the group; None:
-                these are all. plans_all: see Topology.
+            rank: in the group.
+            nodes: the node of each rank of the group.
+            peer_access: whether the ranks of one node reach each other's memory.
+            ranks: global, of the group; None: these are all.
+            plans_all: see Topology.
         """
         super().__init__(rank, len(nodes))
         self.plans_all = plans_all
@@ -174,7 +177,10 @@ class _Posting:
         sent: Tensor | None = None,
         block: Tensor | None = None,
     ) -> Pending[T]:
-        """Args: sent: by a collective operation. block: of it, that goes to each other rank."""
+        """Args:
+        sent: by a collective operation.
+        block: of it, that goes to each other rank.
+        """
         number, ranks = self._number, self.channel[1]
         self._number += 1
         leave, come = (

@@ -199,9 +199,11 @@ class _Moved(NamedTuple):
 class Estimate(NamedTuple):
     """Of one pass, or of both.
 
-    Attributes: computing: seconds of these. inside, between: bytes that a rank sends in its node,
-        and to others. host: seconds in which the host launches all that. exposed: seconds in which
-        messages are waited for.
+    Attributes:
+        computing: seconds of these.
+        inside, between: bytes that a rank sends in its node, and to others.
+        host: seconds in which the host launches all that.
+        exposed: seconds in which messages are waited for.
     """
 
     seconds: float
@@ -216,7 +218,10 @@ class Estimate(NamedTuple):
 class Estimator:
     """Of candidates for one layer on one machine.
 
-    Attributes: nodes: of each rank. peer: by copy engines. kernel: of the machine.
+    Attributes:
+        nodes: of each rank.
+        peer: by copy engines.
+        kernel: of the machine.
     """
 
     shape: Shape
@@ -409,7 +414,9 @@ class Estimator:
     def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
         """A message that all ranks get at a time.
 
-        Args: far: from another node. latency: of a relay; 0: it comes from its owner.
+        Args:
+            far: from another node.
+            latency: of a relay; 0: it comes from its owner.
         """
         machine = self.machine
         if self.peer and machine.copy is not None:
@@ -425,7 +432,10 @@ class Estimator:
         return _Moved(self._between(size, self._local), 0.0, size)
 
     def _between(self, size: float, senders: float) -> float:
-        """Args: size: of a message. senders: ranks of a node that send one at a time."""
+        """Args:
+        size: of a message.
+        senders: ranks of a node that send one at a time.
+        """
         machine = self.machine
         cards = min(machine.cards_per_node, self._local)
         seconds = machine.between.exchange.time(size * max(1.0, senders / cards))
@@ -485,7 +495,10 @@ class Estimator:
         )
 
     def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
-        """Args: members: ranks. size: bytes that a rank sends."""
+        """Args:
+        members: ranks.
+        size: bytes that a rank sends.
+        """
         machine, ranks = self.machine, tuple(members)
         on = self._on(ranks)
         mates, count = max(on.values()), len(ranks)

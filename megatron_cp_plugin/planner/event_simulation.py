@@ -60,8 +60,9 @@ class PassTime:
 class Timeline:
     """Forward and backward of a layer, one right after the other.
 
-    Attributes: intervals: of the simulated ranks. ranks: how many those were; of fewer than there
-        are see `simulate`.
+    Attributes:
+        intervals: of the simulated ranks.
+        ranks: how many those were; of fewer than there are see `simulate`.
     """
 
     forward: PassTime
@@ -122,9 +123,11 @@ def play(
     """Plays what ranks do.
 
     Args:
-        nodes: of all ranks. traces: of some or all; ranks without one are taken to be where those
-            are that they exchange with. kernel: of the machine's. captured: in a CUDA graph, so
-            that the host launches nothing.
+        nodes: of all ranks.
+        traces: of some or all; ranks without one are taken to be where those are that they exchange
+            with.
+        kernel: of the machine's.
+        captured: in a CUDA graph, so that the host launches nothing.
 
     Raises: ConfigError if the machine has no such kernel.
     """
@@ -187,9 +190,11 @@ def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
 class _Operation:
     """What ranks do together on a channel.
 
-    Attributes: all by rank. posts: what it posted, and when its stream came there. offered: when
-        others may write to its memory. copied: when it has written to others'. done: when it is
-        over.
+    Attributes, all by rank:
+        posts: what it posted, and when its stream came there.
+        offered: when others may write to its memory.
+        copied: when it has written to others'.
+        done: when it is over.
     """
 
     posts: dict[int, tuple[Post, float]] = field(default_factory=dict)
@@ -209,10 +214,15 @@ class _Rank:
     """Where a rank is.
 
     Attributes:
-        events: what it does. place: how many of them are done. phase: that it is in.
-        host, stream, copies: seconds until which they are taken. waited: seconds for messages, by
-            pass. ended: when the stream came to the end of the forward. busy: when it computed.
-        slowed: when the process group moved data. queue: copies that are not done.
+        events: what it does.
+        place: how many of them are done.
+        phase: that it is in.
+        host, stream, copies: seconds until which they are taken.
+        waited: seconds for messages, by pass.
+        ended: when the stream came to the end of the forward.
+        busy: when it computed.
+        slowed: when the process group moved data.
+        queue: copies that are not done.
     """
 
     events: Sequence[Event | _Begin]

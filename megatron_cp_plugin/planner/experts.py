@@ -38,8 +38,10 @@ class Dispatch:
     """Tokens and experts of a layer.
 
     Attributes:
-        tokens: of a rank. hidden: elements of a token. active: experts of a token. expert,
-            expert_tensor: parallel sizes.
+        tokens: of a rank.
+        hidden: elements of a token.
+        active: experts of a token.
+        expert, expert_tensor: parallel sizes.
     """
 
     tokens: float

@@ -120,9 +120,10 @@ class _Part:
     """A step, and before it what travels: messages, and collectives of one name side by side.
 
     Attributes:
-        head: lines above the step. cells: of each rank its text, its color and the share of the
-            step's time that it computes; None: it only waits. bundles: collectives, each with its
-            lane.
+        head: lines above the step.
+        cells: of each rank its text, its color and the share of the step's time that it computes;
+            None: it only waits.
+        bundles: collectives, each with its lane.
     """
 
     head: list[str]
@@ -286,7 +287,9 @@ _TIME_LANE = 0.22  # inches of a lane
 def save_timeline(found: Timeline, title: str, path: Path) -> None:
     """Writes a timeline.
 
-    Args: title: above the picture. path: .json for a trace, .svg or .png for a picture.
+    Args:
+        title: above the picture.
+        path: .json for a trace, .svg or .png for a picture.
 
     Raises: ConfigError if the name ends otherwise, or matplotlib is not installed.
     """

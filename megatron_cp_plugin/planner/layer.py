@@ -45,7 +45,10 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 class Layer:
     """An algorithm for a layer, and where its ranks are.
 
-    Attributes: options: as `registry.create`. shape: of the whole problem. nodes: of each rank.
+    Attributes:
+        options: as `registry.create`.
+        shape: of the whole problem.
+        nodes: of each rank.
         peer_access: the ranks of one node reach each other's memory.
     """
 
@@ -154,7 +157,9 @@ def planned(
 class Passes(NamedTuple):
     """The two passes of a rank.
 
-    Attributes: inputs: q, k, v and dout. forward: what it returns last is what `backward` takes.
+    Attributes:
+        inputs: q, k, v and dout.
+        forward: what it returns last is what `backward` takes.
     """
 
     inputs: list[Tensor]
@@ -171,8 +176,9 @@ def passes(
 ) -> Passes:
     """Of the rank of the algorithm's topology.
 
-    Args: kernel: of softmax attention. rate: by which states of linear attention decay; 1: they do
-        not.
+    Args:
+        kernel: of softmax attention.
+        rate: by which states of linear attention decay; 1: they do not.
     """
     topology, dims = algorithm.topology, (shape.head_dim, shape.value_dim)
     kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads

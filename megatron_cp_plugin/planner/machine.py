@@ -23,7 +23,9 @@ _FOLDER = Path(__file__).parent.parent / "configs" / "machines"
 class Rate:
     """What a message takes: alpha + bytes / beta.
 
-    Attributes: seconds: alpha, of a message whatever its size. bytes_per_second: beta.
+    Attributes:
+        seconds: alpha, of a message whatever its size.
+        bytes_per_second: beta.
     """
 
     seconds: float
@@ -39,8 +41,9 @@ class Links:
     """Operations of a process group over links of one class.
 
     Attributes:
-        exchange: of two ranks, both ways at a time; bytes that a rank sends. collective: by
-            operation and number of ranks that take part; of other numbers the nearest one serves.
+        exchange: of two ranks, both ways at a time; bytes that a rank sends.
+        collective: by operation and number of ranks that take part; of other numbers the nearest
+            one serves.
     """
 
     exchange: Rate
@@ -59,8 +62,9 @@ class KernelSpeed:
     """How fast an attention kernel is: seconds + flop / flops * (1 + rows / r + columns / c).
 
     Attributes:
-        flops: of long tiles, of what is asked for. rows, columns: of a tile at which it is half as
-            fast. seconds: of a call, whatever its size.
+        flops: of long tiles, of what is asked for.
+        rows, columns: of a tile at which it is half as fast.
+        seconds: of a call, whatever its size.
     """
 
     flops: float
@@ -78,8 +82,8 @@ class Kernels:
     """Speeds of one attention kernel at head dim 128.
 
     Attributes:
-        by_pass: by "forward causal", "forward full", "backward causal", "backward full". dims:
-            factors of these speeds, by pass and "D" or "D:E"; 1 for others.
+        by_pass: by "forward causal", "forward full", "backward causal", "backward full".
+        dims: factors of these speeds, by pass and "D" or "D:E"; 1 for others.
     """
 
     by_pass: Mapping[str, KernelSpeed]
@@ -91,10 +95,12 @@ class Host:
     """Seconds of the host, which launches what GPUs do.
 
     Attributes:
-        operation: a kernel of torch. kernel, kernel_backward: an attention kernel. peer: an
-            exchange by copy engines. group: an operation of a process group. call,
-            call_backward: of a pass of attention, beside all these. fused: a kernel of ours in
-            Triton, which merges or adds partial results.
+        operation: a kernel of torch.
+        kernel, kernel_backward: an attention kernel.
+        peer: an exchange by copy engines.
+        group: an operation of a process group.
+        call, call_backward: of a pass of attention, beside all these.
+        fused: a kernel of ours in Triton, which merges or adds partial results.
     """
 
     operation: float = 0.0
@@ -112,17 +118,22 @@ class Machine:
     """GPUs of one or several nodes.
 
     Attributes:
-        name: of the file. source: where the figures are from. gpus_per_node: ranks, if several
-            share a GPU. ranks_per_gpu: which share its time.
-        memory_gib: of a GPU. memory_bytes_per_second: of operations bound by memory, reads and
-            writes together. operation_seconds: such an operation takes at least.
-        matmul_flops: of a model's matrix products. peak_flops: of the data sheet, dense in
-            bfloat16, for MFU; None: not known.
-        kernels: by kernel's name. linear_flops: of a kernel of linear attention, by pass.
+        name: of the file.
+        source: where the figures are from.
+        gpus_per_node: ranks, if several share a GPU.
+        ranks_per_gpu: which share its time.
+        memory_gib: of a GPU.
+        memory_bytes_per_second: of operations bound by memory, reads and writes together.
+        operation_seconds: such an operation takes at least.
+        matmul_flops: of a model's matrix products.
+        peak_flops: of the data sheet, dense in bfloat16, for MFU; None: not known.
+        kernels: by kernel's name.
+        linear_flops: of a kernel of linear attention, by pass.
         copy: by copy engines over peer memory, inside a node; None: there are none.
         inside, between: over the process group, inside a node; between nodes, of one network card.
-        cards_per_node: network cards, each of as many GPUs as another. between_total: bytes a
-            second that all nodes together can send, where they share something; None: nothing.
+        cards_per_node: network cards, each of as many GPUs as another.
+        between_total: bytes a second that all nodes together can send, where they share something;
+            None: nothing.
         group_share: of a kernel's speed that is left while the process group moves data.
     """
 
@@ -155,7 +166,10 @@ class Machine:
     def between_bytes(self, operation: Operation, ranks: int, stride: int, sent: float) -> float:
         """What a rank sends to other nodes in a collective operation.
 
-        Args: ranks: that take part. stride: how far apart they stand. sent: bytes, to anywhere.
+        Args:
+            ranks: that take part.
+            stride: how far apart they stand.
+            sent: bytes, to anywhere.
         """
         if ranks * stride <= self.gpus_per_node:
             return 0.0

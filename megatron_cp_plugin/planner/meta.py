@@ -49,8 +49,10 @@ class _Other(NamedTuple):
 class _Effect(NamedTuple):
     """What an operation does.
 
-    Attributes: made: a tensor of its own; None: something else. in_place: it returns its first
-        argument as it was. bytes: of all tensors that it takes and returns.
+    Attributes:
+        made: a tensor of its own; None: something else.
+        in_place: it returns its first argument as it was.
+        bytes: of all tensors that it takes and returns.
     """
 
     made: _Laid | None

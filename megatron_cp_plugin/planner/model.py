@@ -18,14 +18,18 @@ class Model:
     """The sizes of a decoder.
 
     Attributes:
-        ffn: width of a layer's MLP, or of an expert. gated: it has three matrices, else two.
-        experts: of a layer; 0: an MLP in their place. active: of them for each token.
+        ffn: width of a layer's MLP, or of an expert.
+        gated: it has three matrices, else two.
+        experts: of a layer; 0: an MLP in their place.
+        active: of them for each token.
         shared: width of an expert that all tokens have beside the others; 0: none.
         dense, dense_ffn: how many first layers have an MLP in place of experts, and its width.
-        value_dim: of a head; 0: head_dim. query_rank, key_rank: of the latents of multi-latent
-            attention, whose keys have rotary elements of `rotary_dim` that all heads share; 0: it
-            has none; only query_rank 0: queries have none. linear: layers of linear attention.
-            tied: embedding and logits share a matrix.
+        value_dim: of a head; 0: head_dim.
+        query_rank, key_rank: of the latents of multi-latent attention, whose keys have rotary
+            elements of `rotary_dim` that all heads share; 0: it has none; only query_rank 0:
+            queries have none.
+        linear: layers of linear attention.
+        tied: embedding and logits share a matrix.
     """
 
     name: str
@@ -176,11 +180,12 @@ class Split:
     Attributes:
         expert, expert_tensor: how experts are split among the ranks of a stage, which are counted
             expert tensor, expert, expert data.
-        micro_batches: sequences of each data-parallel rank in a step. recompute: "full": a layer's
-            forward runs again in the backward, but for attention. chunked_loss: logits are made in
-            chunks, and a second time in the backward. distributed_optimizer: its states are split
-            among the ranks that have the same parameters. sharded: the parameters and gradients
-            are, too, as Megatron-FSDP does it; each layer's are gathered when they are needed.
+        micro_batches: sequences of each data-parallel rank in a step.
+        recompute: "full": a layer's forward runs again in the backward, but for attention.
+        chunked_loss: logits are made in chunks, and a second time in the backward.
+        distributed_optimizer: its states are split among the ranks that have the same parameters.
+        sharded: the parameters and gradients are, too, as Megatron-FSDP does it; each layer's are
+            gathered when they are needed.
     """
 
     tensor: int = 1

@@ -56,8 +56,9 @@ def passes_seconds(
     """Seconds of forward and backward.
 
     Args:
-        rows: of activations, for each matrix. count: of matrices in one grouped product, an
-            expert's each. again: the forward runs twice.
+        rows: of activations, for each matrix.
+        count: of matrices in one grouped product, an expert's each.
+        again: the forward runs twice.
     """
     if count > 1:
         rows += _TILE_ROWS / 2

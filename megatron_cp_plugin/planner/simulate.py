@@ -42,10 +42,13 @@ def simulate(
     blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
 
     Args:
-        algo, options: as `registry.create`. shape: of the whole problem. mask: of softmax
-            attention. nodes: the node of each rank. transport: "auto", by copy engines where the
-            machine has them and all ranks are on one node; or "group". kernel: one of the
-            machine's; default: its first.
+        algo, options: as `registry.create`.
+        shape: of the whole problem.
+        mask: of softmax attention.
+        nodes: the node of each rank.
+        transport: "auto", by copy engines where the machine has them and all ranks are on one node;
+            or "group".
+        kernel: one of the machine's; default: its first.
         captured: in a CUDA graph, so that the host launches nothing.
 
     Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.

@@ -44,7 +44,9 @@ class Proposal(NamedTuple):
 class Job:
     """What is to be trained.
 
-    Attributes: tokens: of a sequence. sequences: of a step, of all data-parallel ranks.
+    Attributes:
+        tokens: of a sequence.
+        sequences: of a step, of all data-parallel ranks.
     """
 
     model: Model
@@ -61,7 +63,9 @@ def proposals(
 ) -> list[Proposal]:
     """The fastest ways that fit, the fastest first.
 
-    Args: most: how many, at most. say: is told what is looked at, again and again.
+    Args:
+        most: how many, at most.
+        say: is told what is looked at, again and again.
 
     Raises: ConfigError if nothing fits.
     """

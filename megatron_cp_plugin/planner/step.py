@@ -38,7 +38,9 @@ class Step:
     """What a step takes.
 
     Attributes:
-        seconds: of a step. tokens: of it, on all ranks. parts: seconds of which it consists.
+        seconds: of a step.
+        tokens: of it, on all ranks.
+        parts: seconds of which it consists.
         memory: GiB of the GPU that needs most, by what it is for.
     """
 
@@ -78,8 +80,10 @@ def step(
     """A step of training on sequences of so many tokens.
 
     Args:
-        algo, options: of attention. mask: default: causal. attention: seconds of one layer's, if
-            they are known already. attention_gib: what it needs beside its inputs and results.
+        algo, options: of attention.
+        mask: default: causal.
+        attention: seconds of one layer's, if they are known already.
+        attention_gib: what it needs beside its inputs and results.
 
     Raises: ConfigError if the model cannot be split like this.
     """

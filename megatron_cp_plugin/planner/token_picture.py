@@ -52,7 +52,8 @@ class TokenPicture:
 
     Attributes:
         title, subtitle: algorithm and options; ranks, mask, tokens, pass.
-        size: number of ranks. steps: number of steps of a head group.
+        size: number of ranks.
+        steps: number of steps of a head group.
         owner: int [N], the rank that holds a token.
         part: int [N,N], the number of the part that computes a score; -1: hidden by the mask.
         parts: all parts.

@@ -84,7 +84,10 @@ class Attention(torch.autograd.Function):
         compiled: Compiled,
         site: Hashable | None,
     ) -> Tensor:
-        """Args: sink, site: as of `attend`. compiled: as `compiled_call` returns it."""
+        """Args:
+        sink, site: as of `attend`.
+        compiled: as `compiled_call` returns it.
+        """
         q, k, v = aligned(q, k, v)
         token = PHASE.set("forward")
         try:
@@ -162,7 +165,9 @@ def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     it is given w dout, and w out for the out that it kept; lse stays.
 
     Args:
-        out: [B,S,H,E], the very tensor that an algorithm has saved. lse: [B,H,S]. sink: [H].
+        out: [B,S,H,E], the very tensor that an algorithm has saved.
+        lse: [B,H,S].
+        sink: [H].
 
     Returns: lse - sink [B,H,S].
     """
@@ -197,12 +202,15 @@ def attend(
 
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], with G dividing H: this rank's shards, in the
-            order of algorithm.layout, which `check_shapes` has passed. seq_len: global N.
-            kernel_for: the choice of a kernel, such as `kernels.resolver("auto")`. scale:
-            of the scores, default D**-0.5. window, documents: as in Mask. slices: in place of
-            causal and documents. sink: [H], for each head the score of a key without a
-            value that every query sees; its gradient is that of this rank's queries. site: as in
-            `computed_once`.
+            order of algorithm.layout, which `check_shapes` has passed.
+        seq_len: global N.
+        kernel_for: the choice of a kernel, such as `kernels.resolver("auto")`.
+        scale: of the scores, default D**-0.5.
+        window, documents: as in Mask.
+        slices: in place of causal and documents.
+        sink: [H], for each head the score of a key without a value that every query sees; its
+            gradient is that of this rank's queries.
+        site: as in `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
     v, do not travel where the algorithm can do without (`Compiled.backward`); so all ranks want
@@ -293,7 +301,9 @@ def whole_of(x: Tensor, dim: int, layout: Layout, seq_len: int, topology: Topolo
     So the backward is a collective operation too.
 
     Args:
-        x: this rank's part, S tokens along `dim`. layout: within the documents. seq_len: N.
+        x: this rank's part, S tokens along `dim`.
+        layout: within the documents.
+        seq_len: N.
 
     Returns: N tokens along `dim`, the same on all ranks.
     """

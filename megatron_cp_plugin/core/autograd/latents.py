@@ -118,7 +118,10 @@ class _Projection:
     gradient: Tensor | None = None
 
     def add(self, made: Tensor, low: Tensor) -> None:
-        """Args: made: [B*T, H*(D-R+E)], gradients. low: [B*T,L]."""
+        """Args:
+        made: [B*T, H*(D-R+E)], gradients.
+        low: [B*T,L].
+        """
         assert self.gradient is not None
         if made.is_cuda and made.dtype != self.gradient.dtype:
             self.gradient += torch.mm(made.T, low, out_dtype=self.gradient.dtype)

@@ -44,16 +44,21 @@ class Assembly:
     Dimensions are those of one rank's tensor, where `dim` is the one of tokens.
 
     Attributes:
-        spans: positions of the assembled block, ascending. tokens: how many they are.
-        members: number of ranks. width: S, to which every rank's block is padded.
+        spans: positions of the assembled block, ascending.
+        tokens: how many they are.
+        members: number of ranks.
+        width: S, to which every rank's block is padded.
         excerpt: it leaves tokens of the ranks out.
     """
 
     excerpt = False
 
     def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:
-        """Args: spans: of one rank's block after another. owner: [n], whose they are.
-        members: number of ranks. width: as of `assemble`.
+        """Args:
+        spans: of one rank's block after another.
+        owner: [n], whose they are.
+        members: number of ranks.
+        width: as of `assemble`.
         """
         self.members, self.width, self.spans = members, width, spans.united
         local = offsets_of_each(owner, spans.lengths)  # where each span is in its rank's block
@@ -65,7 +70,10 @@ class Assembly:
         self._arrange(owner[first], Ranges.between(start, start + length))
 
     def _arrange(self, member: Numbers, places: Ranges) -> None:
-        """Args: member: of each segment, in ascending order of positions. places: in its block."""
+        """Args:
+        member: of each segment, in ascending order of positions.
+        places: in its block.
+        """
         self._member, self._places, self.tokens = member, places, places.total
         # One gather in place of a copy for each segment: a pack of documents that are cut each by
         # itself has some segments a document.

@@ -135,8 +135,9 @@ def token_dim(x: Tensor, before: int = 0) -> int:
 def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:
     """Some rows of a packed block, one behind the other; x itself if they are all that there are.
 
-    Args: x: the rows `held` of the block, along a dimension. strided: only the last dimension need
-        be contiguous, so that rows without gaps are a view.
+    Args:
+        x: the rows `held` of the block, along a dimension.
+        strided: only the last dimension need be contiguous, so that rows without gaps are a view.
     """
     if rows == held:
         return x if strided and x.stride(-1) == 1 else x.contiguous()

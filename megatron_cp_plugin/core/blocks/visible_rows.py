@@ -245,8 +245,10 @@ class _Blocks(NamedTuple):
     """Spans without steps of several blocks, in ascending order.
 
     Attributes:
-        number: of blocks. owner: of each span the number of its block. starts, stops: its
-            positions. shift: how far these are from rows of the block.
+        number: of blocks.
+        owner: of each span the number of its block.
+        starts, stops: its positions.
+        shift: how far these are from rows of the block.
     """
 
     number: int
@@ -263,7 +265,10 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of_spans(cls, number: int, owner: Numbers, spans: Ranges) -> Self:
-        """Args: number: of blocks. owner: of each span the number of its block, ascending."""
+        """Args:
+        number: of blocks.
+        owner: of each span the number of its block, ascending.
+        """
         shift = spans.start - offsets_of_each(owner, spans.lengths)
         order = np.argsort(spans.start)
         return cls(number, *(x[order] for x in (owner, spans.start, spans.stop, shift)))

@@ -25,7 +25,8 @@ class VirtualWorld:
     """Mailboxes of `size` virtual ranks.
 
     Args:
-        timeout_s: how long a rank waits for a message. ranks_per_node: default: all on one node.
+        timeout_s: how long a rank waits for a message.
+        ranks_per_node: default: all on one node.
         peer_access: whether there are peer channels, see `VirtualPeerCommunicator`.
     """
 

@@ -85,8 +85,10 @@ def steps_among(placement: Placement, topology: Topology) -> Topology:
 class Way(NamedTuple):
     """How messages are sent.
 
-    Attributes: names: of the channels of inputs and results, and of those that may take several
-        steps, if there are any. slots: of copy engines; None: over the process group.
+    Attributes:
+        names: of the channels of inputs and results, and of those that may take several steps, if
+            there are any.
+        slots: of copy engines; None: over the process group.
     """
 
     names: tuple[str, ...]

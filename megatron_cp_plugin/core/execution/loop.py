@@ -148,7 +148,10 @@ class Pass(ABC):
     retained: Tensors = ()
 
     def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
-        """Args: own: of the rank's tokens. q, v: give the batch, the head dims and the dtype."""
+        """Args:
+        own: of the rank's tokens.
+        q, v: give the batch, the head dims and the dtype.
+        """
         self._call, self._program, self._teams = part.call, part.program, part.teams
         self._overlap, self.own = part.overlap, own
         self._sizes = len(q), q.shape[3], v.shape[3], q.dtype

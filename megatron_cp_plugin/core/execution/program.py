@@ -86,7 +86,10 @@ class Operation(NamedTuple):
         whole: HeadGroup,
         wide: bool = False,
     ) -> Self:
-        """Args: heads: those that travel. whole: all heads of the tensors."""
+        """Args:
+        heads: those that travel.
+        whole: all heads of the tensors.
+        """
         return cls(messages, sum(messages, ()), SomeHeads.of(heads, whole), wide)
 
 
@@ -320,7 +323,10 @@ def gathering_program(
 ) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args: tiles: what the rank computes. tokens: queries of the team. packed, gaps: see `Batches`.
+    Args:
+        tiles: what the rank computes.
+        tokens: queries of the team.
+        packed, gaps: see `Batches`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":

@@ -243,7 +243,9 @@ class _Scattering(Departure):
 class TeamChannels(NamedTuple):
     """Where blocks come together.
 
-    Attributes: owners: whose blocks they are, in the order of the ranks. own: whose this rank has.
+    Attributes:
+        owners: whose blocks they are, in the order of the ranks.
+        own: whose this rank has.
         inward, outward: channels to where blocks are computed with, and back.
     """
 
@@ -303,7 +305,9 @@ def _ordered(
 ) -> tuple[Assembly, Travelling | None]:
     """How the tokens of a team are joined, and the rows that this rank sends (None: all).
 
-    Args: travelling: (owner, rows that travel) of the members. width: rows of padded blocks.
+    Args:
+        travelling: (owner, rows that travel) of the members.
+        width: rows of padded blocks.
     """
     rows = dict(travelling)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):

@@ -29,9 +29,12 @@ class LinearCall:
     """One linear attention over the whole split sequence.
 
     Attributes:
-        seq_len: global N. causal: tokens see themselves and earlier ones; otherwise all, with
-            rate**|distance|. decay: rates per head, of 1 beside gates. kernel: computes the runs.
-        output_final_state: the state after the last token is wanted. documents: as of
+        seq_len: global N.
+        causal: tokens see themselves and earlier ones; otherwise all, with rate**|distance|.
+        decay: rates per head, of 1 beside gates.
+        kernel: computes the runs.
+        output_final_state: the state after the last token is wanted.
+        documents: as of
         `document_starts`; each begins with a state of 0, but the first. shared: how many heads in
             a row differ in their queries alone, and so have one state. initial: a state before the
         first token is given.
@@ -51,8 +54,11 @@ class LinearCall:
 class LinearShape:
     """The sizes of one linear attention.
 
-    Attributes: seq_len: global N. heads: of states. element_bytes: of q, k, v. wide_bytes: of
-        states.
+    Attributes:
+        seq_len: global N.
+        heads: of states.
+        element_bytes: of q, k, v.
+        wide_bytes: of states.
     """
 
     batch: int
@@ -68,8 +74,11 @@ class LinearShape:
 class LinearWork:
     """What one rank computes in one step of the forward.
 
-    Attributes: step, host: when and where. state_owners: the ranks whose state meets the host's
-        queries; (): its own runs, each by itself. products: of a token with a state, D x E each.
+    Attributes:
+        step, host: when and where.
+        state_owners: the ranks whose state meets the host's queries; (): its own runs, each by
+            itself.
+        products: of a token with a state, D x E each.
         share: of the heads; less than 1 where the host has some heads of all ranks' tokens.
     """
 
@@ -83,8 +92,11 @@ class LinearWork:
 class LinearMove(NamedTuple):
     """What one rank sends to another in the forward.
 
-    Attributes: needed: in which step. tensors: letters of what travels, S for a state. owners:
-        whose tokens they are of. share: which share of the heads.
+    Attributes:
+        needed: in which step.
+        tensors: letters of what travels, S for a state.
+        owners: whose tokens they are of.
+        share: which share of the heads.
     """
 
     needed: int
@@ -145,7 +157,9 @@ class LinearAlgorithm(Registered):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """Gradients of the local shards, and of the initial state.
 
-        Args: dout: [B,S,H,E] contiguous. dfinal: this rank's gradient of the final state.
+        Args:
+            dout: [B,S,H,E] contiguous.
+            dfinal: this rank's gradient of the final state.
 
         Returns: dq, dk, dv in the dtypes of q, k, v; dinitial [B,H,D,E], whose sum over ranks is
         the whole one; None: 0; and the gradients of the gates.

@@ -72,9 +72,11 @@ class Route:
 
     Equal only to itself: what is made of one is kept by it.
 
-    Attributes: runs: for each rank (start, stop) of its runs in their local order, counted from
-    where the way begins. length: of the way, the global N. documents: where others than the first
-    begin; no state goes on there.
+    Attributes:
+        runs: for each rank (start, stop) of its runs in their local order, counted from where the
+            way begins.
+        length: of the way, the global N.
+        documents: where others than the first begin; no state goes on there.
     """
 
     runs: tuple[tuple[Interval, ...], ...]

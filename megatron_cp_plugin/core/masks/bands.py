@@ -135,7 +135,8 @@ class SteppedBlocks(NamedTuple):
     divided by it. These blocks follow each other, `_APART` positions from one to the next.
 
     Attributes:
-        q, kv: the positions. bands: what they see of each other; none without a pair.
+        q, kv: the positions.
+        bands: what they see of each other; none without a pair.
         rows, cols: the elements of each range of `q` and `kv` as ranges of rows of their blocks.
     """
 
@@ -147,7 +148,10 @@ class SteppedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, q: Ranges, kv: Ranges, bands: Bands) -> Self:
-        """Args: q, kv: the blocks. bands: of the mask."""
+        """Args:
+        q, kv: the blocks.
+        bands: of the mask.
+        """
         common = int(np.lcm.reduce(np.concatenate((q.step, kv.step))))
         (q_residue, q_span, rows), (k_residue, k_span, cols) = (
             _residues(block, common) for block in (q, kv)
@@ -187,7 +191,10 @@ def _residues(block: Ranges, common: int) -> tuple[Numbers, Ranges, Ranges]:
 def stretched(parts: Ranges, spans: Ranges, rows: Ranges) -> Ranges:
     """Parts of spans as the same parts of the rows that stand for these spans.
 
-    Args: parts: each of one span. spans: without steps, ascending. rows: of each span.
+    Args:
+        parts: each of one span.
+        spans: without steps, ascending.
+        rows: of each span.
     """
     span = spans.stop.searchsorted(parts.start, side="right")
     step, shift = rows.step[span], rows.start[span] - spans.start[span] * rows.step[span]
@@ -210,8 +217,9 @@ class BandRows:
         before, shift: [blocks]: rows of all blocks before each, and how far its positions are
             moved.
         spans: positions of all blocks.
-        start, stop: [blocks, bands]: the rows of each cell. first, last: positions of the first
-            and of the last one, in their block. filled: whether there are any.
+        start, stop: [blocks, bands]: the rows of each cell.
+        first, last: positions of the first and of the last one, in their block.
+        filled: whether there are any.
     """
 
     def __init__(self, blocks: Sequence[Ranges], bands: Bands, side: int) -> None:

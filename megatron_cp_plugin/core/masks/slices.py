@@ -59,8 +59,10 @@ class Slices(tuple[Slice, ...]):
     ) -> "Slices":
         """Slices of a sequence, without empty ones.
 
-        Args: spans: (q_start, q_stop, k_start, k_stop, kind) each, the kind as of `Slice` or its
-            number in `KINDS`. documents: see Attributes.
+        Args:
+            spans: (q_start, q_stop, k_start, k_stop, kind) each, the kind as of `Slice` or its
+                number in `KINDS`.
+            documents: see Attributes.
 
         Raises: ContextParallelError if one is no slice, or reaches beyond the sequence, or names a
             query and a key that another one names.

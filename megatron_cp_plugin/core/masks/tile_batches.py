@@ -134,8 +134,10 @@ class Batches:
     ) -> tuple[KernelCall, ...]:
         """Every tile once.
 
-        Args: packed: by a kernel that packs; else a call each. gaps: it takes sequences with others
-            between them. forward: results are for queries only.
+        Args:
+            packed: by a kernel that packs; else a call each.
+            gaps: it takes sequences with others between them.
+            forward: results are for queries only.
         """
         if packed and len(self.tiles.joined) > 1:
             return tuple(_packed(self.tiles, self._units, self._heads, gaps, forward))
@@ -184,9 +186,10 @@ def _units_of(tiles: TileTable) -> Iterator["_Units"]:
 class _Units:
     """Tiles of one kind, those as one that follow each other in rows and in columns.
 
-    Attributes: tiles: in that order. Of each unit, int64 [n]: start, stop: of all rows; k_start,
-        k_stop: of all columns; rows, cols, area: of all its tiles. plain: they all are slices
-        without steps, and not reversed.
+    Attributes:
+        tiles: in that order. Of each unit, int64 [n]: start, stop: of all rows; k_start, k_stop: of
+            all columns; rows, cols, area: of all its tiles.
+        plain: they all are slices without steps, and not reversed.
     """
 
     def __init__(self, tiles: TileTable) -> None:
@@ -238,8 +241,9 @@ def _disjoint(
 ) -> list[list[int]]:
     """As few groups as can be, of units that have no row in common.
 
-    Args: numbers: of units, ascending in rows. most_rows, most_cols: of a group, repeated ones
-        counted again.
+    Args:
+        numbers: of units, ascending in rows.
+        most_rows, most_cols: of a group, repeated ones counted again.
     """
     columns = (x[numbers] for x in (units.start, units.stop, units.rows, units.cols))
     start, stop, rows, cols = columns
@@ -314,7 +318,9 @@ def _row_count(call: KernelCall) -> int:
 class Part:
     """Some rows of a block of queries, and all that is computed for them.
 
-    Attributes: rows: of the block. work: with rows that count from rows.start.
+    Attributes:
+        rows: of the block.
+        work: with rows that count from rows.start.
     """
 
     rows: slice

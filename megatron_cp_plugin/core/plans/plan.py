@@ -43,8 +43,9 @@ PER_HEAD = frozenset(("lse", "delta"))  # one number for each head of a token: [
 class Block(NamedTuple):
     """Some of the rows that a rank, or several, own: in local order, packed.
 
-    Attributes: owners: one rank, or several whose blocks are joined into one. rows: which of all
-        the rows that they own.
+    Attributes:
+        owners: one rank, or several whose blocks are joined into one.
+        rows: which of all the rows that they own.
     """
 
     owners: tuple[int, ...]
@@ -55,8 +56,10 @@ class Compute(NamedTuple):
     """Attention of a block of queries over a block of keys, or its gradients.
 
     Attributes:
-        step, rank: when, and who computes. queries, keys: rows of blocks.
-        heads: for which of the rank's share of the heads. share: which share that is.
+        step, rank: when, and who computes.
+        queries, keys: rows of blocks.
+        heads: for which of the rank's share of the heads.
+        share: which share that is.
     """
 
     step: int
@@ -75,10 +78,10 @@ class Move(NamedTuple):
     after the computation of step `posted` and added to the target's after that of `needed`.
 
     Attributes:
-        messages: the tensors; those in one tuple travel as one message. tokens: of each message,
-            more than the block has where blocks are padded to equal lengths.
-        heads, share: of which they are, see Compute. wide: results travel in float32, not in the
-            model's dtype.
+        messages: the tensors; those in one tuple travel as one message.
+        tokens: of each message, more than the block has where blocks are padded to equal lengths.
+        heads, share: of which they are, see Compute.
+        wide: results travel in float32, not in the model's dtype.
     """
 
     posted: int
@@ -161,11 +164,12 @@ class Plan:
     """One pass of one attention on all ranks.
 
     Attributes:
-        spans: positions that each rank holds. rectangular: as in `plan_tiles`.
+        spans: positions that each rank holds.
+        rectangular: as in `plan_tiles`.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank, each adding its own.
-        kept: what ranks keep of the forward for the backward. shares: into how many the heads are
-            split among ranks.
+        kept: what ranks keep of the forward for the backward.
+        shares: into how many the heads are split among ranks.
         times: where moves are those of one rank, the times of all ranks' ones.
     """
 

@@ -34,13 +34,17 @@ Exchanged = tuple[tuple[TensorNames, ...], HeadGroup]  # messages, and the heads
 class TeamHeads:
     """Makes the plan of ranks from that of teams.
 
-    Attributes: spans: positions of each rank. ranks: of which the plan is. shares: of the heads,
-        theirs.
+    Attributes:
+        spans: positions of each rank.
+        ranks: of which the plan is.
+        shares: of the heads, theirs.
     """
 
     def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None = None) -> None:
-        """Args: of_teams: the teams' plan, each as if it were one rank; of that of the rank alone
-        if the plan is of one rank. rank: as of `plan_of`.
+        """Args:
+        of_teams: the teams' plan, each as if it were one rank; of that of the rank alone if the
+            plan is of one rank.
+        rank: as of `plan_of`.
         """
         self.placement, self.of_teams = placement, of_teams
         self.members, self.rank = placement.members, rank
@@ -170,7 +174,9 @@ class PaddedHeads:
     query head of zeros, whose dout is 0 too, has gradients of 0 and adds 0 to those of its KV head;
     so has a KV head of zeros. KV heads that several ranks need are sent to each: V in all.
 
-    Attributes: kv_heads, shared: as given. all_kv_heads, all_shared: with the zero heads.
+    Attributes:
+        kv_heads, shared: as given.
+        all_kv_heads, all_shared: with the zero heads.
         sent_kv_heads: V, with copies.
     """
 
