@@ -17,8 +17,8 @@ class ContextParallelConfig:
     Attributes:
         algo: a name of `available()`.
         size: context_parallel_size.
-        kernel: "auto" or a name of
-        `kernels.kernel_names()`. options: (name, value) pairs of the algorithm's own options.
+        kernel: "auto" or a name of `kernels.kernel_names()`.
+        options: (name, value) pairs of the algorithm's own options.
         recompute_attention: whether activation checkpointing runs attention a second time.
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
         linear_model: what layers of linear attention are, one of LINEAR_MODELS.

@@ -1,11 +1,11 @@
-"""What ranks must have in common: each offers what it holds, and all compare it, now or later.
+"""Comparisons among ranks of what they must have in common, at once or later.
 
 Now (`compared`, `SameCall`, `agreed_length`, `CallChecks.compare`) objects are gathered before
 anything else is sent. Later (`same_on_all_ranks`) numbers are reduced while other work goes on, and
 whoever asks for the answer waits. What differs is refused in one line on all ranks.
 
-Ranks that disagree would compute something that nobody has asked for, or wait for messages of
-other sizes than those that come, which ends the process over gloo and hangs over NCCL.
+Ranks that disagree would compute a wrong result, or wait for messages of another size, which ends
+the process over gloo and hangs over NCCL.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ _ARRAYS = Tensor, np.ndarray
 
 
 def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
-    """What each rank gave, by rank; a collective operation.
+    """Every rank's object, by rank; a collective operation.
 
     Raises: CommunicationError if another rank does not come.
     """
@@ -48,11 +48,11 @@ def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
 def check_same(
     need: str, of_ranks: Sequence[object], advice: str, words: Sequence[object] = ()
 ) -> None:
-    """Refuses what is not the same on all ranks, with the same words on all.
+    """Refuses values that differ between ranks, with the same message on all ranks.
 
     Args:
-        need: of all ranks, in words.
-        words: for what each holds, by rank; (): `of_ranks`.
+        need: what all ranks need, in words.
+        words: description of each rank's value, by rank; (): `of_ranks`.
 
     Raises: ContextParallelError.
     """
@@ -65,11 +65,11 @@ def check_same(
 
 
 def compared[T](topology: Topology, what: str, call: str, mine: T) -> list[T]:
-    """What each rank gives for a comparison, by rank; a collective operation.
+    """Every rank's value for a comparison, by rank; a collective operation.
 
     Args:
-        what: is compared.
-        call: that it is for, in words for errors.
+        what: name of the value.
+        call: the call that it belongs to, in words for errors.
 
     Raises: ContextParallelError on all ranks, with the same words, if other ranks make another
     call; CommunicationError if another rank does not come.
@@ -90,10 +90,10 @@ def _check_faults(faults: Sequence[str | None]) -> None:
 def same_on_all_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Callable[[], bool]:
     """Begins to compare int64 numbers [n] over a group, in one collective operation.
 
-    On a GPU neither the current stream nor the host waits for it, until the function that is
-    returned is called, once: then the host waits for the comparison, but for nothing that was
-    queued since. It says whether all ranks gave the same numbers, and raises CommunicationError if
-    one does not come.
+    On a GPU neither the current stream nor the host waits for the comparison. Call the returned
+    function once: the host then waits for the comparison, but not for work queued since. The
+    function says whether all ranks gave the same numbers, and raises CommunicationError if a rank
+    does not come.
     """
     extremes = torch.cat((numbers, -numbers))
     work = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group, async_op=True)
@@ -133,7 +133,7 @@ def on_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _all_equal(extremes: Tensor) -> Tensor:
-    """From the largest numbers, and the largest of their negatives: bool []."""
+    """Whether all are equal, bool [], from the maxima of the numbers and of their negatives."""
     largest, smallest = extremes.chunk(2)
     return (largest == -smallest).all()
 
@@ -146,9 +146,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class SameCall:
     """Within this context a rank reads its arguments; at its end the ranks compare their calls.
 
-    A collective operation: at each call where the topology `compares_each_call`, by one small
-    message; else at the first one with such settings, `changing` with them, and later ones
-    `COMPARED_TOGETHER`.
+    A collective operation: one small message at each call if the topology `compares_each_call`.
+    Otherwise ranks compare the first call with such settings and `changing`, and later calls
+    `COMPARED_TOGETHER` at a time.
 
     Raises: ContextParallelError on all ranks, with the same words, if they disagree, or if one of
     them has raised it in the context; over NCCL, in a later call, on that rank alone.
@@ -156,8 +156,8 @@ class SameCall:
 
     Attributes:
         function: its name.
-        settings: by name, hashable, in one order at each call.
-        changing: what may be another one at each call, in plain types.
+        settings: settings by name, hashable, in the same order at each call.
+        changing: values that may differ from call to call, in plain types.
         lengths: what `agreed_length` goes by, likewise the same on all ranks.
     """
 
@@ -248,17 +248,18 @@ def agreed_length(
     seq_len: int | None,
     unknown: Tensor | None = None,
 ) -> int:
-    """The global length, which all ranks have found to fit what they hold.
+    """The global sequence length, after all ranks have found that it fits the tokens they hold.
 
-    A collective operation at the first call with a seq_len, or without one with a number of tokens;
-    later ones send nothing. Without seq_len every call does once there are shards of unequal
-    lengths.
+    A collective operation at the first call with a seq_len, or, without seq_len, with a number of
+    tokens; later calls send nothing. Once shards of unequal lengths exist, every call without
+    seq_len compares.
 
     Args:
         layout: within the documents, where it follows them.
-        tokens: that this rank holds.
+        tokens: number of tokens that this rank holds.
         seq_len: global, the same on all ranks; None: all ranks hold equally many tokens.
-        unknown: [B,S,H,D], if nobody knows whether it was split: not if all ranks hold the same.
+        unknown: [B,S,H,D], a tensor of which it is not known whether it was split; refused if all
+            ranks hold the same elements.
 
     Raises: ContextParallelError on all ranks, with the same words, if they disagree;
     CommunicationError if another rank does not come.
@@ -266,7 +267,7 @@ def agreed_length(
     size, known = topology.size, topology.agreed
     if size == 1:
         return tokens if seq_len is None else seq_len
-    # Where seq_len is there, all ranks come here together whatever each of them holds.
+    # With seq_len all ranks come here together, whatever they hold.
     key = tokens if seq_len is None else (layout if seq_len % size else layout.name, seq_len)
     total = tokens * size if seq_len is None else seq_len
     if key in known.lengths and not (seq_len is None and known.unequal):
@@ -294,7 +295,7 @@ def agreed_length(
 
 
 def _content(x: Tensor | None) -> int | None:
-    """A number of what some elements [B,S,H,D] are; None where all tokens have the same."""
+    """A checksum of some elements [B,S,H,D]; None if all tokens have the same elements."""
     if x is None or not x.numel():
         return None
     part = x.detach()[0, :, 0, :8].cpu().double()
@@ -302,7 +303,9 @@ def _content(x: Tensor | None) -> int | None:
 
 
 def _check_lengths(held: list[tuple[int, int, int | None, int | None]], layout: Layout) -> None:
-    """Raises: ContextParallelError unless what all ranks hold, expect and were told fits."""
+    """Raises: ContextParallelError unless the numbers of tokens that ranks hold and expect, and the
+    seq_len they were given, fit.
+    """
     tokens, expected, seq_lens, contents = zip(*held, strict=True)
     check_same("all ranks need one seq_len", seq_lens, "pass the global length on all")
     size, first, seq_len = len(held), tokens[0], seq_lens[0]
@@ -325,8 +328,8 @@ def _check_lengths(held: list[tuple[int, int, int | None, int | None]], layout: 
 class CallChecks:
     """Checks of the calls of a model, each over the ranks of a group.
 
-    A group's first call of training, and that of evaluation, are compared at once; later ones while
-    the model runs, and `finish` asks for what was found.
+    The first call of training and the first call of evaluation in a group are compared at once.
+    Later calls are compared while the model runs; `finish` collects the answers.
     """
 
     def __init__(self) -> None:
@@ -334,7 +337,7 @@ class CallChecks:
         self._begun: list[Callable[[], str | None]] = []
 
     def is_first(self, group: dist.ProcessGroup) -> bool:
-        """Whether a group has compared none with, or without, gradients yet."""
+        """Whether a group has not yet compared a call with, or without, gradients."""
         return (group, torch.is_grad_enabled()) not in self._compared
 
     def compare(
@@ -344,14 +347,14 @@ class CallChecks:
         held: object = None,
         difference: Callable[[int, Any, Any], str] = lambda rank, theirs, first: "",
     ) -> bool:
-        """Refuses what is wrong: in a first call on all ranks, later on this one.
+        """Refuses a fault: in a first call on all ranks, in later calls on this rank.
 
         Args:
             fault: what is wrong on this rank; None: nothing.
-            held: what the ranks should have in common, in plain types.
-            difference: says what is wrong if a rank holds something else than the first one does.
+            held: value that should be equal on all ranks, in plain types.
+            difference: says what is wrong if a rank's value differs from the first rank's.
 
-        Returns: whether ranks compared notes: it is a first call, and there are several.
+        Returns: whether the ranks compared: in a first call, if there are several ranks.
 
         Raises: ContextParallelError, CommunicationError.
         """
@@ -373,13 +376,11 @@ class CallChecks:
         self.add(lambda: None if same() else fault)
 
     def add(self, answer: Callable[[], str | None]) -> None:
-        """Takes a check that was begun: a function that waits, and says what is wrong, if
-        anything.
-        """
+        """Takes a check that has begun: a function that waits and returns the fault, if any."""
         self._begun.append(answer)
 
     def clear(self) -> None:
-        """Forgets what was begun, as of a call that has failed."""
+        """Forgets the checks that have begun, as after a call that failed."""
         self._begun.clear()
 
     def finish(self) -> None:

@@ -65,7 +65,7 @@ def number(
 
 @cache
 def divisors(size: int) -> tuple[int, ...]:
-    """What divides a number of ranks, 1 and itself included."""
+    """Divisors of a number of ranks, 1 and the number itself included."""
     return tuple([n for n in range(1, size + 1) if size % n == 0])
 
 
@@ -75,7 +75,7 @@ def group_counts(size: int) -> list[int]:
 
 
 class Registered(ABC):
-    """What has a name, options and a layout: an algorithm of softmax or of linear attention.
+    """Base of algorithms of softmax and of linear attention: a name, options and a layout.
 
     The registry makes it, with a topology and an instance of its own `Options`.
 
@@ -102,8 +102,8 @@ class Registered(ABC):
 
     @classmethod
     def layout_for(cls, options: Options) -> Layout:
-        """The layout of an instance with these options: the one that option `layout` names, if the
-        algorithm has that option; else the class's.
+        """The layout of an instance with these options: the layout that option `layout` names, if
+        the algorithm has that option; otherwise the class's.
         """
         choice = getattr(options, "layout", None)
         return cls.layout if choice is None else NAMED[choice]
@@ -117,7 +117,7 @@ class Algorithm(Registered):
     `PointToPoint`, for its options. `registry.create` makes them.
 
     B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim
-    of queries and keys, E that of values and outputs. Formulas of subclasses are for E = D.
+    of queries and keys, E head dim of values and outputs. Formulas of subclasses are for E = D.
 
     Attributes:
         windows: whether it supports masks with a window, documents or spans.
@@ -131,12 +131,14 @@ class Algorithm(Registered):
         super().__init__(topology, options)
         self._checked: set[Phase] = set()
 
-    # Without a circle of references: what this object holds, such as process groups, is let go of
-    # with the last reference to it, and not whenever the garbage collector comes.
+    # There is no cycle of references, so that what this object holds, such as process groups, is
+    # freed with the last reference to it, without the garbage collector.
 
     @cached_property
     def compiled(self) -> Callable[..., "Compiled"]:
-        """A call, compiled, by the arguments of `_compile`; the same for all that are alike."""
+        """Returns the compiled call for the arguments of `_compile`; calls that are alike share
+        one.
+        """
         return lru_cache(64)(partial(type(self)._compile, proxy(self)))
 
     @cached_property
@@ -144,9 +146,9 @@ class Algorithm(Registered):
         return lru_cache(16)(partial(type(self)._make_on, proxy(self)))
 
     def within(self, documents: Documents) -> "Algorithm":
-        """This algorithm with the layout of a sequence of such documents, see `Layout.within`.
+        """This algorithm with the layout of a sequence with these documents, see `Layout.within`.
 
-        Sends nothing: channels and groups are those of the topology.
+        Sends nothing: it uses the channels and groups of the topology.
         """
         layout = self.layout.within(documents)
         return self if layout == self.layout else self._on(layout)
@@ -195,7 +197,8 @@ class Algorithm(Registered):
         if mask.special and not self.windows:
             raise ContextParallelError(f"{self.name} does not support {mask.special}: leave it out")
         scale = head_dim**-0.5 if scale is None else scale
-        # Kernels that mask scores before they scale them make NaN, or worse, of others.
+        # Kernels that mask scores before they scale them compute NaN, or wrong numbers, with other
+        # scales.
         if not 0 < scale < inf:
             raise ContextParallelError(
                 f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, "
@@ -218,8 +221,8 @@ class Algorithm(Registered):
     def make_channels(self, shape: Shape) -> None:
         """Makes the process groups that calls need; a collective operation.
 
-        Args: shape: heads, head dims and dtypes are those of all calls; every rank has equally many
-            of its tokens.
+        Args: shape: its heads, head dims and dtypes are the same in all calls; every rank has
+            equally many tokens.
         """
         placement = self.placement(shape, Mask(), "backward")
         teams = team_channels(placement, self.topology)
@@ -228,7 +231,7 @@ class Algorithm(Registered):
         self._transport(placement).make(steps, gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
-        """Makes what a rank does in a pass of a call."""
+        """Makes the executor of a rank's part in one pass of a call."""
         shape = call.shape
         placement = self.placement(shape, call.mask, phase)
         rectangular = call.kernel.rectangular_causal
@@ -259,11 +262,11 @@ class Algorithm(Registered):
         *,
         rectangular: bool = True,
     ) -> Plan:
-        """What is computed and sent step by step: all that this rank needs to know of it.
+        """The plan of the steps, as far as this rank needs it.
 
-        One rank's part of a plan is enough for collective operations, which have one order whatever
-        others do, and without peer access. With it all ranks use buffers in each other's memory in
-        the same order.
+        One rank's part is enough for collective operations, whose order does not depend on other
+        ranks, and without peer access. With peer access all ranks use buffers in each other's
+        memory in the same order, which takes the plan of all ranks.
         """
         among = steps_among(placement, self.topology)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
@@ -277,7 +280,8 @@ class Algorithm(Registered):
 
     @abstractmethod
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> Placement:
-        """Which rank computes what in a pass, in which order, and from whom it gets the rest.
+        """Where each pair of blocks is computed in a pass, in which step, and from which ranks
+        blocks come.
 
         Args:
             shape: of the whole problem, with the `shape.seq_len` tokens of all ranks.
@@ -294,7 +298,7 @@ class Algorithm(Registered):
         rectangular: bool = True,
         rank: int | None = None,
     ) -> Plan:
-        """What all ranks compute and send in one pass.
+        """The plan of one pass: what all ranks compute and send.
 
         Args:
             rectangular: as in `plan_tiles`.
@@ -318,7 +322,8 @@ class Algorithm(Registered):
         """The plan of a placement that serves all calls. Args: as of `plan_of`."""
         setting, steps = (mask, phase, rectangular), not placement.assembled
         if steps and phase not in self._checked:
-            # Once for all ranks, so that all refuse what one of them does.
+            # The first plan is checked for all ranks, so that all ranks refuse a plan that is wrong
+            # on one.
             check_placement(self.name, placement, seq_len, mask)
             check_steps(self.name, plan_of(placement, seq_len, *setting, None))
         plan = plan_of(placement, seq_len, *setting, rank)
@@ -328,17 +333,17 @@ class Algorithm(Registered):
         return plan
 
     def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """What `rank` sends, as the plans of both passes say."""
+        """Bytes and messages that `rank` sends, according to the plans of both passes."""
         forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
         return Traffic(*forward, *backward)
 
 
 class Compiled:
-    """All that lies between a call and its launches, made once for all calls that are alike.
+    """A compiled call: its executors, made once for all calls that are alike.
 
     The executor of a pass is made when it is first asked for.
 
-    Attributes: backwards: executors of backwards that were asked for, by what they want.
+    Attributes: backwards: executors of backwards that were asked for, by (dq, dkv) as of `Call`.
     """
 
     def __init__(self, algorithm: Algorithm, call: Call) -> None:
@@ -366,7 +371,7 @@ class PointToPoint(Algorithm):
 
     @dataclass(frozen=True)
     class Options(Algorithm.Options):
-        """Options of all of them.
+        """Options of all algorithms of this kind.
 
         Attributes:
             chunks: groups of heads that are computed one after another, at most as many as KV
@@ -386,7 +391,7 @@ class PointToPoint(Algorithm):
         self.transport = Transport(self.name, topology, options.transport)
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
-        """The groups of a placement, as many as option `chunks` says."""
-        # Under other masks there is little to compute, and each group costs calls and copies.
+        """The groups of heads of a placement, as many as option `chunks` says."""
+        # Under special masks there is little to compute, and each group costs calls and copies.
         elements = 0 if mask.special else shape.elements(self.topology.size)
         return successive_groups(shape.heads, shape.kv_heads, self.options.chunks, elements)

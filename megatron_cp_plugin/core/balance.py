@@ -1,18 +1,18 @@
 """Assigns rows to ranks: equally many tokens, equal work, and few parts.
 
 A sequence comes in parts that do not see each other, such as packed documents. Ranks are served one
-after another, the last one first. Each gets the longest parts whole that leave enough work to the
-others; if the longest one is too much for a rank, as many of its last rows, which see most, as give
-the rank its share of the work once the rest of its room is filled with the shortest parts. What
-remains of a part, its first rows, is a shorter part. So
+after another, the last one first. Each gets the longest whole parts that leave enough work to the
+others. If the longest part is too much for a rank, the rank gets its last rows, which see most, as
+many as give the rank its share of the work once the rest of its room is filled with the shortest
+parts. The first rows of that part remain, as a shorter part. So
 
 - a long document lies on as few ranks as its work allows, consecutive ones, on each as one chunk,
   and its keys are needed only by ranks further up: a ring never passes them on all the way round;
-- of short documents about one a rank is cut, to fill it up;
-- whatever is left has the same mean work per row for all ranks that are still to be served: so each
-  of them can have its share exactly.
+- about one short document a rank is cut, to fill the rank up;
+- the rows left have the same mean work for all ranks still to be served, so that each of these can
+    get exactly its share.
 
-Nothing here knows what a mask is: the work of rows is a function of where they are.
+Nothing here depends on masks: the work of rows is a function of their positions.
 
 Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by whole documents.
 """
@@ -33,7 +33,7 @@ Work = Callable[[int, int], int]
 
 
 def room(rank: int, size: int, rows: int) -> int:
-    """How many of all rows a rank gets: equally many, the first ranks one more if need be."""
+    """Number of rows that a rank gets: equal, with one more for the first ranks if needed."""
     return rows // size + (rank < rows % size)
 
 
@@ -55,7 +55,7 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
 
 
 class _Part(NamedTuple):
-    """Rows that nobody has yet.
+    """Rows that no rank has yet.
 
     Attributes:
         density: work per row.
@@ -81,7 +81,7 @@ def _part(work: Work, start: int, stop: int) -> _Part:
 
 
 class _Pool:
-    """What is left, the lightest parts first, by work per row. Attributes: work: of all of it."""
+    """Parts that are left, in ascending order of work per row. Attributes: work: of all of it."""
 
     def __init__(self, parts: Sequence[Range], work: Work) -> None:
         self._work = work
@@ -96,10 +96,10 @@ class _Pool:
         self._parts = list(map(_Part._make, zip(*ordered, strict=True)))
         self.work = int(works.sum())
         self._low = 0  # parts before this one are taken
-        self._begun = -1  # where the part starts of which the rank before has the last rows
-        # Rows, and work, of all parts before one; in the end, of all.
+        self._begun = -1  # start of the part whose last rows the rank before has
+        # Rows and work of all parts before each part; the last entry is the total.
         self._rows, self._works = [0], [0.0]
-        self._changed = 0  # the first part that they do not know
+        self._changed = 0  # the first part that these sums do not include
         self._sum()
 
     @property
@@ -108,7 +108,7 @@ class _Pool:
         return [(part.start, part.stop) for part in self._parts[self._low :]]
 
     def _sum(self) -> None:
-        """Sums again from the first part on that is another one now."""
+        """Updates the sums, from the first part that has changed."""
         start = self._changed
         changed = self._parts[start:]
         self._rows[start:] = accumulate(map(_ROWS, changed), initial=self._rows[start])
@@ -157,7 +157,7 @@ class _Pool:
         return bisect_left(self._rows, room + self._rows[self._low], self._low) - 1
 
     def _whole(self, room: int, limit: float, *, longest: bool) -> int | None:
-        """The densest part that is not too much, whole, with the lightest ones beside it.
+        """Takes the densest part that is not too much, whole, with the lightest parts beside it.
 
         Args: longest: only the densest of all.
         """
@@ -233,8 +233,8 @@ class _Pool:
         return found
 
     def _heavy(self, room: int, wanted: float, *, longest: bool) -> int:
-        """The part to take last rows of: which the rank before has begun, or the densest one; to
-        finish a rank, the lightest one that is enough.
+        """The part whose last rows are taken: the part that the rank before has begun, or the
+        densest; to finish a rank, the lightest part that is enough.
         """
         low, top = self._first(room), len(self._parts) - 1
         for index in range(low, top):
@@ -256,8 +256,8 @@ class _Pool:
         return last + lightest
 
     def _heads(self, room: int, wanted: float, below: int) -> int:
-        """How many first rows to take of the last one of the lightest parts, where its last rows
-        alone are too much.
+        """Number of first rows to take of the last of the lightest parts, if its last rows alone
+        are too much.
         """
         index = bisect_left(self._rows, room + self._rows[self._low], self._low)
         if index > below:
@@ -274,7 +274,7 @@ class _Pool:
 
 
 def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The last of 0, ..., most up to which it holds; it holds for 0."""
+    """The largest number up to `most` for which a condition holds; it holds for 0."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -79,12 +79,12 @@ class Shape:
         return of_query, self.kv_width * inputs_and_gradient
 
     def flop(self, size: int) -> int:
-        """FLOP of the forward of one of `size` ranks without a mask."""
+        """FLOP of one rank's forward without a mask, of `size` ranks."""
         width = self.query_width + self.out_width
         return 2 * self.batch * width * self.seq_len**2 // size
 
     def elements(self, size: int) -> int:
-        """Elements of q of the rank with most tokens, of `size`."""
+        """Number of elements of q on the rank with the most tokens, of `size` ranks."""
         return self.batch * -(-self.seq_len // size) * self.query_width
 
 
@@ -99,7 +99,7 @@ class HeadGroup:
 
     Attributes:
         q, kv: slices of the head dimensions.
-        first, last: of the groups that use these KV heads.
+        first, last: whether the group is the first, and the last, of those that use these KV heads.
     """
 
     q: slice
@@ -131,7 +131,7 @@ class HeadGroup:
 
 
 def together(groups: Sequence[HeadGroup]) -> HeadGroup:
-    """The heads of successive groups as one."""
+    """One group with all heads of successive groups."""
     q, kv = groups[-1].q.stop, groups[-1].kv.stop
     return HeadGroup(slice(0, q), slice(0, kv), first=True, last=True)
 
@@ -168,9 +168,9 @@ def head_groups(
 
 
 def group_count(chunks: int, flop: int) -> int:
-    """Into how many groups of heads to split attention, so that it hides communication.
+    """Number of groups of heads into which attention is split to hide communication.
 
-    Args: chunks: as many; 0: what suits `flop`, see `flop_of_rank`.
+    Args: chunks: this number; 0: the number that suits `flop`, see `flop_of_rank`.
     """
     return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
 
@@ -180,7 +180,7 @@ def successive_groups(
 ) -> tuple[HeadGroup, ...]:
     """Groups of heads that are computed one after another, to save memory.
 
-    Blocks under way, sums and what kernels return are those of one group then.
+    Blocks in transit, sums and results of kernels then have the heads of one group.
 
     Args:
         chunks: how many groups at most; 0: one, or two where a rank's q has so many elements that
@@ -192,10 +192,10 @@ def successive_groups(
 
 
 def flop_of_rank(shape: Shape, mask: Mask, size: int) -> int:
-    """FLOP of the forward of one of `size` ranks in the mean, by which head groups are counted.
+    """Mean FLOP of one rank's forward, of `size` ranks, by which groups of heads are counted.
 
-    A mask without window, documents and spans counts as no mask; of others, the share of a causal
-    mask's pairs that they let through counts.
+    A mask without window, documents and spans counts as no mask. Any other mask counts by the share
+    of a causal mask's pairs that it lets through.
     """
     flop, tokens = shape.flop(size), shape.seq_len
     if not mask.special:

@@ -115,7 +115,8 @@ def _main_grad(weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Head:
-    """How a head's tokens are cut, who has the rest of its vocabulary, what is wanted of it.
+    """Settings of an output layer: chunks of tokens, ranks that share the vocabulary, wanted
+    results.
 
     Attributes:
         chunk_tokens, sequence_parallel: as in `token_losses`.
@@ -164,21 +165,21 @@ class _Head:
             )
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Cuts a rank's tokens, so that chunks have `chunk_tokens` with those of all parts."""
+        """Cuts a rank's tokens so that a chunk has `chunk_tokens` tokens of all parts together."""
         step = max(1, self.chunk_tokens // self.parts)
         return (slice(at, min(at + step, tokens)) for at in range(0, tokens, step))
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Tokens [n,H] of a chunk -> [parts*n,H], with those of the other ranks."""
+        """Tokens [n,H] of a chunk -> [parts*n,H], with the tokens of the other ranks."""
         return self.gathered(hidden).flatten(0, 1) if self.sequence_parallel else hidden
 
     def wanted(self, labels: Tensor, chunk: slice, vocabulary: int) -> Tensor:
-        """Labels [T] -> those of a chunk [parts*n], int64, counted from this rank's first id."""
+        """Labels [T] -> labels of a chunk [parts*n], int64, counted from this rank's first id."""
         first = 0 if self.group is None else self.group.rank() * vocabulary
         return self.part(labels, chunk).long() - first
 
     def part(self, x: Tensor, chunk: slice) -> Tensor:
-        """Numbers [T] of all tokens -> those of a chunk [parts*n]."""
+        """Numbers [T] of all tokens -> numbers of a chunk [parts*n]."""
         return x.view(self.parts, -1)[:, chunk].reshape(-1)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """What the gradient of each token's logits is made of, [T] each, the same on all ranks.
+    """Ingredients of the gradient of each token's logits, [T] each, equal on all ranks.
 
     Attributes:
         lse, scale: as in `logit_statistics`, lse of the whole vocabulary.
@@ -253,7 +254,7 @@ class _Rows(NamedTuple):
     dentropy: Tensor | None
 
     def part(self, head: _Head, chunk: slice) -> _Rows:
-        """Those of a chunk."""
+        """The rows of a chunk."""
         lse, dloss, *others = (None if x is None else head.part(x, chunk) for x in self)
         assert lse is not None
         assert dloss is not None
@@ -263,7 +264,7 @@ class _Rows(NamedTuple):
 def _statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the losses of all tokens are made of, their entropies and predictions.
+    """Ingredients of the losses of all tokens, their entropies and predictions.
 
     Returns: [T] each: the logarithm of the sum of exponentials over the whole vocabulary, the logit
         of the label, the entropy, and the id of the largest logit; the last two are [0] unless
@@ -308,9 +309,10 @@ def _gradients(
     head: _Head,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden [T/parts,H] and of the weight [V,H], those of them that are needed.
+    """The gradients of hidden [T/parts,H] and of the weight [V,H], if needed.
 
-    Returns: that of hidden in its dtype; that of the weight in a wide one, or `main_grad` with it.
+    Returns: the gradient of hidden in its dtype; the gradient of the weight in a wide dtype, or
+    `main_grad` with it added.
     """
     wide = accumulation_dtype(weight.dtype)
     dhidden = torch.empty_like(hidden) if needed[0] else None
@@ -341,7 +343,7 @@ def _gradients(
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, head: _Head) -> Tensor:
-    """Room for the logits of the largest chunk: one after the other is written into it."""
+    """Memory for the logits of the largest chunk; all chunks are written into it in turn."""
     rows = max(((c.stop - c.start) * head.parts for c in head.chunks(hidden.size(0))), default=0)
     return hidden.new_empty(rows, weight.size(0))
 

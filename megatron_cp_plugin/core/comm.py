@@ -3,8 +3,8 @@
 An algorithm posts an operation, computes, and then waits: `pending = comm.exchange(...)`,
 `pending.wait()`. Nothing here knows about attention.
 
-Bytes and messages are counted as the algorithm asks for them, point to point: an all-gather of x
-among P ranks is P - 1 messages of x sent by each, whatever the backend does below.
+Bytes and messages are counted point to point, as the algorithm asks for them: in an all-gather of x
+among P ranks each rank sends P - 1 messages of x, whatever the backend does.
 """
 
 from abc import ABC, abstractmethod
@@ -52,7 +52,7 @@ class Transfer:
 
     Attributes:
         rank: global rank that counts it.
-        channel: of the messages.
+        channel: name of the channel.
         messages, bytes: how many messages, and their payload.
     """
 
@@ -124,7 +124,7 @@ _unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What this thread sends and receives until the context ends is not counted."""
+    """Within this context this thread's messages are not counted."""
     token = _unrecorded.set(True)
     try:
         yield
@@ -143,7 +143,7 @@ class Pending[T]:
         self.wait = wait
 
     def then[U](self, change: Callable[[T], U]) -> "Pending[U]":
-        """The same operation, with something done to its result once it is waited for."""
+        """The same operation, with a function applied to its result after the wait."""
         wait = self.wait
         return Pending(lambda: change(wait()))
 
@@ -151,15 +151,15 @@ class Pending[T]:
 class Communicator(ABC):
     """A channel of messages among P ranks.
 
-    All ranks post the same operations in the same order. Those in which they do nothing they post
-    too, or they `skip` them.
+    All ranks post the same operations in the same order. A rank also posts operations in which it
+    does nothing, or it calls `skip` for them.
 
     Attributes:
         rank, size: within the group.
         global_rank: for the log.
         channel: its name.
         strided: whether `exchange` sends tensors that are not contiguous.
-        lends: later exchanges overwrite what `buffers` gave.
+        lends: later exchanges overwrite the tensors that `buffers` returned.
     """
 
     strided: bool = False
@@ -179,13 +179,13 @@ class Communicator(ABC):
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
 
     def expect(self, sources: Collection[int]) -> None:  # noqa: B027  (most need not know)
-        """Lets ranks send already what the next exchange receives from them, if there is room.
+        """Lets ranks send the messages of this rank's next exchange already, if there is room.
 
-        What was received before is no longer read then, but by what is queued already.
+        After this call only work that is already queued may read blocks received before.
         """
 
     def connect(self) -> None:  # noqa: B027  (most are connected)
-        """Makes sure that a first exchange may be one that some ranks `skip`; all ranks call it."""
+        """Connects all ranks, so that ranks may `skip` the first exchange; all ranks call it."""
 
     def skip(self, count: int) -> None:  # noqa: B027  (most need not know)
         """Leaves out the next exchanges, in which this rank does nothing and others may."""
@@ -196,8 +196,8 @@ class Communicator(ABC):
         Several messages between one pair of ranks arrive in the order in which they are listed.
 
         Args:
-            sends: (tensor, destination), contiguous unless `strided`; not to be changed before
-                `wait`.
+            sends: (tensor, destination); tensors are contiguous unless `strided`, and stay
+                unchanged until `wait`.
             receives: (contiguous buffer, source).
         """
         if _recordings:
@@ -235,7 +235,7 @@ class Communicator(ABC):
 
     def _count(self, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         for direction, tensors in (("sent", sent), ("received", received)):
-            # Of tensors without storage nothing is sent: they stand for others in a simulation.
+            # Tensors without storage are not sent: a simulation uses them.
             if tensors and not tensors[0].is_meta and not _unrecorded.get():
                 row = Transfer(
                     self.global_rank,
@@ -264,19 +264,19 @@ class Communicator(ABC):
 
 
 def is_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL has a group's messages between GPUs.
+    """Whether NCCL sends a group's messages between GPUs.
 
-    Of a group that was made without naming a backend, as a DeviceMesh makes it, or for CPUs too,
-    `get_backend` does not tell.
+    `get_backend` does not tell for a group that was made without a backend's name, as a DeviceMesh
+    makes it, or for CPUs as well.
     """
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def existing(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The process group that is referred to.
+    """The process group of a weak reference.
 
-    Groups are referred to weakly: outputs that a program keeps hold their algorithm, which would
-    keep the threads of a group that was destroyed.
+    References are weak because outputs that a program keeps hold their algorithm, which would keep
+    the threads of a destroyed group alive.
 
     Raises: ContextParallelError if it was destroyed.
     """
@@ -287,7 +287,7 @@ def existing(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def group_destroyed() -> ContextParallelError:
-    """The error of who uses a process group that was destroyed."""
+    """The error for the use of a destroyed process group."""
     return ContextParallelError(
         "context parallelism needs a process group that exists, got one that was destroyed: create "
         "a new one"

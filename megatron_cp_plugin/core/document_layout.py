@@ -24,7 +24,7 @@ _PARTS = 32
 
 @dataclass(frozen=True)
 class Balanced(Layout):
-    """Equally many tokens and equal work on every rank; documents whole, or on few ranks, see
+    """Equally many tokens and equal work on every rank; documents stay whole, or on few ranks, see
     `core.balance`. Without documents and spans this is the zigzag layout.
 
     Attributes:
@@ -64,12 +64,12 @@ class Balanced(Layout):
 
 @dataclass(frozen=True)
 class PaddedDocuments(Layout):
-    """Zigzag inside each document, all padded to multiples of 2P: equal causal work, whatever the
-    documents. What frameworks around Megatron cut packed ("thd") batches by.
+    """Zigzag inside each document, all padded to multiples of 2P: equal causal work for any
+    documents. Frameworks around Megatron split packed ("thd") batches in this layout.
 
-    Of each document, cut into 2P equal chunks (one, of any length, if P = 1), rank p has numbers p
-    and 2P-1-p, one document after another. Padding is a document's last tokens, which no other one
-    sees under a causal mask. Without documents this is the zigzag layout.
+    Each document is cut into 2P equal chunks (if P = 1, one chunk of any length); rank p has its
+    chunks p and 2P-1-p, one document after another. Padding tokens are the last of a document,
+    which no other token sees under a causal mask. Without documents this is the zigzag layout.
 
     Attributes: documents: as of `document_starts`, of padded lengths.
 

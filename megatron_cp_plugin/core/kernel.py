@@ -44,7 +44,7 @@ class Problem:
 
     Attributes:
         deterministic: every run must give the same bits; default: torch's own setting.
-        documents: lengths are those of documents, ever new ones.
+        documents: sequences are packed documents, whose lengths change with every batch.
         windows: some computations are sliding windows, of many tiles.
         value_dim: head dim of v and out; 0: that of q and k.
     """
@@ -72,7 +72,7 @@ class Problem:
 
 
 class Statistics(NamedTuple):
-    """What a tile's backward needs of the merged forward: lse, and either out or delta.
+    """What the backward of a tile needs from the merged forward: lse, and either out or delta.
 
     Attributes:
         lse: [B,H,S] over all keys, natural log.
@@ -131,14 +131,14 @@ class Statistics(NamedTuple):
         return self._each(lambda x: x.transpose(0, 1).flatten(1), lambda out: out.flatten(0, 1))
 
     def delta_for(self, dout: Tensor) -> Tensor:
-        """delta [B,H,S], computed from out if it is not there."""
+        """delta [B,H,S], computed from out if it is missing."""
         if self.delta is not None:
             return self.delta
         assert self.out is not None
         return delta_of(dout, self.out)
 
     def out_for(self, dout: Tensor) -> Tensor:
-        """out, or a stand-in with the same rowsum(dout * out); in dout's shape, flattened or not.
+        """out, or a tensor with the same rowsum(dout * out), in dout's shape, flattened or not.
 
         For kernels that compute delta themselves, in float32, and use `out` for nothing else.
         """
@@ -149,12 +149,12 @@ class Statistics(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Lengths of sequences as kernels take them, in the order in which torch's own does.
+    """Lengths of packed sequences, in the order of the arguments of torch's own kernel.
 
     Attributes:
-        cu_q, cu_k: [sequences + 1] int32, where they begin, and where the last one ends.
-        longest_q, longest_k: tokens of the longest one.
-        used_q, used_k: [sequences] int32, their lengths; None: each ends where the next begins.
+        cu_q, cu_k: [sequences + 1] int32, where each sequence begins, and where the last one ends.
+        longest_q, longest_k: tokens of the longest sequence.
+        used_q, used_k: [sequences] int32, lengths; None: each sequence ends where the next begins.
     """
 
     cu_q: Tensor
@@ -169,22 +169,22 @@ class Lengths(NamedTuple):
 class Packing:
     """Sequences that one call computes, each by itself, in ascending order.
 
-    Attributes: edges: int64 [2,2,n]: of the queries, and of the keys, where they start and where
-        they stop. The first begin at 0, the last end where the tensors do. If the kernel takes
-        `gaps` there may be others between them; and in a forward keys may be in any order, and in
-        several sequences.
+    Attributes: edges: int64 [2,2,n]: [queries or keys, starts or stops, sequence]. The first
+        sequence begins at 0, the last one ends where the tensors do. For a kernel that takes `gaps`
+        other tokens may lie between sequences; in a forward, keys may also be in any order and
+        belong to several sequences.
     """
 
     edges: Numbers
 
     @classmethod
     def of(cls, q: Sequence[slice], kv: Sequence[slice]) -> "Packing":
-        """Of these queries, and keys, of each sequence."""
+        """A packing of sequences with these ranges of queries and of keys."""
         return cls(np.array([[[x.start for x in s], [x.stop for x in s]] for s in (q, kv)]))
 
     @classmethod
     def adjacent(cls, q: Sequence[int], kv: Sequence[int]) -> "Packing":
-        """Of sequences without gaps, which begin and end at 0, ..., S."""
+        """A packing without gaps, from cumulative lengths 0, ..., S."""
         return cls(np.array([[side[:-1], side[1:]] for side in (q, kv)]))
 
     def __len__(self) -> int:
@@ -192,12 +192,12 @@ class Packing:
 
     @cached_property
     def q(self) -> tuple[slice, ...]:
-        """The queries of each."""
+        """Ranges of queries, by sequence."""
         return tuple(map(slice, *self.edges[0].tolist()))
 
     @cached_property
     def kv(self) -> tuple[slice, ...]:
-        """The keys of each."""
+        """Ranges of keys, by sequence."""
         return tuple(map(slice, *self.edges[1].tolist()))
 
     @cached_property
@@ -206,7 +206,7 @@ class Packing:
         return bool((self.edges[:, 1, :-1] != self.edges[:, 0, 1:]).any())
 
     def lengths(self, batch: int, device: torch.device) -> Lengths:
-        """Those of all entries of a batch, one entry after the other."""
+        """Lengths of the sequences of all batch entries, one entry after the other."""
         return _lengths(self, batch, device)
 
 
@@ -234,13 +234,13 @@ class KernelCall(NamedTuple):
         k: [B,T,G,D].
         v: [B,T,G,E].
         scale: factor of the scores.
-        causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`. Of
-            packed sequences in each.
-        packing: the sequences, each computed by itself; None: S queries see T keys.
-        into: memory of the results, perhaps some heads of wider tensors, for kernels that place
-            results, and where nothing is packed; None: in new tensors.
-        window: row i sees no column j <= i + T - S - window, of packed sequences in each; 0: it
-            sees the first column too. For kernels that know `windows`.
+        causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`. With
+            packed sequences this holds in each sequence.
+        packing: the sequences, each computed by itself; None: one sequence of S queries and T keys.
+        into: memory for the results, possibly some heads of wider tensors; only for kernels that
+            place results, and without packing. None: results are new tensors.
+        window: row i sees no column j <= i + T - S - window, in each packed sequence; 0: no window.
+            Only for kernels with `windows`.
     """
 
     q: Tensor
@@ -253,7 +253,7 @@ class KernelCall(NamedTuple):
     window: int = 0
 
     def placed[T: tuple[Tensor, ...]](self, results: T) -> T:
-        """Results where they belong. Copies those that the kernel has not written there."""
+        """Returns the results in `into`, after copying those that the kernel wrote elsewhere."""
         if self.into is None:
             return results
         for place, x in zip(self.into, results, strict=True):
@@ -267,12 +267,11 @@ class SoftmaxKernel(Kernel[Problem]):
 
     Attributes:
         rectangular_causal: takes causal tiles with T > S, bottom-right aligned.
-        windows: takes tiles with a `window`, causal or not, and these.
-        packs: takes calls with a `packing`, of any number of sequences at once, so that it pays to
-            copy small tiles together for it.
-        gaps: of packed sequences: there may be queries and keys between them, with anything in
-            their results.
-        places_outputs, places_gradients: takes forwards, backwards with `into`.
+        windows: takes tiles with a `window`, causal or not, and rectangular causal tiles too.
+        packs: takes calls with a `packing` of any number of sequences, so that copying small tiles
+            together pays.
+        gaps: other queries and keys may lie between packed sequences; their results are undefined.
+        places_outputs, places_gradients: takes `into` in the forward, in the backward.
     """
 
     rectangular_causal: bool = False
@@ -291,7 +290,7 @@ class SoftmaxKernel(Kernel[Problem]):
 
     @abstractmethod
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        """Gradients that this call contributes.
+        """This call's contribution to the gradients.
 
         Args:
             dout: [B,S,H,E].
@@ -301,7 +300,7 @@ class SoftmaxKernel(Kernel[Problem]):
         """
 
     def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
-        """Bytes that a call takes beside its arguments and results; 0 if next to nothing.
+        """Bytes of memory that a call takes beside its arguments and results; 0 if negligible.
 
         Args:
             call: its tensors may be without storage.
@@ -311,7 +310,7 @@ class SoftmaxKernel(Kernel[Problem]):
 
 
 def forward_by_sequence(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor]:
-    """The forward of packed sequences by a call for each."""
+    """The forward of packed sequences, with one call for each sequence."""
     assert call.packing is not None
     q, k, v, packing = call.q, call.k, call.v, call.packing
     pieces = [
@@ -325,7 +324,7 @@ def forward_by_sequence(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor
 def backward_by_sequence(
     kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, statistics: Statistics
 ) -> Gradients:
-    """The backward of packed sequences by a call for each."""
+    """The backward of packed sequences, with one call for each sequence."""
     assert call.packing is not None
     q, k, v, packing, found = call.q, call.k, call.v, call.packing, list[Gradients]()
     for rows, cols in zip(packing.q, packing.kv, strict=True):
@@ -340,7 +339,7 @@ def backward_by_sequence(
 
 
 def run_forward(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor]:
-    """A kernel's forward; if it does not pack, of sequences by a call for each."""
+    """A kernel's forward; a kernel that does not pack gets one call for each sequence."""
     by_sequence = call.packing is not None and not kernel.packs
     return forward_by_sequence(kernel, call) if by_sequence else kernel.forward(call)
 
@@ -348,7 +347,7 @@ def run_forward(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor
 def run_backward(
     kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, statistics: Statistics
 ) -> Gradients:
-    """A kernel's backward; if it does not pack, of sequences by a call for each."""
+    """A kernel's backward; a kernel that does not pack gets one call for each sequence."""
     if call.packing is not None and not kernel.packs:
         return backward_by_sequence(kernel, call, dout, statistics)
     return kernel.backward(call, dout, statistics)

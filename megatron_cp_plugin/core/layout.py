@@ -1,5 +1,5 @@
-"""Layouts: which global token positions each rank of a context-parallel group holds; and whether
-tokens that a rank is given are those, by their positions or by how they were split.
+"""Layouts: which global token positions each rank of a context-parallel group holds; and checks
+that a rank was given these tokens, by their positions or by how tensors were split.
 
 N is the global sequence length, P the number of ranks. A layout is pure Python; functions apply it
 to tensors.
@@ -19,14 +19,14 @@ from torch import Tensor
 from megatron_cp_plugin.core.ranges import Ranges, Span, joined
 from megatron_cp_plugin.errors import ContextParallelError, brief
 
-# What a layout may follow: where documents begin, as of `document_starts`, or the slices of a span
-# mask (`core.masks.slices`).
+# A layout may depend on these: where documents begin, as `document_starts` gives it, or the slices
+# of a span mask (`core.masks.slices`).
 type Documents = tuple[int, ...] | tuple[tuple[int, int, int, int, str], ...]
 
 
 def document_starts(cu_seqlens: Sequence[int], seq_len: int) -> tuple[int, ...]:
-    """Where documents other than the first one begin, from cumulative lengths (0, n1, n1 + n2,
-    ..., N); empty documents are none.
+    """Positions at which documents begin, but for the first, from cumulative lengths (0, n1, n1 +
+    n2, ..., N); empty documents do not count.
 
     Raises: ContextParallelError unless they are whole numbers that ascend from 0 to seq_len.
     """
@@ -58,7 +58,7 @@ class Layout(ABC):
 
     Layouts are values: two of one kind and of the same fields are equal.
 
-    Attributes: follows_documents: it depends on documents, or spans, which tokens a rank holds.
+    Attributes: follows_documents: which tokens a rank holds depends on documents or spans.
     """
 
     name: str
@@ -86,9 +86,10 @@ class Layout(ABC):
         return None
 
     def within(self, documents: "Documents") -> "Layout":
-        """The layout of a sequence of documents, or under a span mask; for most the same.
+        """The layout of a sequence with documents, or under a span mask; most layouts return
+        themselves.
 
-        Without documents that of the ones that it has already.
+        Without documents a layout that has documents already keeps them.
         """
         return self
 
@@ -139,9 +140,9 @@ class Cyclic(Layout):
 
 @dataclass(frozen=True)
 class Grouped(Layout):
-    """What every `members` consecutive ranks of a layout hold together.
+    """Tokens of teams: each team holds the tokens of `members` consecutive ranks of another layout.
 
-    Attributes: parts: the layout of the single ranks, whose pieces have no gaps.
+    Attributes: parts: the layout of single ranks, whose spans have no gaps.
     """
 
     parts: Layout
@@ -149,7 +150,7 @@ class Grouped(Layout):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """That of the single ranks."""
+        """Name of the layout of single ranks."""
         return self.parts.name
 
     def spans(self, rank: int, size: int, seq_len: int) -> Ranges:
@@ -165,7 +166,7 @@ class Grouped(Layout):
 
     @property
     def follows_documents(self) -> bool:  # type: ignore[override]
-        """Whether that of the single ranks does."""
+        """Whether the layout of single ranks does."""
         return self.parts.follows_documents
 
     def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
@@ -196,7 +197,7 @@ def positions(
 def unfit(
     layout: Layout, rank: int, size: int, seq_len: int, expected: int, tokens: int
 ) -> ContextParallelError:
-    """The error where a rank was given another number of tokens than the layout gives it."""
+    """Makes the error for a rank whose number of tokens is not the layout's."""
     return ContextParallelError(
         f"rank {rank} of {size} holds {expected} of {seq_len} tokens ({layout.name} layout), got "
         f"{tokens}: shard with cp.shard"
@@ -233,7 +234,7 @@ def unshard(shards: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
 def describe_mismatch(
     held: Tensor, layout: Layout, rank: int, size: int, seq_len: int
 ) -> str | None:
-    """What is wrong with the tokens that a rank holds; None if they are those of the layout.
+    """Says what is wrong with the tokens that a rank holds; None if they are the layout's.
 
     Args:
         held: global positions of the rank's tokens in their local order, integers [S] or [B,S] on
@@ -262,7 +263,7 @@ def describe_mismatch(
 
 
 def _origin(row: Tensor, expected: Tensor, layout: Layout, size: int, seq_len: int) -> str:
-    """What positions [S] are instead, as the end of a sentence; "" where nobody can tell."""
+    """Says which tokens positions [S] are, as the end of a sentence; "" if they fit nothing."""
     for name, candidate, rank, ranks in _candidates(layout, size):
         if len(row) == candidate.length(rank, ranks, seq_len) and torch.equal(
             row, positions(candidate, rank, ranks, seq_len)
@@ -276,7 +277,7 @@ def _origin(row: Tensor, expected: Tensor, layout: Layout, size: int, seq_len: i
 
 
 def _candidates(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, int]]:
-    """Description, layout, rank and number of ranks of what a rank may hold by mistake."""
+    """Yields what a rank may hold by mistake: description, layout, rank and number of ranks."""
     yield "all tokens, not split", Contiguous(), 0, 1
     others = (other for other in LAYOUTS.values() if other.name != layout.name)
     for candidate in (layout, *others):
@@ -328,15 +329,16 @@ def check_cut(
 ) -> bool:
     """Refuses tensors that are known to be split in another way than a call takes them.
 
-    Known are those that were noted, and their views of the same tokens, until one of them is
-    changed in place. Of all others nothing is said.
+    A tensor is known if it was noted, or is a view of the same tokens of a noted tensor, until one
+    of them is changed in place. Tensors that are not known pass.
 
     Args:
         call: in words.
         dim: of tokens.
-        layout: that the call needs; of so many tokens `within`.
+        layout: that the call needs, within its documents.
 
-    Returns: whether one of them is known to be split so. Raises: ContextParallelError.
+    Returns: whether one of the tensors is known to be split by this layout. Raises:
+    ContextParallelError.
     """
     known = False
     for name, x in tensors.items():

@@ -3,8 +3,8 @@
 B batch, S local tokens, H query heads, D head dim, E that of values. A partial is attention over a
 part of the keys: out [B,S,H,E] and lse [B,H,S], the natural log of its softmax denominator.
 
-Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, Algorithm 2) and
-GAO (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that no key is visible to.
+Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, Algorithm 2) and GAO
+(BurstAttention, Algorithm 1, lines 13-16). Differs: rows that see no key are allowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from megatron_cp_plugin.core.communication.devices import fused_for
 
 
 class RowIndex(NamedTuple):
-    """Some rows of a block by number, where they are no slice.
+    """Some rows of a block by number, if they are not a slice.
 
     Attributes:
         to: [n] int32, rows of the block; none twice.
-        of: [n] int32, rows of what is merged with them or added; None: all, in their order.
+        of: [n] int32, rows of the partial that is merged or added; None: all, in their order.
     """
 
     to: Tensor
@@ -141,8 +141,8 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: SomeRows, b: Tensor, b_lse: Tens
 
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some rows of [B,S,heads,D]: a view of a slice, x of all rows; a copy, in their order, of rows
-    [n] int32.
+    """Some rows of [B,S,heads,D]: a view for a slice, x itself for all rows, a copy for rows [n]
+    int32.
     """
     if isinstance(rows, slice):
         return x if rows == slice(0, x.shape[1]) else x[:, rows]
@@ -173,12 +173,12 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Partials:
-    """Partials that wait, in the order in which they came: of each row two at most. Where each row
-    is written once, it can be written in the final dtype.
+    """Partials that wait to be added, in the order of arrival, at most two for each row. A row that
+    is then written once can be written in the final dtype.
 
     Attributes:
         empty: there is no partial yet.
-        borrowed: what waits may be changed after the next `add` or `settle`.
+        borrowed: memory of waiting partials may change after the next `add` or `settle`.
     """
 
     _waiting: list[Partial]
@@ -192,8 +192,8 @@ class _Partials:
         return self.empty
 
     def _meets(self, rows: SomeRows) -> int:
-        """How many of the partials that wait have the same row of these, at most; 2: two or more,
-        or, unless rows are adjacent, unknown.
+        """The largest number of waiting partials that share one of these rows; 2: two or more, or
+        unknown because rows are not adjacent.
         """
         first, _ = self._waiting[0]
         if isinstance(rows, RowIndex) or isinstance(first, RowIndex):
@@ -218,12 +218,14 @@ class _Partials:
         self._waiting.append((rows, tensors))
 
     def _taken(self) -> list[Partial]:
-        """All that wait, of which none stays here."""
+        """Takes all partials that wait."""
         taken, self._waiting = self._waiting, []
         return taken
 
     def _pieces(self) -> list[Piece]:
-        """Takes what waits: rows that come once, with their part of each partial that has them."""
+        """Takes the waiting partials in pieces: rows, each in one piece, with the parts of all
+        partials that have them.
+        """
         taken, self._waiting = self._waiting, []
         if self._apart:
             return [(rows, [tensors]) for rows, tensors in taken]
@@ -293,12 +295,14 @@ class Accumulator(_Partials):
         return few and self._total is None and out.shape[1] < tokens
 
     def settle(self) -> None:
-        """Merges what waits, if some of it is borrowed."""
+        """Merges waiting partials, if the memory of one is borrowed."""
         if self.borrowed:
             self._merge_waiting()
 
     def _merge_waiting(self) -> None:
-        """Merges what waits into the total, which is wide from the second one on."""
+        """Merges waiting partials into the total, which is in a wide dtype from the second partial
+        on.
+        """
         self.borrowed = False
         for rows, (out, lse) in self._taken():
             whole = isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
@@ -347,7 +351,7 @@ class Accumulator(_Partials):
         return self._placed(dtype, *self._total)
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What waits, slices of rows, as one."""
+        """Joins waiting partials, whose rows are slices, to one."""
         empty = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
         out, lse = self._place or empty
         pieces = self._pieces()
@@ -365,7 +369,7 @@ class Accumulator(_Partials):
         return out, lse
 
     def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """A result where it belongs."""
+        """Returns a result in its place."""
         if self._place is None:
             return out.to(dtype), lse
         if out is not self._place[0]:
@@ -389,12 +393,12 @@ class Accumulator(_Partials):
 class GradientSum(_Partials):
     """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-    Those of k and v come together and are summed by one object. Gradients of few rows wait, summed
-    in float32 where several are of the same rows, and are added at the end, in the final dtype.
+    Gradients of k and v come together; one object sums both. Gradients of few rows wait, summed in
+    float32 where several are of the same rows, and are added at the end, in the final dtype.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
-        placed: what the sums will be written to, once that is known.
+        placed: memory for the sums, once it is known.
     """
 
     def __init__(
@@ -407,7 +411,7 @@ class GradientSum(_Partials):
             few: a partial that comes after the first is probably the last of its rows, and waits,
                 or two do: if they are, the sum is written in its final dtype, at best in the place
                 of the first. With more to come that takes more memory.
-            place: gives what the sums will be written to, so that the first partial can be there.
+            place: gives memory for the sums, into which the first partial can be written.
         """
         self._waiting = []
         self._like = like
@@ -444,7 +448,7 @@ class GradientSum(_Partials):
             self._add(rows, gradients)
 
     def result(self, dtype: torch.dtype | None = None, plus: Tensors | None = None) -> Tensors:
-        """The sums, contiguous, in `dtype` (default: that of what they are gradients of).
+        """The sums, contiguous, in `dtype` (default: the dtype of the tensors).
 
         Args: plus: [B,S,heads,D] to be added in the same pass; the results are new tensors then.
         """
@@ -468,13 +472,13 @@ class GradientSum(_Partials):
 
     @property
     def held(self) -> list[Tensor]:
-        """The sums in whatever dtype they are, for whoever copies them elsewhere."""
+        """The sums in their present dtype, for a caller that copies them."""
         if self._waiting:
             self._settle()
         return self._total or self._own_buffers()
 
     def final(self, dtype: torch.dtype) -> list[Tensor]:
-        """The sums, for whoever writes them in `dtype`; in that dtype if that saves a copy."""
+        """The sums, for a caller that writes them in `dtype`; in `dtype` if that saves a copy."""
         waiting = self._waiting
         if not waiting:
             return self._total or self._own_buffers()
@@ -494,7 +498,7 @@ class GradientSum(_Partials):
         return self.held
 
     def _joined(self, index: int, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-        """One of the sums of what waited, of which nothing was added before."""
+        """One of the sums, of waiting partials alone."""
         like = self._like[index]
         whole = like.new_empty(like.shape, dtype=dtype)
         if not _cover(pieces, like.shape[1]):
@@ -536,7 +540,7 @@ class GradientSum(_Partials):
             return
 
     def _settle(self) -> None:
-        """Adds what waits."""
+        """Adds the waiting gradients."""
         for rows, gradients in self._taken():
             self._add(rows, gradients)
 
@@ -574,7 +578,7 @@ def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cover(pieces: Sequence[Piece], tokens: int) -> bool:
-    """Whether pieces, of rows that come once, are of all rows."""
+    """Whether pieces, no two of which share a row, cover all rows."""
     return sum([parts[0][0].shape[1] for _, parts in pieces]) == tokens
 
 
@@ -588,7 +592,7 @@ def part_of(tensors: Tensors, rows: slice) -> Tensors:
 class WholeGradient:
     """Gradients [B,S,heads,D] that are put together from groups of heads, one after another.
 
-    Their memory is taken when it is first of use, for later more is free again.
+    Their memory is allocated at first use, because less is in use later.
 
     Attributes: whole: all heads, contiguous, when each has been written.
     """
@@ -601,7 +605,7 @@ class WholeGradient:
         self._made = False
 
     def place(self, heads: slice | None) -> Tensors:
-        """Where the sums of some heads belong, [B,S,heads,D]. Args: heads: None: all."""
+        """Memory for the sums of some heads, [B,S,heads,D]. Args: heads: None: all."""
         if not self._made:
             self.whole, self._made = tuple([torch.empty_like(x) for x in self._like]), True
         return self.whole if heads is None else tuple([x[:, :, heads] for x in self.whole])
@@ -629,7 +633,8 @@ STAND_IN_TERMS = 3
 
 
 def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
-    """An out of which `delta_of` makes this delta, up to float32; else 0.
+    """An `out` from which `delta_of` computes this delta, to float32 precision; its other elements
+    are 0.
 
     Its only elements are where dout is greatest: each makes up, rounded to dout's dtype, for what
     the ones before it leave of delta. Args: dout: [B,S,H,D] or [S,H,D]. delta: [B,H,S] or [H,S].

@@ -29,7 +29,7 @@ class Place(NamedTuple):
         step: counts from 0. A rank has blocks of other ranks from step 1, and gathered blocks
             (`assembled`) from step 0.
         part: (i, n): the pair has only the i-th of n equal parts of the query rows, i from 0.
-        parts: of these parts so many, from the i-th on.
+        parts: how many of these parts the pair has, from the i-th on.
     """
 
     rank: int
@@ -90,8 +90,8 @@ class BlockPlacement(ABC):
     def pairs_of(self, rank: int) -> Iterable[tuple[int, int]]:
         """Pairs (owner of queries, owner of keys), among them all pairs that meet on a rank.
 
-        An override names few pairs: one rank's part of a plan is then found without placing all
-        pairs of a thousand ranks. Of a `cyclic` placement these are known.
+        Override it to name few pairs, so that one rank's part of a plan is found without placing
+        all pairs of a thousand ranks. For a `cyclic` placement this class does so.
         """
         if not self.cyclic:
             return product(range(self.size), range(self.size))
@@ -160,19 +160,19 @@ Placement = BlockPlacement | HeadPlacement
 
 @lru_cache(maxsize=64)  # a planner asks for many ranks
 def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Mask) -> None:
-    """Raises: ConfigError unless every token is one rank's, and every pair has one place, on a rank
-    that there is.
+    """Raises: ConfigError unless every token belongs to one rank, and every pair has one place, on
+    a rank of the group.
     """
     owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
     _check_layout(owned)
     ranks, whole = range(placement.size), Place(0, 0)[2:]
-    # Of a cyclic placement nobody asks for others.
+    # Only these pairs of a cyclic placement are asked for.
     for query, key in product(ranks, ranks[:1] if placement.cyclic else ranks):
         places = list(placement.place(query, key))
         if len(places) == 1 and isinstance(places[0], Place):
             rank, step, *part = places[0]
             if (*part,) == whole and rank in ranks and step >= 0:
-                continue  # as almost all do
+                continue  # most pairs have one place with all rows
         met = f"queries of rank {query} meet keys of rank {key}"
         if not all(isinstance(place, Place) for place in places):
             raise ConfigError(f"{name} says that {met} at {places}: let `place` yield a Place")

@@ -21,7 +21,8 @@ class Span:
     step: int = 1
 
     def __hash__(self) -> int:
-        # Of spans in one key only one starts there: packs have a thousand, and keys are many.
+        # In one key no two spans start at the same position, so the start alone is hashed: a pack
+        # of documents has a thousand spans, and there are many keys.
         return hash(self.start)
 
     def __len__(self) -> int:
@@ -33,12 +34,13 @@ class Span:
 
 
 class Ranges(Sequence[Span]):
-    """Spans as an array, whose objects are made when they are asked for: with documents a rank has
-    a thousand. They are positions of a block's tokens, or rows of a block that a kernel takes.
+    """Spans as an array; `Span` objects are made on demand, because a rank with packed documents
+    has a thousand. The elements are positions of a block's tokens, or rows of a block that a kernel
+    takes.
 
     Attributes:
-        table: int64 [3,n]: where each starts, where it stops, and its step, which is negative where
-            a kernel takes rows in reverse order.
+        table: int64 [3,n]: start, stop and step of each range; the step is negative where a kernel
+            takes rows in reverse order.
     """
 
     def __init__(self, table: Numbers) -> None:
@@ -46,7 +48,7 @@ class Ranges(Sequence[Span]):
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> "Ranges":
-        """Those of some spans that are not empty."""
+        """The ranges of those spans that are not empty."""
         if isinstance(spans, Ranges):
             return spans if spans.lengths.all() else Ranges(spans.table[:, spans.lengths > 0])
         edges = [(span.start, span.stop, span.step) for span in spans if len(span)]
@@ -106,7 +108,7 @@ class Ranges(Sequence[Span]):
 
     @cached_property
     def ends(self) -> Numbers:
-        """[n]: where each ends when they are packed, one behind the other."""
+        """[n]: where each range ends when all are packed, one behind the other."""
         return np.cumsum(self.lengths)
 
     @cached_property
@@ -132,12 +134,12 @@ class Ranges(Sequence[Span]):
 
     @property
     def packed(self) -> Self:
-        """Where each is when they are packed, one behind the other."""
+        """The place of each range when all are packed, one behind the other."""
         return self.between(self.ends - self.lengths, self.ends)
 
     @property
     def elements(self) -> Numbers:
-        """All elements, those of one range after the other."""
+        """All elements, one range after the other."""
         if self.plain:
             line = np.repeat(self.start - offsets(self.lengths), self.lengths)
             line += np.arange(len(line))
@@ -147,7 +149,7 @@ class Ranges(Sequence[Span]):
 
     @property
     def united(self) -> Self:
-        """Ranges of step 1 in ascending order, those that touch each other as one."""
+        """Ranges of step 1 in ascending order; ranges that touch each other are joined."""
         start, stop, _ = self.table
         if (start[1:] < start[:-1]).any():
             start, stop = self.table[:2, np.argsort(start, kind="stable")]
@@ -159,7 +161,7 @@ class Ranges(Sequence[Span]):
         return type(self)(self.table[:, wanted])
 
     def moved(self, by: int | Numbers) -> Self:
-        """Ranges of elements that are larger by a number. Args: by: of all, or of each [n]."""
+        """The ranges moved up by a number. Args: by: of all, or of each [n]."""
         start, stop, step = self.table
         return type(self)(np.stack((start + by, stop + by, step)))
 
@@ -171,13 +173,13 @@ class Ranges(Sequence[Span]):
         return type(self)(np.stack((last, start - step, -step)))
 
     def at(self, start: int, stop: int) -> Self:
-        """The elements with numbers [start, stop), as far as there are any."""
+        """The elements numbered [start, stop), cut off at the last element."""
         if start <= 0 and stop >= self.total:
             return self
         return self.cut(np.array([[max(start, 0)], [min(stop, self.total)]]))[0]
 
     def cut(self, rows: Numbers) -> tuple[Self, Numbers]:
-        """The elements with some numbers, and whose they are.
+        """The elements with some numbers, and the range each piece comes from.
 
         Args:
             rows: [2,m], where ranges of numbers start and stop, none beyond the last element.
@@ -205,13 +207,13 @@ def offsets(lengths: Numbers) -> Numbers:
 
 
 def offsets_of_each(whose: Numbers, lengths: Numbers) -> Numbers:
-    """As `offsets`, among those of the same one. Args: whose: each is, in ascending order."""
+    """As `offsets`, counted anew for each owner. Args: whose: the owner of each, ascending."""
     all_of_them = offsets(lengths)
     return all_of_them - all_of_them[np.searchsorted(whose, whose)]
 
 
 def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Of so many elements each: whose it is, and its number there.
+    """For groups of such sizes, each element's group and its number in the group.
 
     (2, 0, 3) -> (0, 0, 2, 2, 2), (0, 1, 0, 1, 2).
     """
@@ -220,10 +222,10 @@ def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
-    """The first one, and the last one, of each run of elements.
+    """The first and the last element of each run of elements.
 
     Args:
-        apart: of all but the first element, whether it begins a run.
+        apart: for each element but the first, whether it begins a run.
         count: of the elements.
     """
     begins = np.ones(count, np.bool_)
@@ -235,7 +237,8 @@ def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
 
 
 def first_fit(begins: Numbers, ends: Numbers) -> list[list[int]]:
-    """Numbers of elements in groups, as few as can be, in each of which one follows the other.
+    """Puts elements into as few groups as possible, in each of which every element begins after the
+    one before it ends.
 
     Args:
         begins, ends: [d,n]: where each begins and ends, in d dimensions; ascending in the first.

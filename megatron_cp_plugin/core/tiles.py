@@ -46,10 +46,11 @@ class Mask:
 
     Attributes:
         causal: those at its own position and before; else all.
-        window: of those only the last so many, its own included; None: all. Causal only.
-        documents: of those only the ones of its own document; as of `document_starts`.
-        slices: None, or which keys it sees, with the documents that they have. `causal` then says
-            whether none of them is a later one, and a window hides earlier ones alone.
+        window: only the last `window` of these keys, the query's own included; None: all. Causal
+            only.
+        documents: only keys of the query's own document; positions as of `document_starts`.
+        slices: None, or the keys that each query sees, with their documents. Then `causal` says
+            whether no query sees a later key, and a window hides only earlier keys.
     """
 
     causal: bool = True
@@ -71,7 +72,7 @@ class Mask:
             )
 
     def __hash__(self) -> int:
-        # Plans and tiles are kept by it: hashed once, however many documents it has.
+        # Plans and tiles are cached by mask: it is hashed once, however many documents it has.
         return self._hash
 
     @cached_property
@@ -85,7 +86,7 @@ class Mask:
 
     @cached_property
     def bands(self) -> Bands:
-        """All pairs of a query and a key that it lets through."""
+        """All (query, key) pairs that the mask lets through."""
         if self.slices is not None:
             bands = self.slices.bands
             return bands if self.window is None else bands.within_window(self.window)
@@ -94,12 +95,12 @@ class Mask:
 
     @property
     def followed(self) -> Documents:
-        """What a layout follows that depends on documents, see `Layout.within`."""
+        """The argument of `Layout.within`, for layouts that depend on documents."""
         return self.documents if self.slices is None else self.slices
 
     @property
     def special(self) -> str:
-        """What not every algorithm serves, as an error has it; empty if there is nothing."""
+        """Features that not every algorithm supports, in words for errors; empty if none."""
         if self.slices is not None:
             return f"spans, got {len(self.slices)} of them"
         if self.documents:
@@ -153,13 +154,14 @@ def pairs_within(
 
 @dataclass(eq=False)
 class TileTable:
-    """Tiles, whose objects are made when they are asked for; equal only to itself.
+    """Tiles as arrays; `Tile` objects are made on demand. A table equals only itself.
 
     Attributes:
         q, kv: the rows and the columns of each.
-        causal, reverse: bool [n]; window: int64 [n]. Tiles of several documents are one for each
-            here.
-        joined: bool [n]: whether it is one tile with the one before, of whole documents.
+        causal, reverse: bool [n]; window: int64 [n]. A tile of several documents has one entry for
+            each.
+        joined: bool [n]: whether the entry belongs to the same tile as the entry before, of whole
+            documents.
     """
 
     q: Ranges
@@ -171,7 +173,7 @@ class TileTable:
 
     @classmethod
     def together(cls, *tables: Self) -> Self:
-        """The tiles of one table after another."""
+        """The tiles of several tables, one table after another."""
         q, kv = (joined(x) for x in ([x.q for x in tables], [x.kv for x in tables]))
         flags = zip(*((x.causal, x.reverse, x.window, x.joined) for x in tables), strict=True)
         return cls(q, kv, *map(np.concatenate, flags))
@@ -218,7 +220,7 @@ class TileTable:
 
     @property
     def areas(self) -> Numbers:
-        """Of each tile, as `Tile.area`."""
+        """Area of each tile, as `Tile.area`."""
         return pairs_within(self.rows, self.cols, self.causal, self.window)
 
     @property
@@ -227,7 +229,7 @@ class TileTable:
         return replace(self, joined=np.zeros_like(self.joined))
 
     def some(self, wanted: Flags | Numbers | slice) -> Self:
-        """Some of the tiles, as they are or in another order."""
+        """Some of the tiles, possibly in another order."""
         flags = self.causal[wanted], self.reverse[wanted], self.window[wanted], self.joined[wanted]
         return type(self)(self.q.some(wanted), self.kv.some(wanted), *flags)
 
@@ -236,7 +238,7 @@ class TileTable:
         return replace(self, q=self.q.moved(rows), kv=self.kv.moved(cols)) if rows or cols else self
 
     def excerpt(self, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Self:
-        """The same tiles, of blocks of which some rows and columns alone are left, in their order.
+        """The same tiles in blocks that keep only some rows and columns, in their order.
 
         Args: rows, cols: All that a tile has is in one range of them.
         """
@@ -275,8 +277,8 @@ def plan_tiles(
         mask: who sees whom.
         rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
             aligned). Otherwise such a tile becomes a full one and a causal square.
-        windows: the kernel, which takes these, takes tiles with a `window` too. Otherwise such a
-            tile becomes triangles, of which those at its lower edge are in reverse order.
+        windows: the kernel takes rectangular tiles and tiles with a `window`. Otherwise such a tile
+            becomes triangles; those at its lower edge are in reverse order.
 
     Returns: tiles; none if no query sees any key. Raises: ValueError if spans are not ascending.
     """
@@ -299,7 +301,7 @@ def plan_pairs(
     rectangular: bool,
     windows: bool = False,
 ) -> list[TileTable]:
-    """As `plan_tiles`, of many pairs of blocks: almost as fast as of one pair.
+    """As `plan_tiles` for many pairs of blocks, almost as fast as for one pair.
 
     Args: pairs: positions of queries and of keys; no range is empty.
     """
@@ -322,14 +324,14 @@ def plan_pairs(
 
 
 def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
-    """Blocks without those that come again, and of each its number among them."""
+    """The distinct blocks, and each block's number among them."""
     numbers: dict[Ranges, int] = {}
     number = [numbers.setdefault(block, len(numbers)) for block in blocks]
     return list(numbers), np.array(number)
 
 
 def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> TileTable:
-    """Tiles of two blocks of which some spans have steps."""
+    """Tiles of two blocks with spans that have steps."""
     pair, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
     q = stretched(tiles.q, blocks.q.packed, blocks.rows)
     kv = stretched(tiles.kv, blocks.kv.packed, blocks.cols)
@@ -337,13 +339,13 @@ def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> 
 
 
 class _Stairs(NamedTuple):
-    """Runs of rows of which the first sees the keys [first, last).
+    """Runs of rows; the first row of a run sees the keys [first, last).
 
     Attributes, each [n]:
-        pair: of blocks.
+        pair: number of the pair of blocks.
         row, rows: the first row in its block, and how many.
         first, last: keys, in their block.
-        lower, upper: how many more `first` and `last` are for each next row.
+        lower, upper: by how much `first` and `last` grow from row to row.
     """
 
     pair: Numbers
@@ -355,7 +357,7 @@ class _Stairs(NamedTuple):
     upper: Numbers
 
     def after(self, run: Numbers, number: Numbers | int = 0) -> Self:
-        """Some runs without their first rows. Args: number: how many rows are left out of each."""
+        """Some runs without their first rows. Args: number: number of rows left out of each."""
         pair, row, rows, first, last, lower, upper = (column[run] for column in self)
         first, last = first + lower * number, last + upper * number
         return type(self)(pair, row + number, rows - number, first, last, lower, upper)
@@ -368,7 +370,7 @@ def _stairs(pairs: Sequence[tuple[Ranges, Ranges]], bands: Bands) -> _Stairs:
     """
     (q_blocks, query), (k_blocks, key) = map(_distinct, zip(*pairs, strict=True))
     queries, keys = BandRows(q_blocks, bands, QUERIES), BandRows(k_blocks, bands, KEYS)
-    # Of [pair, band]: how far keys are at most, and at least, from queries.
+    # [pair, band]: largest and smallest distance of keys from queries.
     low, high = bands.table[4:]
     most = keys.last[key] - queries.first[query]
     least = keys.first[key] - queries.last[query]
@@ -379,7 +381,7 @@ def _stairs(pairs: Sequence[tuple[Ranges, Ranges]], bands: Bands) -> _Stairs:
     apart = keys.shift[key[pair]] - queries.shift[query[pair]]
     diagonals = np.stack((low, high))[:, band] + apart
     cutting = low[band] >= least[met], high[band] <= most[met]
-    # Cut where queries begin or cease to see one key more, or fewer: at edges of spans of keys.
+    # Cut where the number of visible keys begins or ceases to change: at edges of spans of keys.
     q_first, q_count, cell, start, stop = queries.pieces(of_queries)
     _, _, of_edge, *edges = keys.pieces(of_keys)
     edge, of_edge = np.concatenate(edges), np.tile(of_edge, 2)
@@ -414,13 +416,14 @@ def _stairs(pairs: Sequence[tuple[Ranges, Ranges]], bands: Bands) -> _Stairs:
 
 
 def _joined_runs(stairs: _Stairs, cell: Numbers) -> _Stairs:
-    """Runs that see keys, those as one of which one goes on as the other.
+    """Joins runs that continue each other; drops runs that see no key.
 
-    Args: cell: of each run, which pair of blocks and band it belongs to.
+    Args: cell: the pair of blocks and band that each run belongs to.
     """
     goes_on, same = _going_on(stairs, cell)
     while (alone := goes_on & ~same & (stairs.rows[1:] == 1)).any():
-        # One row fits any slopes: it goes on as the run before it. So may the next one then.
+        # A run of one row fits any slopes, so it continues the run before it; the next run may then
+        # continue too.
         run = np.flatnonzero(alone & ~np.append(False, alone[:-1])) + 1
         for slope in (stairs.lower, stairs.upper):
             slope[run] = slope[run - 1]
@@ -436,7 +439,8 @@ def _joined_runs(stairs: _Stairs, cell: Numbers) -> _Stairs:
 
 
 def _going_on(stairs: _Stairs, cell: Numbers) -> tuple[Flags, Flags]:
-    """Of all but the first run: whether the one before goes on until its first row, and on in it.
+    """For all runs but the first: whether the run before reaches its first row, and continues in
+    it.
 
     Args: cell: as of `_joined_runs`.
     """
@@ -448,8 +452,8 @@ def _going_on(stairs: _Stairs, cell: Numbers) -> tuple[Flags, Flags]:
 
 
 def _split(stairs: _Stairs) -> _Stairs:
-    """Runs between two diagonals cut into runs of as many rows as these are apart: the triangles
-    at both touch each other.
+    """Cuts runs between two diagonals into runs of as many rows as the diagonals are apart, so that
+    the triangles at both diagonals touch.
     """
     width = stairs.last - stairs.first
     long = (stairs.lower > 0) & (stairs.upper > 0) & (stairs.rows > width)
@@ -460,16 +464,16 @@ def _split(stairs: _Stairs) -> _Stairs:
     return found._replace(rows=np.where(long[run], np.minimum(found.rows, width[run]), found.rows))
 
 
-# Of each tile the number of its pair of blocks; and the tiles, none of them joined.
+# Number of each tile's pair of blocks; and the tiles, none of them joined.
 _Tiles = tuple[Numbers, TileTable]
 
 
 def _with_windows(stairs: _Stairs) -> _Tiles:
-    """Tiles of runs of rows, for kernels that know windows.
+    """Tiles of runs of rows, for kernels that support windows.
 
-    There is one for each run, or for two of which the first sees all keys that its window leaves,
-    until the window begins to hide some. As a call of several sequences has one window, pairs of
-    blocks with windows of several widths are left to `_cover`.
+    A tile is one run, or two runs: in the first the window hides no key yet. A call of several
+    sequences has one window, so pairs of blocks with windows of several widths are left to
+    `_cover`.
     """
     pair, row, rows, first, last, lower, upper = stairs
     several = rows > 1
@@ -481,7 +485,7 @@ def _with_windows(stairs: _Stairs) -> _Tiles:
     joins &= has_upper[1:] & has_lower[1:] & has_upper[:-1] & ~has_lower[:-1]
     begins = np.append(True, ~joins)[: len(rows)]
     joins = np.append(joins, False)[: len(rows)]
-    # Of each run with the one that it is joined with: rows, columns, and the window.
+    # Rows, columns and window of each run with the run that it is joined with.
     total = rows + np.where(joins, np.append(rows[1:], 0)[: len(rows)], 0)
     cols = last - first + np.where(has_upper, total - 1, 0)
     edge = np.where(joins, rows - shift, 0)
@@ -495,7 +499,8 @@ def _with_windows(stairs: _Stairs) -> _Tiles:
         np.maximum.at(extremes[1, kind], pair[some], window[some])
     narrowest, (widest, _) = extremes
     served = (narrowest >= extremes[1]).all(0)[pair]
-    # A window that hides nothing, as of a short document, lets tiles be computed together.
+    # A window that hides nothing, as in a short document, is dropped, so that tiles can be computed
+    # together.
     hides_nothing = (window == 0) & (has_upper | ~several) & (cols <= widest[pair])
     window = np.where(hides_nothing, widest[pair], window)
     q, kv = Ranges.between(row, row + total), Ranges.between(first, first + cols)
@@ -511,7 +516,7 @@ def _with_windows(stairs: _Stairs) -> _Tiles:
 
 
 def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
-    """Tiles of runs of rows, for kernels that know causal and full ones."""
+    """Tiles of runs of rows, for kernels with causal and full tiles only."""
     pair, row, rows, first, last, lower, upper = _split(stairs)
     several = rows > 1
     has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
@@ -522,7 +527,7 @@ def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
     joins_upper, joins_lower = has_upper & rectangular, has_lower & ~has_upper & rectangular
     below = triangle > 0
     full = (middle < top) & ~joins_upper & ~joins_lower
-    # Of each run the lower triangle, the full tile and the upper triangle, where there are any.
+    # Lower triangle, full tile and upper triangle of each run, where they exist.
     run, kind = np.stack((below, full, has_upper), 1).nonzero()
     is_below, is_upper = kind == 0, kind == 2
     start = np.where(
@@ -537,12 +542,12 @@ def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
 
 
 def _with_documents_joined(pair: Numbers, tiles: TileTable) -> TileTable:
-    """Causal tiles, each a whole document, that follow each other are one.
+    """Joins successive causal tiles that are whole documents.
 
-    Args: pair: of blocks, of each tile.
+    Args: pair: number of each tile's pair of blocks.
     """
     q, kv, causal, window, rows = tiles.q, tiles.kv, tiles.causal, tiles.window, tiles.rows
-    # A document of one token is as good as causal.
+    # A document of one token counts as causal.
     whole = (rows == tiles.cols) & (causal | (rows == 1)) & ~tiles.reverse
     whole &= (q.step == 1) & (kv.step == 1)
     joined = np.zeros(len(rows), np.bool_)

@@ -14,17 +14,18 @@ from megatron_cp_plugin.errors import ContextParallelError
 
 @dataclass
 class Agreed:
-    """What the ranks of one group have found to be the same on all of them; see `core.agree`.
+    """What the ranks of a group have compared and found equal; see `core.agree`.
 
     Attributes:
-        calls: settings of calls, each with a number of them that is the same in all processes.
-        sum, count: of numbers of calls that were not compared on their own.
-        begun: says whether the sum that was compared last is the same on all ranks.
+        calls: settings of calls, each with a number that is the same in all processes.
+        sum, count: sum and count of the numbers of calls that were not compared one by one.
+        begun: a function that says whether the last sum that ranks began to compare is equal on
+            all.
         lengths: layouts and numbers of tokens that need not be compared again.
-        unequal: whether there are shards of unequal lengths, so that a rank cannot tell from its
-            own which sequence they are of.
-        cut: names of layouts by which sequences were split here, and how many tokens this rank has
-            of them; of this rank alone.
+        unequal: whether shards of unequal lengths exist, so that a rank cannot tell the sequence's
+            length from its own shard.
+        cut: on this rank alone, names of layouts by which sequences were split, and the number of
+            tokens that this rank got.
     """
 
     calls: dict[Hashable, int] = field(default_factory=dict)
@@ -39,12 +40,12 @@ class Agreed:
 class Topology(ABC):
     """The ranks of one context-parallel group.
 
-    All ranks of a group must ask for the same channels and subgroups in the same order, for
+    All ranks of a group must ask for the same channels and subgroups in the same order, because
     making one is a collective operation.
 
     Attributes:
         rank, size: within the group.
-        plans_all: plans are of all ranks, for several of them are asked for in one process.
+        plans_all: plans are made for all ranks, because one process asks for several ranks' plans.
     """
 
     plans_all = False
@@ -65,7 +66,8 @@ class Topology(ABC):
         """Whether every rank's GPU can write to every other's memory. A collective operation."""
 
     def peer_channel(self, name: str, slots: int) -> Communicator:
-        """Like `channel`, by copy engines and in so many slots: see core.communication.peer.
+        """As `channel`, but with copy engines and `slots` receive buffers: see
+        core.communication.peer.
 
         Raises: ContextParallelError without `peer_access`.
         """
@@ -90,7 +92,7 @@ class Topology(ABC):
         return own + sum(topology.peer_bytes for topology in self._subgroups.values())
 
     def drop_peer_channels(self) -> None:
-        """Forgets them, here and in subgroups, so that their memory is free once nobody uses it."""
+        """Forgets peer channels, here and in subgroups, so that their memory can be freed."""
         self._peer_channels.clear()
         for topology in self._subgroups.values():
             topology.drop_peer_channels()
@@ -117,7 +119,7 @@ class Topology(ABC):
 
     @abstractmethod
     def gather[T](self, mine: T) -> list[T]:
-        """What each rank gave, by rank: small picklable objects, for checks.
+        """Every rank's object, by rank: small picklable objects, for checks.
 
         A collective operation; not among the messages that `record_communication` counts.
         """
@@ -127,7 +129,7 @@ class Topology(ABC):
     def compares_each_call(self) -> bool:
         """Whether ranks compare each call of the functional interface before it sends anything.
 
-        They do where the host waits for messages anyway; else see `core.agree.SameCall`.
+        They do so where the host waits for messages anyway; otherwise see `core.agree.SameCall`.
         """
 
     @abstractmethod
@@ -140,10 +142,10 @@ class Topology(ABC):
 
     @cached_property
     def choices(self) -> dict[Hashable, tuple[str, tuple[tuple[str, object], ...]]]:
-        """Algorithms and options that `auto` has chosen for calls: the same on all ranks."""
+        """Algorithms and options that `auto` has chosen for calls, equal on all ranks."""
         return {}
 
     @cached_property
     def agreed(self) -> Agreed:
-        """What these ranks have found to be the same on all of them."""
+        """What these ranks have compared and found equal."""
         return Agreed()

@@ -1,5 +1,5 @@
-"""The one autograd Function of all softmax algorithms, that of a whole tensor of ranks' parts, and
-what all autograd functions do: dtypes under autocast, and no second derivative.
+"""The autograd Function of all softmax algorithms, the one that joins ranks' parts of a tensor, and
+helpers of all autograd Functions: dtypes under autocast, refusal of second derivatives.
 """
 
 from collections.abc import Callable, Hashable
@@ -29,7 +29,7 @@ _AS_IT_IS = nullcontext()
 
 
 def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one device, in autocast's dtype where it is in force there; float64 stays."""
+    """Casts tensors of one device to autocast's dtype if autocast is on there; float64 stays."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -50,8 +50,8 @@ def as_written(device: torch.device) -> AbstractContextManager[object]:
 def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
     """torch's `once_differentiable`, for a backward whose results depend on saved tensors too.
 
-    That one refuses a second derivative only where the gradient that comes in requires one; where
-    it does not, as that of a plain sum, the second derivative would silently be zero.
+    torch's decorator refuses a second derivative only if the incoming gradient requires one.
+    Otherwise, as for the gradient of a plain sum, the second derivative would silently be zero.
 
     Limit of both: the refusal hangs on the gradients, which do not lead back to the inputs.
     `loss.backward()` meets it; `torch.autograd.grad(loss, inputs)` does not if something else
@@ -72,7 +72,7 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
 
 
 class Attention(torch.autograd.Function):
-    """Attention as `attend` has it, of what `compiled_call` gave."""
+    """Attention as of `attend`, with the call that `compiled_call` returned."""
 
     @staticmethod
     def forward(
@@ -125,13 +125,13 @@ class Attention(torch.autograd.Function):
 def _computed(
     compiled: Compiled, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Out, and what is saved."""
+    """Returns out, and the tensors to save."""
     out, lse, saved = compiled.forward.attend(q, k, v)
     return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Contiguous, from a multiple of 16 bytes on: kernels for GPUs load so many at a time."""
+    """Makes tensors contiguous and aligned to 16 bytes, which GPU kernels load at a time."""
     found = [x.contiguous() for x in tensors]
     return [x.clone() if x.storage_offset() * x.element_size() % 16 else x for x in found]
 
@@ -139,8 +139,8 @@ def aligned(*tensors: Tensor) -> list[Tensor]:
 def differentiate(
     ctx: Any, dout: Tensor, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv and dsink, None where they are not wanted, of what `Attention.forward` saved."""
-    # Hooks on saved tensors may give them other strides, of which kernels for CPUs know nothing.
+    """dq, dk, dv, dsink from the tensors that `Attention.forward` saved; None if not wanted."""
+    # Hooks on saved tensors may change their strides, which kernels for CPUs do not support.
     saved = [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in ctx.saved_tensors]
     dsink = None
     if ctx.sink_dtype is not None:
@@ -158,11 +158,11 @@ def differentiate(
 
 
 def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Gives a key without a value its share of a softmax; out is changed in place.
+    """Gives a key without a value (a sink) its share of the softmax; changes out in place.
 
-    With the share 1 - w of that key, w = sigmoid(lse - sink), the output is w out. Of its scores'
-    gradients w p (dp - rowsum(dout w out)) every backward makes p (w dp - rowsum(w dout w out)) if
-    it is given w dout, and w out for the out that it kept; lse stays.
+    With the share 1 - w of that key, w = sigmoid(lse - sink), the output is w out. The gradient of
+    its scores is w p (dp - rowsum(dout w out)). A backward that is given w dout for dout, and w out
+    for out, computes it as p (w dp - rowsum(w dout w out)); lse stays.
 
     Args:
         out: [B,S,H,E], the very tensor that an algorithm has saved.
@@ -209,12 +209,12 @@ def attend(
         window, documents: as in Mask.
         slices: in place of causal and documents.
         sink: [H], for each head the score of a key without a value that every query sees; its
-            gradient is that of this rank's queries.
+            gradient covers this rank's queries.
         site: as in `computed_once`.
 
-    Under autocast q, k and v are taken in its dtype. Gradients that nobody wants, of q or of k and
-    v, do not travel where the algorithm can do without (`Compiled.backward`); so all ranks want
-    the same ones.
+    Under autocast q, k and v are taken in its dtype. Gradients of q, or of k and v, that are not
+    wanted are not sent if the algorithm can do without them (`Compiled.backward`); so all ranks
+    must want the same gradients.
 
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if dtypes or numbers of tokens
     do not fit; KernelUnavailableError if the kernel cannot serve them.
@@ -234,7 +234,7 @@ def compiled_call(
     sink: Tensor | None,
     *setting: Any,
 ) -> Compiled:
-    """What `Attention` takes, of q, k, v in autocast's dtype. Raises: as of `attend`.
+    """The compiled call for `Attention`, of q, k, v in autocast's dtype. Raises: as of `attend`.
 
     Args: setting: seq_len, causal, window, documents, slices, scale, kernel_for, as of `attend`.
     """
@@ -296,9 +296,9 @@ def _check_sink(sink: Tensor, q: Tensor) -> None:
 def whole_of(x: Tensor, dim: int, layout: Layout, seq_len: int, topology: Topology) -> Tensor:
     """All ranks' parts of a tensor, in global order; a collective operation.
 
-    The gradient of a part is that of the sum of all ranks' losses: each rank's backward sends every
-    other rank the part of its gradient that belongs there, and sums what comes in float32 or wider.
-    So the backward is a collective operation too.
+    The gradient of a part is the gradient of the sum of all ranks' losses: in the backward each
+    rank sends every other rank's part of its gradient there, and sums the parts it receives in
+    float32 or wider. So the backward is a collective operation too.
 
     Args:
         x: this rank's part, S tokens along `dim`.

@@ -1,11 +1,12 @@
-"""Multi-latent attention whose ranks send latents: K and V are made where they are used.
+"""Multi-latent attention whose ranks send latents; each rank makes K and V where it uses them.
 
 A token's latent, of L numbers for all heads, and its rotated part of the key, of R numbers, take
-the place of the K and V of all H heads, which are an up-projection of them. To an algorithm they
-are K and V of G heads: it moves, slices and sums rows of tokens, and does not look into them. Its
-kernel makes K and V of a call's rows of latents, and of their gradients one of the latents and one
-of the projection. So G (D + E) numbers of a token travel, L + R of them rounded up, each way: with
-DeepSeek-V3's H = 128, D = 192, E = 128, L = 512, R = 64 they are 640 in place of 40,960.
+the place of the K and V of all H heads, which an up-projection makes of them. An algorithm treats
+them as K and V of G heads: it moves, slices and sums rows of tokens without looking into them. Its
+kernel makes K and V from a call's rows of latents, and turns their gradients into gradients of the
+latents and of the projection. So G (D + E) numbers of a token travel, L + R of them rounded up,
+each way: with DeepSeek-V3's H = 128, D = 192, E = 128, L = 512, R = 64 they are 640 in place of
+40,960.
 
 B batch, S queries, T keys, D head dim of q and k, E that of v.
 
@@ -50,12 +51,12 @@ from megatron_cp_plugin.errors import ConfigError
 
 @dataclass(frozen=True)
 class Wire:
-    """The sizes of latents, and of what an algorithm takes for K and V.
+    """Sizes of latents, and of the tensors that stand for K and V in an algorithm.
 
     Attributes:
         heads: H, of q, K and V.
         latent_dim: L.
-        rotary_dim: R, of each head's D the last ones, which all heads have in common.
+        rotary_dim: R, the last of each head's D dimensions, shared by all heads.
         head_dim: D.
         value_dim: E.
     """
@@ -79,7 +80,7 @@ class Wire:
         return fitting[0]
 
     def packed(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """[B,T,L+R] -> what stands for K [B,T,G,D] and for V [B,T,G,E]."""
+        """[B,T,L+R] -> the tensors that stand for K [B,T,G,D] and V [B,T,G,E]."""
         of_k, count = self.kv_heads * self.head_dim, self.kv_heads
         room = count * (self.head_dim + self.value_dim) - latent.size(-1)
         whole = torch.nn.functional.pad(latent, (0, room))
@@ -100,8 +101,8 @@ class Wire:
         return torch.cat((plain, rotary), dim=-1), v.contiguous()
 
     def gradient(self, dk: Tensor, dv: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradient of latents [B,T,L+R], and [B*T, H*(D-R+E)], that of what the weight
-        has made of them.
+        """Returns the gradient of latents [B,T,L+R], and the gradient of their up-projection [B*T,
+        H*(D-R+E)].
         """
         plain, rotary = dk.split([self.head_dim - self.rotary_dim, self.rotary_dim], dim=-1)
         made = torch.cat((plain, dv), dim=-1).flatten(2)
@@ -112,7 +113,7 @@ class Wire:
 
 @dataclass
 class _Projection:
-    """Of the call that runs: the up-projection, and the sum of its gradients."""
+    """The up-projection of the running call, and the sum of its gradients."""
 
     weight: Tensor
     gradient: Tensor | None = None
@@ -142,10 +143,10 @@ def _projecting(projection: _Projection) -> Iterator[None]:
 
 
 class LatentKernel(SoftmaxKernel):
-    """A kernel of H heads, given latents in the place of K and V.
+    """A kernel of H heads that is given latents in place of K and V.
 
-    Between sequences there are no `gaps`: whatever a kernel left there would be in the gradient of
-    the projection.
+    It takes no `gaps` between sequences: undefined gradients there would enter the gradient of the
+    projection.
     """
 
     def __init__(self, inner: SoftmaxKernel, wire: Wire) -> None:
@@ -183,7 +184,7 @@ class LatentKernel(SoftmaxKernel):
 def _latent_kernels(
     kernel_for: Callable[[Problem], SoftmaxKernel], wire: Wire
 ) -> Callable[[Problem], SoftmaxKernel]:
-    """The choice of a kernel for latents, by that for K and V."""
+    """Turns a choice of kernels for K and V into a choice of kernels for latents."""
     return lambda problem: LatentKernel(kernel_for(replace(problem, kv_heads=problem.heads)), wire)
 
 
@@ -241,8 +242,8 @@ def attend_latents(
     Args:
         q: [B,S,H,D], the last R of D rotated.
         latent: [B,S,L+R], the latent and the rotated part of the key.
-        weight: [H*(D-R+E),L], which makes of a latent, head by head, the rest of the key, and the
-            value. The sum of all ranks' gradients is its gradient.
+        weight: [H*(D-R+E),L], the up-projection from a latent to the rest of the key, and the
+            value, head by head. Its gradient is the sum of all ranks' gradients.
         algorithm: One that exchanges no heads, and whose option `chunks`, if it has one, is 1.
         value_dim: E.
         seq_len, kernel_for, causal, scale, window, documents, slices, sink, site: As of `attend`.

@@ -5,8 +5,8 @@ autograd needs. A flash kernel's backward needs its inputs, out and lse, nothing
 run of its forward could give. So the first run's (out, lse) are kept and the second run uses them:
 one attention forward and one round of communication fewer, and the same bits.
 
-What is kept belongs to the one call of the checkpoint: `Checkpointed` wraps the function that the
-checkpoint holds, keeps in itself, and is freed with the checkpoint. So no order of micro-batches,
+Results belong to one call of a checkpoint: `Checkpointed` wraps the function that the checkpoint
+holds, stores the results itself, and is freed with the checkpoint. So no order of micro-batches,
 pipeline stages, evaluation or errors can mix results up, and nothing has to be cleaned away.
 
 Source: DISTFLASHATTN, section 3.3.
@@ -27,9 +27,10 @@ _running: "ContextVar[tuple[Checkpointed, ...]]" = ContextVar("checkpointed", de
 
 @dataclass(frozen=True)
 class _Kept:
-    """Results of one computation; a number stands for that one of its inputs.
+    """Results of one computation; a number in place of a result stands for the input of that
+    number.
 
-    Inputs are not kept: the second run computes them again, that is what it is for.
+    Inputs are not kept, because the second run computes them again.
     """
 
     results: tuple[Tensor | int | None, ...]
@@ -58,8 +59,8 @@ def _shapes(inputs: Sequence[Tensor]) -> tuple[object, ...]:
 class Checkpointed:
     """A function for a checkpoint that will call it twice; one object for each checkpoint.
 
-    Works with every checkpoint that calls the very object it was given: Megatron's, Transformer
-    Engine's, and both kinds of torch.utils.checkpoint. A third run computes everything.
+    Works with every checkpoint that calls the object itself that it was given: Megatron's,
+    Transformer Engine's, and both kinds of torch.utils.checkpoint. A third run computes everything.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -68,7 +69,9 @@ class Checkpointed:
         self._kept: dict[Hashable, deque[_Kept]] = {}
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Runs the function, the first time keeping, then using what `computed_once` finds."""
+        """Runs the function: the first run keeps the results of `computed_once`, the second uses
+        them.
+        """
         token = _running.set((*_running.get(), self))
         try:
             return self._function(*args, **kwargs)
@@ -93,10 +96,9 @@ def computed_once[T: Tensor | None](
     """The results of `compute`, which does not run again when a checkpoint runs its function again.
 
     Args:
-        site: which computation of the function this is, such as the layer's module; several of one
-        site
-            come in the same order in both runs. None: it always runs.
-        inputs: all that the results depend on; those among the results are not kept.
+        site: identifies the computation inside the function, such as the layer's module; several
+            computations of one site run in the same order both times. None: `compute` always runs.
+        inputs: all tensors that the results depend on; results that are inputs are not kept.
 
     Raises: ContextParallelError if the second run has inputs of other shapes or dtypes.
     """
@@ -105,7 +107,7 @@ def computed_once[T: Tensor | None](
         return compute()
     # Checkpoints may be nested: the outer ones' second run is an inner one's first run.
     found = [kept for checkpoint in running if (kept := checkpoint._take(site)) is not None]
-    # What was kept has the types of what is computed.
+    # Kept results have the types of computed ones.
     results = cast(tuple[T, ...], found[0].with_inputs(inputs)) if found else compute()
     kept = _Kept.of(inputs, results)
     for checkpoint in running:

@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.ranges import (
     runs,
 )
 
-# Segments a member up to which a copy for each is as fast as a gather of rows by indices.
+# Up to this number of segments a member, copies are as fast as a gather of rows by indices.
 _FEW = 8
 # [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
 Blocks = Tensor | Sequence[Tensor]
@@ -45,10 +45,10 @@ class Assembly:
 
     Attributes:
         spans: positions of the assembled block, ascending.
-        tokens: how many they are.
+        tokens: number of tokens.
         members: number of ranks.
         width: S, to which every rank's block is padded.
-        excerpt: it leaves tokens of the ranks out.
+        excerpt: whether it leaves out tokens of the ranks.
     """
 
     excerpt = False
@@ -71,7 +71,7 @@ class Assembly:
 
     def _arrange(self, member: Numbers, places: Ranges) -> None:
         """Args:
-        member: of each segment, in ascending order of positions.
+        member: member of each segment, in ascending order of positions.
         places: in its block.
         """
         self._member, self._places, self.tokens = member, places, places.total
@@ -91,13 +91,15 @@ class Assembly:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Of each assembled row, in ascending order: the member that has it, and where there."""
+        """For each assembled row, in ascending order: the member that has it, and the row's place
+        there.
+        """
         segment, within = expanded(self._places.lengths)
         local = self._places.start[segment] + within
         return torch.from_numpy(self._member[segment]), torch.from_numpy(local)
 
     def within(self, rows: Rows) -> "Assembly":
-        """The order of some rows of the assembled block, or of more of them."""
+        """The order of some rows of the assembled block, possibly with further rows."""
         other = copy(self)
         other.__dict__.pop("rows", None)
         places, segment = self._places.cut(np.array(rows).T)
@@ -123,7 +125,7 @@ class Assembly:
         return torch.cat(parts, dim) if parts else blocks[0].narrow(dim, 0, 0)
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
-        """Writes some rows of an assembled block to where they belong in [n, ..., S, ...]."""
+        """Writes some rows of an assembled block to their places in [n, ..., S, ...]."""
         if isinstance(blocks, Tensor) and blocks.dim() == 5 and blocks.dtype != torch.float64:
             fused = fused_for(values)
             if fused is not None:  # one pass, whatever the number of segments
@@ -170,7 +172,7 @@ class Assembly:
 
 @kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
 def _joined(order: Assembly, widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of each assembled row: where it is in blocks of so many rows, one behind the other."""
+    """For each assembled row, its index in the members' padded blocks, one behind the other."""
     member, local = order.rows
     before = torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)
     return uploaded(before[member] + local, device)
@@ -178,7 +180,7 @@ def _joined(order: Assembly, widths: tuple[int, ...], device: torch.device) -> T
 
 @kept_on_device(maxsize=32)
 def _split(order: Assembly, device: torch.device) -> Tensor:
-    """Of each row of all members: which assembled one it is; of padding any."""
+    """For each row of all members, its assembled row; arbitrary for padding."""
     member, local = order.rows
     rows = torch.zeros(order.members * order.width, dtype=torch.int64, device="cpu")
     rows[member * order.width + local] = torch.arange(order.tokens, device="cpu")
@@ -196,7 +198,7 @@ def _numbers(order: Assembly, start: int, stop: int, apart: int, device: torch.d
 def _placed(
     order: Assembly, start: int, stop: int, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Of each member: which of some rows are its own, and where there."""
+    """For each member, which of some assembled rows are its own, and their places there."""
     member, local = (x[start:stop] for x in order.rows)
     found = [(member == number).nonzero()[:, 0] for number in range(order.members)]
     line = uploaded(torch.cat([x for own in found for x in (own, local[own])]), device).long()

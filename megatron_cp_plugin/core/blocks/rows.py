@@ -1,4 +1,4 @@
-"""Some rows of a block, their indices when they alone are packed, and how they are packed."""
+"""Rows of a block, their indices in a packed block of these rows, and the packing itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -15,7 +15,8 @@ from megatron_cp_plugin.core.ranges import Numbers, Ranges, joined, offsets, run
 # Half-open ranges of a block's rows, ascending, that do not touch each other.
 Rows = tuple[tuple[int, int], ...]
 
-# Pieces of rows up to which each is taken, or added, by itself; more are in one kernel, by numbers.
+# Up to this number, pieces of rows are taken, or added, one by one; more pieces go through one
+# kernel, by row numbers.
 FEW = 2
 
 
@@ -25,14 +26,14 @@ def between(start: int, stop: int) -> Rows:
 
 
 def row_count(rows: Rows) -> int:
-    """How many rows they are."""
+    """Number of rows."""
     if len(rows) == 1:
         return rows[0][1] - rows[0][0]
     return sum(stop - start for start, stop in rows)
 
 
 def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
-    """Rows that are in any part, and those between them in gaps of at most `gap` rows."""
+    """Union of parts; gaps of at most `gap` rows are filled."""
     distinct = [*{id(rows): rows for rows in parts if rows}.values()]  # a hash takes all of them
     if len(distinct) > 1:
         # Often one of them is all rows.
@@ -51,7 +52,7 @@ def union(parts: Iterable[Rows], gap: int = 0) -> Rows:
 
 
 def united(edges: Numbers, gap: int) -> Rows:
-    """The same of many ranges as an array [2,n], of which none is empty."""
+    """As `union`, for many ranges as an array [2,n], none of them empty."""
     starts, stops = edges[:, np.argsort(edges[0], kind="stable")]
     reached = np.maximum.accumulate(stops)
     first, last = runs(starts[1:] > reached[:-1] + gap, len(starts))
@@ -59,7 +60,7 @@ def united(edges: Numbers, gap: int) -> Rows:
 
 
 def clipped(rows: Rows, start: int, stop: int) -> Rows:
-    """Those of the rows that are in [start, stop)."""
+    """The rows that are in [start, stop)."""
     if rows and start <= rows[0][0] and rows[-1][1] <= stop:
         return rows
     ranges = ((max(first, start), min(last, stop)) for first, last in rows)
@@ -68,7 +69,9 @@ def clipped(rows: Rows, start: int, stop: int) -> Rows:
 
 @lru_cache(maxsize=4096)
 def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
-    """The rows that two packed blocks have, in pieces: where each is in the one and the other."""
+    """Rows that two packed blocks have in common, in pieces: the place of each piece in both
+    blocks.
+    """
     found = []
     for (first, last), row in _placed(here):
         for (low, high), other in _placed(there):
@@ -93,7 +96,7 @@ def positions_of(spans: Ranges, rows: Rows) -> Ranges:
 
 
 def _cut(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers]:
-    """Positions of several blocks, those of some rows of them, and the span of each of these."""
+    """Positions of several blocks, positions of some of their rows, and the spans of these."""
     whole = joined([spans for spans, _ in blocks])
     before = accumulate((spans.total for spans, _ in blocks), initial=0)
     found = [
@@ -105,13 +108,13 @@ def _cut(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers
 
 
 def positions_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Numbers]:
-    """Positions of some rows of several blocks, and of each span whose it is."""
+    """Positions of some rows of several blocks, and the block of each span."""
     _, found, span = _cut(blocks)
     return found, np.repeat(np.arange(len(blocks)), [len(spans) for spans, _ in blocks])[span]
 
 
 def rows_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> Rows:
-    """Some rows of several blocks as rows of the one block that has all their positions.
+    """Some rows of several blocks, as rows of one block that joins all positions of these blocks.
 
     Args: blocks: positions without steps, and rows.
     """
@@ -123,17 +126,19 @@ def rows_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> Rows:
 
 
 def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """As `x.narrow`; x itself if that is all of it."""
+    """As `x.narrow`; x itself if nothing is cut off."""
     return x if x.shape[dim] == length else x.narrow(dim, start, length)
 
 
 def token_dim(x: Tensor, before: int = 0) -> int:
-    """Of [B,S,heads,D] or [B,heads,S]. Args: before: dimensions that will be put before these."""
+    """Dimension of tokens in [B,S,heads,D] or [B,heads,S]. Args: before: number of dimensions in
+    front.
+    """
     return before + (1 if x.dim() == 4 else 2)
 
 
 def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:
-    """Some rows of a packed block, one behind the other; x itself if they are all that there are.
+    """Packs some rows of a packed block; x itself if these are all its rows.
 
     Args:
         x: the rows `held` of the block, along a dimension.
@@ -152,7 +157,7 @@ def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
 def numbers_of(here: Rows, there: Rows, device: torch.device) -> RowIndex:
-    """The rows that two packed blocks have, by their numbers in the second and in the first."""
+    """Rows that two packed blocks have in common: their numbers in the second and the first."""
     pieces = common(here, there)
     to, of = (
         torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])

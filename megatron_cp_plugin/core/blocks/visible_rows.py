@@ -1,4 +1,6 @@
-"""Which positions each rank holds, and which rows of blocks meet under a mask: these are sent."""
+"""The positions that each rank holds, and the rows of blocks that meet under a mask and so are
+sent.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +29,10 @@ from megatron_cp_plugin.core.tiles import Mask
 
 @dataclass(frozen=True, eq=False)
 class TokenMap(Sequence[Ranges]):
-    """The positions that each rank holds; equal to others that are the same.
+    """The positions that each rank holds; maps with equal positions are equal.
 
-    A rank's are made when they are asked for: with many documents all of them take longer than
-    what one rank plans with them.
+    A rank's positions are made on demand: with many documents, making all ranks' positions takes
+    longer than planning one rank.
 
     Attributes: layout: for the documents of the mask.
     """
@@ -49,7 +51,7 @@ class TokenMap(Sequence[Ranges]):
         if not isinstance(other, TokenMap):
             return NotImplemented
         mine, others = ((x.layout, x.size, x.seq_len) for x in (self, other))
-        # Layouts that differ do so in the first ranks: positions of the others are not made.
+        # Different layouts differ in the first ranks, so positions of the others need not be made.
         return mine == others or (len(self) == len(other) and all(map(eq, self, other)))
 
     def __hash__(self) -> int:
@@ -72,12 +74,12 @@ class TokenMap(Sequence[Ranges]):
 
     @cached_property
     def _made(self) -> dict[int, Ranges]:
-        """Those that were asked for, by rank."""
+        """Positions that were asked for, by rank."""
         return {}
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each rank holds."""
+        """Number of positions that each rank holds."""
         ranks = range(self.size)
         return tuple(self.layout.length(rank, self.size, self.seq_len) for rank in ranks)
 
@@ -89,23 +91,25 @@ class TokenMap(Sequence[Ranges]):
         return not all(spans.plain for spans in self)
 
     def alike(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
-        """See `Layout.alike`; None too if the mask knows distances."""
+        """See `Layout.alike`; also None if the mask depends on distances."""
         distances = mask.window is not None or mask.slices is not None
         return None if distances else self.layout.alike(query, self.size)
 
 
-# Rows that nobody needs travel too where they are fewer, one behind the other, than a block has by
-# this number: every range more is a copy more before and after a message.
+# Rows in gaps shorter than a block's rows divided by this number are sent although nobody needs
+# them: every further range costs a copy before and after a message.
 _GAPS = 64
 
 
 def longest_gap(tokens: int) -> int:
-    """How many rows that nobody needs may lie between others. Args: tokens: of the block."""
+    """Longest gap of rows that nobody needs and that are sent with their neighbours. Args: tokens:
+    of the block.
+    """
     return tokens // _GAPS
 
 
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
-    """Whether any query of a block sees any key of another: whether `plan_tiles` has a tile."""
+    """Whether any query of a block sees any key of another, so that `plan_tiles` returns a tile."""
     return bool(visible_rows(q_spans, kv_spans, mask)[0])
 
 
@@ -115,9 +119,9 @@ def visible_rows(
 ) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
-    Of positions with a step, all from the first to the last one that a band of the mask has.
+    In positions with a step, all rows from the first to the last one in a band of the mask.
 
-    Args: gap: how many rows may lie between others that come with them.
+    Args: gap: longest gap of rows that is filled.
     """
     q, kv, bands = Ranges.of(q_spans), Ranges.of(kv_spans), mask.bands
     if not (len(q) and len(kv)):
@@ -138,8 +142,8 @@ def visible_rows(
 def rows_met(
     layout: Layout, size: int, seq_len: int, mask: Mask, side: Literal[0, 1]
 ) -> list[dict[int, Rows]]:
-    """[owner][other]: rows of the owner's queries (0), or keys (1), that meet any of the other's
-    keys, or queries; without an entry where there are none.
+    """[owner][other]: rows of the owner's queries (side 0), or keys (side 1), that meet any of the
+    other's keys, or queries; no entry if there are none.
 
     As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
     """
@@ -156,10 +160,10 @@ def rows_met(
 def rows_of_parts(
     tokens: TokenMap, parts: Sequence[tuple[int, int, int, int]], mask: Mask
 ) -> dict[tuple[int, int, int, int], tuple[Rows, Rows]]:
-    """As `visible_rows` of rows [start, stop) of a block of queries and of a block of keys, for
-    many of them at once; rows of queries count in their whole block.
+    """As `visible_rows`, for rows [start, stop) of a block of queries and a block of keys, many
+    pairs at once; rows of queries are numbered in their whole block.
 
-    Args: parts: (owner of queries, owner of keys, start, stop) of each.
+    Args: parts: (owner of queries, owner of keys, start, stop) of each pair.
     """
     found = {}
     if tokens.gaps:
@@ -200,7 +204,9 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
 
 
 def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
-    """The same without windows, documents and spans: by the first and the last of each block."""
+    """As `sees_all`, without windows, documents and spans: from each block's first and last
+    position.
+    """
     found = [(block[0].start, block[-1].positions[-1]) for block in blocks if len(block)]
     if len(found) < len(blocks):
         return False
@@ -212,11 +218,11 @@ def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
 def rows_at_distances(
     layout: Layout, size: int, seq_len: int, mask: Mask
 ) -> list[tuple[list[int], list[int]]]:
-    """[t]: of ranks p = 0, 1, ... how many rows of the queries of rank p + t, modulo `size`, see
-    keys of rank p, and how many rows these keys are; with gaps as `rows_met`.
+    """[t]: for ranks p = 0, 1, ..., how many rows of the queries of rank p + t, modulo `size`, see
+    keys of rank p, and how many rows these keys have; gaps are filled as in `rows_met`.
     """
     seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
-    # Most are the very same, and long.
+    # Most are the same long object.
     distinct = {id(rows): rows for some in (*seeing, *seen) for rows in some.values()}
     counts = {number: row_count(rows) for number, rows in distinct.items()}
     found = []
@@ -229,8 +235,8 @@ def rows_at_distances(
 
 
 def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
-    """[query][key]: rows of the queries (0), or of the keys (1), that meet the other block; found
-    once for pairs that are alike.
+    """[query][key]: rows of the queries (side 0), or of the keys (side 1), that meet the other
+    block; computed once for pairs that are alike.
     """
     ranks = range(len(tokens))
     alike = [tokens.alike(query, mask) or [(query, key) for key in ranks] for query in ranks]
@@ -246,9 +252,9 @@ class _Blocks(NamedTuple):
 
     Attributes:
         number: of blocks.
-        owner: of each span the number of its block.
-        starts, stops: its positions.
-        shift: how far these are from rows of the block.
+        owner: number of each span's block.
+        starts, stops: positions of each span.
+        shift: difference between positions and rows of the block.
     """
 
     number: int
@@ -275,9 +281,9 @@ class _Blocks(NamedTuple):
 
 
 def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> list[dict[int, Rows]]:
-    """By blocks of keys: rows that any query of each block of queries sees, if any.
+    """For each block of keys, the rows that any query of each block of queries sees, if any.
 
-    Args: gaps: how many rows of each block of keys may lie between others that come with them.
+    Args: gaps: longest gap of rows that is filled, for each block of keys.
     """
     # Keys [begin, end) that are seen from each span of queries that a band has.
     q_start, q_stop, k_start, k_stop, low, high = bands.table
@@ -306,7 +312,7 @@ def _visible(keys: _Blocks, gaps: Numbers, queries: _Blocks, bands: Bands) -> li
 
 
 def _in_common(begin: Numbers, end: Numbers, blocks: _Blocks) -> tuple[Numbers, Numbers]:
-    """Ranges [begin, end) and spans of blocks that have positions in common: numbers of both."""
+    """Numbers of ranges [begin, end) and spans of blocks that have positions in common."""
     first = np.searchsorted(blocks.stops, begin, side="right")
     which, number = expanded(np.maximum(np.searchsorted(blocks.starts, end) - first, 0))
     return which, first[which] + number
@@ -315,9 +321,9 @@ def _in_common(begin: Numbers, end: Numbers, blocks: _Blocks) -> tuple[Numbers, 
 def _united_of_each(
     whose: Numbers, starts: Numbers, stops: Numbers, gaps: Numbers
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """The unions of ranges that are of the same one, in ascending order.
+    """Unions of the ranges of each owner, in ascending order.
 
-    Args: gaps: by whose they are, how far ranges may be apart that become one.
+    Args: gaps: by owner, the longest gap that is filled.
     """
     order = np.lexsort((starts, whose))
     whose, starts = whose[order], starts[order]

@@ -1,4 +1,4 @@
-"""The GPU of a rank: copies from the host to it, its streams, and operations that are fused."""
+"""A rank's GPU: copies from the host, streams, and fused operations."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,23 +15,24 @@ _fused: dict[str, Callable[[], Any]] = {}
 
 
 def register_fused(device_type: str, load: Callable[[], Any]) -> None:
-    """Has tensors of a type of device go through fused operations in float32.
+    """Registers fused operations in float32 for a type of device.
 
-    Args: load: gives, at each use, an object with functions of `core` that have these names, for
-        all dtypes but float64, of lse and statistics in float32.
+    Args: load: returns, at each use, an object with fused versions of functions of `core`, under
+        the same names. They take all dtypes but float64; lse and statistics are float32.
     """
     _fused[device_type] = load
 
 
 def fused_for(x: Tensor) -> Any:
-    """The fused operations for tensors on x's device; None: PyTorch's own serve."""
+    """Fused operations for tensors on x's device; None: use PyTorch's operations."""
     load = _fused.get(x.device.type)
     return None if load is None else load()
 
 
 def check_devices(names: str, *tensors: Tensor) -> None:
-    """Raises: ContextParallelError unless tensors are on one device, of GPUs the current one, on
-    whose streams kernels and messages are queued. Args: names: of the tensors, for errors.
+    """Raises: ContextParallelError unless all tensors are on one device; a GPU must be the current
+    one, because kernels and messages are queued on its streams. Args: names: of the tensors, for
+    errors.
     """
     device = tensors[0].device
     if len({x.device for x in tensors}) > 1:
@@ -47,10 +48,11 @@ def check_devices(names: str, *tensors: Tensor) -> None:
 def kept_on_device[*Ts, R](
     maxsize: int,
 ) -> Callable[[Callable[[*Ts, torch.device], R]], Callable[[*Ts, torch.device], R]]:
-    """Decorates a function that makes tensors on a device: its last results are kept.
+    """Decorates a function that makes tensors on a device: keeps its last results.
 
-    What a CUDA graph was captured with is kept for good: replays read that memory, and nobody else
-    knows of it. Args: maxsize: of the others. The function's arguments are hashable and positional.
+    Results that a CUDA graph was captured with are kept for good, because replays read their memory
+    and nothing else holds it. Args: maxsize: number of other results that are kept. The function's
+    arguments are hashable and positional.
     """
 
     def decorate(
@@ -73,12 +75,12 @@ def kept_on_device[*Ts, R](
 
 
 def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
-    """Integers of the host as int32 on a device, without waiting for what is queued there.
+    """Copies integers from the host to a device, as int32, without waiting for queued work.
 
-    They are there for whatever is queued later on the current stream, and for what follows that.
+    Work queued later on the current stream, and work that follows it, may use them.
 
-    Raises: ContextParallelError if a number is too large for that; while a CUDA graph is captured,
-    since replays would copy them again, from memory that is given on by then.
+    Raises: ContextParallelError if a number is too large for int32, or while a CUDA graph is
+    captured, because replays would copy again from memory that has been reused.
     """
     largest = torch.iinfo(torch.int32).max
     if numbers.numel() and (last := int(numbers.max())) > largest:
@@ -105,8 +107,8 @@ def contiguous_copy(x: Tensor) -> Tensor:
 
 
 def copy_into(out: Tensor, x: Tensor) -> None:
-    """As `out.copy_(x)`, of equal shapes. A GPU copies rows that are not one behind the other an
-    element at a time: elements of 16 bytes take 0.4 of the time of those of bfloat16.
+    """As `out.copy_(x)`, for equal shapes. A GPU copies rows that are not adjacent element by
+    element: with elements of 16 bytes this takes 0.4 of the time of bfloat16 elements.
     """
     if out.dtype == x.dtype:
         each, strides = 16 // x.element_size(), (*x.stride()[:-1], *out.stride()[:-1])
@@ -117,10 +119,10 @@ def copy_into(out: Tensor, x: Tensor) -> None:
 
 
 class SideStream:
-    """Within this context kernels are queued beside the current stream, as of its making.
+    """Within this context kernels are queued on a stream beside the current one.
 
-    What was queued before `SideStream(device)` is visible inside; what is queued between that and
-    `join` runs at the same time. Does nothing on devices without streams.
+    Kernels inside see work queued before `SideStream(device)`; work queued between that and `join`
+    runs at the same time. Does nothing on devices without streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,22 +139,22 @@ class SideStream:
         self._context.__exit__(*error)
 
     def join(self) -> None:
-        """The current stream waits for what was queued inside."""
+        """The current stream waits for the kernels that were queued inside."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether what happens to a tensor now goes to a CUDA graph."""
+    """Whether operations on a tensor are being captured in a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def capture[T](call: Callable[[], T], meet: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, T]:
     """Captures a call in a CUDA graph, after running it twice where nothing is left behind.
 
-    Args: meet: lets all ranks, and their GPUs, come to the point where they capture.
+    Args: meet: makes all ranks and their GPUs wait for each other before they capture.
 
-    Returns: the graph, and what the call gave, which replays write to.
+    Returns: the graph, and the call's results, to whose memory replays write.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 """Exchanges blocks between GPUs of one node with copy engines, over peer memory.
 
-NCCL moves data with kernels that take multiprocessors away from attention; a copy engine takes
-none. Each rank writes straight into its peer's receive buffer and then a flag beside it; streams,
-not kernels and not the host, wait for flags.
+NCCL moves data with kernels that take multiprocessors away from attention; copy engines take none.
+Each rank writes straight into its peer's receive buffer and then a flag beside it; streams, not
+kernels and not the host, wait for flags.
 """
 
 from abc import abstractmethod
@@ -29,10 +29,10 @@ _AFTER_AN_ERROR = (
 class SlottedCommunicator(Communicator):
     """Exchanges with at most one destination and one source each, received in a few slots.
 
-    All ranks post the same number of exchanges; what one rank sends has the shapes of what the
-    other expects. Exchanges take the n slots in turn, those that receive nothing too. A received
-    block may be read, on the stream that waited for it, until the next exchange is posted that
-    takes the same slot and receives, or is expected. The collective operations are not offered.
+    All ranks post the same number of exchanges; tensors sent have the shapes that the receiver
+    expects. Exchanges, also those that receive nothing, take the n slots in turn. A received block
+    may be read, on the stream that waited for it, until the next receiving exchange of the same
+    slot is posted or expected. The collective operations are not offered.
 
     Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
@@ -48,14 +48,14 @@ class SlottedCommunicator(Communicator):
         self._views: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
         self._turn = 0
         self._awaited: set[int] = set()  # slots
-        self._offered: frozenset[int] = frozenset()  # to whom, the slot of this turn
+        self._offered: frozenset[int] = frozenset()  # ranks that may write to this turn's slot
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot."""
         return self._in_slot(self.rank, tuple(like))
 
     def _in_slot(self, rank: int, like: tuple[Described, ...]) -> tuple[Tensor, ...]:
-        """Views of this turn's slot of a rank. They are kept: all layers have the same."""
+        """Views of this turn's slot of a rank; cached, because all layers use the same."""
         slot = self._turn % self._slots
         key = rank, slot, like
         if key not in self._views:
@@ -72,7 +72,7 @@ class SlottedCommunicator(Communicator):
         return self._views[key]
 
     def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in the slots of a rank, here of this one. Args: start: its first byte."""
+        """A tensor in this rank's slots. Args: start: its first byte."""
         return self._slab[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
 
     def reserve(self, like: Sequence[Described]) -> None:
@@ -84,7 +84,7 @@ class SlottedCommunicator(Communicator):
             self._views.clear()
 
     def expect(self, sources: Collection[int]) -> None:
-        """See Communicator.expect; where the slot is not free yet the exchange offers it."""
+        """See Communicator.expect; if the slot is not free yet, the exchange offers it."""
         slot = self._turn % self._slots
         if slot not in self._awaited and not self._offered:
             self._follow()
@@ -125,14 +125,16 @@ class SlottedCommunicator(Communicator):
         """Replaces the slab by one with larger slots; all ranks come here in the same turn."""
 
     def _follow(self) -> None:
-        """What is done next comes after all that the present stream has queued."""
+        """Operations that follow wait for all work queued on the current stream."""
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
         """Lets ranks write to a slot, after `_follow`."""
 
     @abstractmethod
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        """An exchange with one destination and one source at most; an offer, if none is made."""
+        """Posts an exchange with at most one destination and one source, and an offer if none was
+        made.
+        """
 
     def _no_collective(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
@@ -143,25 +145,27 @@ class SlottedCommunicator(Communicator):
 class PeerCommunicator(SlottedCommunicator):
     """Over CUDA peer memory.
 
-    Exchanges may be posted, and waited for, on any stream: a slot is offered again only once the
-    stream that read it last has come to this point. They may be captured in CUDA graphs, once the
-    same exchanges were made outside of one; all ranks capture and replay the same ones, in one
-    order with all others over this channel. A graph that is replayed on another stream than the
-    exchanges before and after it needs the streams to wait for each other. All ranks post
-    exchanges in one order over all channels: branches of a graph may share a queue of the hardware,
-    where waits hold each other up.
+    Exchanges may be posted, and waited for, on any stream: a slot is offered again only after the
+    stream that read it last has reached this point. They may be captured in CUDA graphs, after the
+    same exchanges were made outside a graph; all ranks capture and replay the same exchanges, in
+    one order with all others of this channel. If a graph is replayed on another stream than the
+    exchanges before and after it, the streams must wait for each other. All ranks post exchanges in
+    one order over all channels: branches of a graph may share a queue of the hardware, where waits
+    hold each other up.
 
-    A flag is 0 or 1, so that a replay does what the first run did. Each rank has one for every
-    other rank and slot, "you may write to this slot of mine", and one for every slot of its own,
-    "has come"; who waits for the former, and who offers a slot, sets them back. A stream of copies
-    does all of it but the last wait, since each operation on a flag holds its stream up for some
-    microseconds.
+    A flag is 0 or 1, so that a replay repeats the first run. Each rank has a flag for every other
+    rank and slot, "you may write to this slot of mine", and one for every slot of its own, "has
+    come". The rank that waits for the former resets it; the rank that offers a slot resets the
+    latter. A stream of copies does all of this but the last wait, because each operation on a flag
+    holds its stream up for some microseconds.
     """
 
     def __init__(
         self, channel: str, group: dist.ProcessGroup, slots: int, copies: torch.cuda.Stream
     ) -> None:
-        """Args: copies: the stream of all channels of this GPU, so that one order holds for all."""
+        """Args: copies: stream that all channels of this GPU share, so that all their operations
+        have one order.
+        """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
         _refuse_capture(f"make the receive buffers of {channel!r}")
@@ -180,7 +184,7 @@ class PeerCommunicator(SlottedCommunicator):
         dist.barrier(group)
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
-        """See Communicator.buffers. Raises: ContextParallelError for tensors that are elsewhere."""
+        """See Communicator.buffers. Raises: ContextParallelError for tensors on another device."""
         if device != self._device:
             raise ContextParallelError(
                 f"peer transport needs tensors on {self._device}, got {device}: use transport group"
@@ -229,7 +233,7 @@ class PeerCommunicator(SlottedCommunicator):
             # what comes has been set back by then.
             now.wait_event(done)
             if now != current:
-                # Their memory goes back to where it came from, which does not wait.
+                # Their memory returns to its allocator, which does not wait.
                 for tensor, _ in sends:  # which this closure keeps alive until they are copied
                     tensor.record_stream(copies)
             if receives:
@@ -266,7 +270,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
-        """Memory that all ranks of the group can write to, and the handle to their parts."""
+        """Memory that all ranks of the group can write to, and the handle to all ranks' parts."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -312,8 +316,8 @@ def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
 
 
 def _pieces(x: Tensor) -> tuple[int, int, int] | None:
-    """How many contiguous pieces at equal distances a tensor is, of how many elements, and the
-    distance between their beginnings; None: it is nothing so simple.
+    """A tensor as contiguous pieces at equal distances: their number, their length in elements, and
+    the distance of their starts. None: the tensor has another form.
     """
     count, elements, distance = 1, 1, 0
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):

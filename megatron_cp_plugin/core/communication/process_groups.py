@@ -4,7 +4,7 @@ gloo drops the tensors of an operation in a thread of its own, some time after `
 and takes the GIL for it. Python ends a thread that asks for the GIL while it is finalized (3.12,
 3.13); in the middle of C++ destructors this aborts the process, after a right result: "terminate
 called without an active exception" (torch 2.11 to 2.15, pytorch/pytorch#190489). These threads live
-until nobody holds their process group.
+as long as their process group.
 """
 
 import atexit
@@ -38,8 +38,8 @@ _topologies: dict[ref[dist.ProcessGroup], "ProcessGroupTopology"] = {}
 
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
-    """Topology of a process group; None: all processes, or this one where there is no
-    process group. Its ranks alone make further groups, when they need them: see
+    """Topology of a process group; None: all processes, or this process alone without
+    torch.distributed. Only the group's ranks make further groups, on demand: see
     CollectiveGroupFactory.
 
     Raises: ContextParallelError for a group that was destroyed.
@@ -59,8 +59,8 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
 
 
 def release_topologies() -> None:
-    """Gives back the receive buffers of all that `topology_of` made, and the further groups of
-    those that were destroyed; see functional.release.
+    """Frees the receive buffers of all topologies that `topology_of` made, and further groups of
+    those whose group was destroyed; see functional.release.
     """
     for reference, topology in list(_topologies.items()):
         topology.drop_peer_channels()
@@ -70,7 +70,7 @@ def release_topologies() -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long its operations wait; torch says it of the backend of a device only."""
+    """Timeout of a group's operations; torch gives it only for a device's backend."""
     return group._get_backend(group._device_types[0]).options._timeout
 
 
@@ -87,7 +87,7 @@ def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
 
 @cache
 def _alone() -> Topology:
-    """One rank, which needs no network: always the same, for it is the key of what is cached."""
+    """Topology of one rank, without network; always one object, for it is a key of caches."""
     return VirtualWorld(1).topology(0)
 
 
@@ -103,7 +103,7 @@ class ProcessGroupTopology(Topology):
     def __init__(
         self, group: dist.ProcessGroup, make: "CollectiveGroupFactory | None" = None
     ) -> None:
-        """Args: make: makes the further groups; None: the ranks of each do, when they need it."""
+        """Args: make: makes the further groups; None: the ranks of each group make it on demand."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         end_after_gloo()
         self._reference = ref(group)
@@ -127,10 +127,10 @@ class ProcessGroupTopology(Topology):
         if self.size == 1 or not is_nccl(self._group) or len(set(self.nodes)) > 1:
             return False
         if os.environ.get("NCCL_P2P_DISABLE") == "1":
-            return False  # whoever keeps NCCL from peer memory means us too
+            return False  # a setting that keeps NCCL from peer memory also applies here
         mine = torch.cuda.current_device()
         devices = self.gather(mine)
-        # Where each process sees one device only, nobody can tell from indices.
+        # If each process sees only one device, indices do not identify it.
         told_apart = len(set(devices)) == self.size
         reached = told_apart and all(
             other == mine or torch.cuda.can_device_access_peer(mine, other) for other in devices
@@ -147,7 +147,7 @@ class ProcessGroupTopology(Topology):
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        # What NCCL goes by: containers of one machine may have one name, or several.
+        # NCCL uses this too: containers of one machine may share a host name, or have several.
         hosts = self.gather(os.environ.get("NCCL_HOSTID") or gethostname())
         return tuple(hosts.index(host) for host in hosts)
 
@@ -181,7 +181,7 @@ class ProcessGroupTopology(Topology):
         return group
 
     def destroy_further_groups(self) -> None:
-        """Destroys those that it made, for channels and subgroups; all its ranks do."""
+        """Destroys the groups that it made for channels and subgroups; all its ranks call it."""
         for topology in self._subgroups.values():
             if isinstance(topology, ProcessGroupTopology):
                 topology.destroy_further_groups()
@@ -195,10 +195,10 @@ class ProcessGroupTopology(Topology):
 class CollectiveGroupFactory:
     """Makes process groups by all ranks of the job together, in one order on all of them.
 
-    Ranks that make unequally many groups by themselves disagree about the names of later ones,
-    and hang in the next `torch.distributed.new_group`. So all ranks of the job call an instance
-    equally often, each for a group of its own, and all take part in making each other's. They do
-    while it is entered (`with`); at other times some ranks would wait for others in vain.
+    Ranks that make different numbers of groups by themselves disagree about the names of later
+    groups, and hang in the next `torch.distributed.new_group`. So all ranks of the job call an
+    instance equally often, each for its own group, and all take part in making every group. They do
+    so while it is entered (`with`); at other times some ranks would wait for others in vain.
     """
 
     def __init__(self, new_group: Callable[[list[int]], object]) -> None:
@@ -231,7 +231,7 @@ class CollectiveGroupFactory:
         return group
 
 
-# How long a process that ends waits at most, and for how long it watches the threads.
+# Longest wait of a process that ends, and the time for which it watches the threads.
 _PATIENCE_S = 5.0
 _WATCHED_S = 0.02
 _TASKS = Path("/proc/self/task")
@@ -239,17 +239,17 @@ _TASKS = Path("/proc/self/task")
 
 @cache
 def end_after_gloo() -> None:
-    """From now on, when this process ends, it waits for threads of gloo first."""
+    """From now on this process waits for gloo's threads before it ends."""
     atexit.register(_wait_for_gloo)
 
 
 def _wait_for_gloo() -> None:
     """Waits until no thread of gloo has anything left to do, `_PATIENCE_S` at most.
 
-    While this thread sleeps, the GIL is free: a thread that was not awake meanwhile is not waiting
-    for it.
+    While this thread sleeps the GIL is free, so a thread that has not been awake is not waiting for
+    it.
     """
-    if not _TASKS.exists():  # not Linux: nobody tells what threads do
+    if not _TASKS.exists():  # not Linux: the state of threads is unknown
         time.sleep(5 * _WATCHED_S)
         return
     deadline = time.monotonic() + _PATIENCE_S
@@ -260,8 +260,8 @@ def _wait_for_gloo() -> None:
 
 
 def _threads_of_gloo() -> dict[str, tuple[str, ...]]:
-    """By the number of a thread that runs operations: its state, and how often it fell asleep and
-    was interrupted.
+    """State of each thread of gloo, by thread id: its run state, and its numbers of voluntary and
+    involuntary context switches.
     """
     found = {}
     for task in _TASKS.iterdir():

@@ -54,7 +54,9 @@ class VirtualWorld:
         self._mailbox(address).put(message.detach().clone())
 
     def take(self, address: Address) -> Tensor:
-        """Raises: TimeoutError if nothing comes, or another rank fails while it waits."""
+        """Returns the next message. Raises: TimeoutError if none comes, or another rank fails
+        meanwhile.
+        """
         deadline = monotonic() + self._timeout_s
         while monotonic() < deadline and not self.failed.is_set():
             try:
@@ -173,7 +175,9 @@ class _VirtualCommunicator(Communicator):
         )
 
     def _next(self) -> int:
-        """Operations may be waited for in any order, so each has messages of its own."""
+        """Number of the next operation: operations may be waited for in any order, so messages
+        carry it.
+        """
         self._operations += 1
         return self._operations
 
@@ -185,11 +189,13 @@ class _VirtualCommunicator(Communicator):
 
 
 class VirtualPeerCommunicator(SlottedCommunicator):
-    """As over peer memory, at its worst: what is read too late or changed too early is seen.
+    """Peer memory at its strictest: it detects reads that are too late and changes that are too
+    early.
 
-    A slot is NaN from the moment when an exchange that receives into it is expected or posted; its
-    messages are there once that is waited for. What is sent must be waited for, and be the same
-    then as when it was posted. Ranks that do not make room in the same turn are an error.
+    A slot is filled with NaN when an exchange that receives into it is expected or posted; its
+    messages appear when that exchange is waited for. Sends must be waited for, and their tensors
+    must not have changed since they were posted. It is an error if ranks do not make room in the
+    same turn.
     """
 
     def __init__(
@@ -257,9 +263,9 @@ class VirtualPeerCommunicator(SlottedCommunicator):
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, as a view; flat if it is contiguous."""
+    """The tensor's bytes, as a view; flat if the tensor is contiguous."""
     x = tensor.detach()
-    # Of one element, expanded, a view would keep the stride of 0, of which there are no bytes.
+    # A view of one expanded element would keep its stride of 0, which bytes cannot have.
     return (x.as_strided((x.numel(),), (1,)) if x.is_contiguous() else x).view(torch.uint8)
 
 
@@ -293,7 +299,7 @@ def run_virtual[T](
     for thread in threads:
         thread.join()
     if errors:
-        # A rank that only waited in vain for the one that failed is not the cause.
+        # A rank that only waited for the failed one is not the cause.
         raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
     if world.unread():
         raise RuntimeError(f"messages that nobody received: {world.unread()}")

@@ -1,4 +1,4 @@
-"""A rank's part of a pass of attention for all calls that are alike, and how its messages are sent.
+"""One rank's part of a pass, made once for all calls that are alike, and its transport.
 
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
@@ -50,7 +50,7 @@ REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
 
 def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
-    """Of the teams in which queries, and keys, come together; none if they do not.
+    """Channels of the teams that gather queries and of those that gather keys; empty without teams.
 
     A collective operation the first time.
     """
@@ -77,7 +77,7 @@ def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamCh
 
 
 def steps_among(placement: Placement, topology: Topology) -> Topology:
-    """The ranks that exchange blocks step by step: those with the same share of the heads."""
+    """The ranks that exchange blocks step by step: all ranks with the same share of the heads."""
     members = placement.members if isinstance(placement, HeadPlacement) else 1
     return topology.subgroup(range(topology.rank % members, topology.size, members), "ring")
 
@@ -86,9 +86,9 @@ class Way(NamedTuple):
     """How messages are sent.
 
     Attributes:
-        names: of the channels of inputs and results, and of those that may take several steps, if
-            there are any.
-        slots: of copy engines; None: over the process group.
+        names: of the channels for inputs and for results, then of the channels for messages that
+            may take several steps, if there are any.
+        slots: number of receive buffers of copy engines; None: messages go over the process group.
     """
 
     names: tuple[str, ...]
@@ -98,8 +98,8 @@ class Way(NamedTuple):
 class Transport:
     """The channels of one rank, for the plans of one algorithm.
 
-    Copy engines serve plans in which every rank exchanges with one other at a time and holds few
-    blocks of others at once; all ranks of such a group are on one node.
+    Copy engines serve plans in which every rank exchanges with one other rank at a time and holds
+    few blocks of others at once. All ranks of such a group are on one node.
     """
 
     def __init__(self, algorithm: str, topology: Topology, wanted: Wanted) -> None:
@@ -116,17 +116,18 @@ class Transport:
 
     @property
     def pushes(self) -> bool:
-        """Whether copy engines may write to other ranks' memory, and can. A collective operation
-        the first time.
+        """Whether copy engines are allowed and able to write to other ranks' memory. A collective
+        operation the first time.
         """
         return self._wanted != "group" and self.topology.peer_access
 
     def make(self, plan: Plan, *, gathers: bool) -> None:
         """Makes the process groups of a plan; a collective operation.
 
-        Args: gathers: blocks come together; else they go from rank to rank.
+        Args: gathers: blocks are gathered; otherwise they go from rank to rank.
 
-        Some calls need them even where there is peer access: not every mask's plan suits it.
+        Calls may need process groups even with peer access: not every mask's plan suits copy
+        engines.
         """
         if outside(plan):
             self.topology.channel(REDISTRIBUTED)
@@ -135,8 +136,8 @@ class Transport:
                 self.topology.channel(name)
 
     def way(self, plan: Plan, slots: int) -> Way | None:
-        """How a plan's messages are sent: by copy engines where wanted and possible; not between
-        nodes. None: it has no messages.
+        """How a plan's messages are sent: by copy engines where wanted and possible, never between
+        nodes. None: the plan has no messages.
 
         Args: slots: how many blocks of others a rank holds at most, by copy engines.
 
@@ -150,7 +151,7 @@ class Transport:
         return way
 
     def channels(self, way: Way) -> Channels:
-        """Those for the messages of a plan."""
+        """Channels for the messages of a plan."""
         topology, (inputs, results, *slow), slots = self.topology, *way
         if slots is None:
             fast = topology.channel(inputs), topology.channel(results)
@@ -159,7 +160,9 @@ class Transport:
         return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
 
     def _names(self, plan: Plan) -> list[str]:
-        """Channels of inputs and results, and of those that may take several steps."""
+        """Names of the channels for inputs and results, then of those for messages of several
+        steps.
+        """
         names = ["fetches", "sums" if plan.relay else "returns"]
         *_, slow = all_exchanges(plan)
         return names + [f"{name} between nodes" for name in names] if slow else names
@@ -184,9 +187,9 @@ def sends(plan: Plan) -> bool:
 
 
 def redistribute(topology: Topology, plan: Plan, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of keys [B,S,G,D], as the moves `outside` of a plan's steps exchange them.
+    """Exchanges two tensors of keys [B,S,G,D] by the moves of a plan that are `outside` its steps.
 
-    So K and V come to the ranks that hold them in a pass, and their gradients to the owners.
+    It brings K and V to the ranks that hold them during a pass, and their gradients to the owners.
     """
     moves, rank = outside(plan), topology.rank
     sends = [(x, move.target) for move in moves if move.source == rank for x in (a, b)]
@@ -206,7 +209,7 @@ class Executor(RankPart):
     Attributes:
         plan: the plan of the steps.
         transport: how messages of the steps are sent.
-        filled: the heads with added zero heads, if teams need more heads than the call has.
+        filled: the heads with zero heads added, if teams need more heads than the call has.
         keep: the base blocks stay in memory for the backward.
     """
 
@@ -251,8 +254,8 @@ class Executor(RankPart):
             dout: [B,S,H,E] contiguous, in q's dtype.
             saved: of `attend`.
 
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Those that the
-        call does not want may be any tensors.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Gradients that
+        the call does not want are arbitrary tensors.
         """
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
@@ -288,7 +291,7 @@ class Executor(RankPart):
 
     @cached_property
     def sends_delta(self) -> bool:
-        """Whether the team gets delta in place of out."""
+        """Whether delta is sent to the team in place of out."""
         return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
 
 
@@ -332,7 +335,7 @@ def executor_of(
 
 
 def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with zero heads, and copies of KV heads, added."""
+    """Adds zero heads, and copies of KV heads, to the tensors."""
     return {
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
         for name, x in tensors.items()

@@ -67,8 +67,8 @@ Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 
 class Channels(NamedTuple):
-    """Where messages go: inputs of computations, and results; those that may take several steps
-    on channels of their own, so that no other waits for them.
+    """Channels for inputs of computations and for results. Messages that may take several steps
+    have channels of their own, so that no other message waits for them.
     """
 
     inputs: Communicator
@@ -84,7 +84,7 @@ class RankPart:
     Attributes:
         teams: of queries and of keys; without teams, the base blocks are the rank's own.
         overlap: false waits for each message where it is posted, for measurements.
-        channels: gives those of messages from rank to rank; None: there are no messages.
+        channels: makes the channels for messages from rank to rank; None: there are no messages.
     """
 
     call: Call
@@ -118,8 +118,8 @@ class Posted(NamedTuple):
 class Pass(ABC):
     """One pass of a rank: the loop, the blocks that the rank holds, and messages under way.
 
-    What is summed, and how, subclasses say. `begin` starts a round: the rank gets the base blocks
-    of some heads. `open` starts a group of these heads, before its first step. `close` finishes the
+    Subclasses say what is summed, and how. `begin` starts a round: the rank gets the base blocks of
+    some heads. `open` starts a group of these heads, before its first step. `close` finishes the
     results of a group, for queries or for keys; results that come straight from other ranks can
     delay it to the next group's first step. `end` finishes the round and sends the results for the
     base blocks to the team. Without teams there is one round, with the rank's own tokens.
@@ -133,7 +133,7 @@ class Pass(ABC):
         queries, keys: tensors of the base blocks, of the open group of heads, in the order in which
             they travel.
         retained: K and V of another rank's block, which the forward leaves to the backward.
-        lent: results that come are in memory that later ones overwrite.
+        lent: results arrive in memory that later results overwrite.
     """
 
     sides: ClassVar[tuple[Side, ...]]
@@ -161,10 +161,10 @@ class Pass(ABC):
         self._gathered: dict[str, Tensor] = {}  # which a later round may still use
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
-        # How many events the base block of a side, of a group of heads, waits for: results of other
-        # ranks, and its last step. By the first query head of the group.
+        # Number of events that the base block of a side and group of heads still waits for: results
+        # of other ranks, and its last step. By the group's first query head and the side.
         self._missing: dict[tuple[int, Side], int] = {}
-        self._complete: list[tuple[HeadGroup, Side]] = []  # those that wait for nothing any more
+        self._complete: list[tuple[HeadGroup, Side]] = []  # these wait for nothing any more
         # Messages under way, by the step that needs them.
         self._inputs: dict[int, list[Posted]] = {}
         self._results: dict[int, list[Posted]] = {}
@@ -188,7 +188,7 @@ class Pass(ABC):
         leaving: Waits = []
         for number, part in enumerate(rounds):
             base = self.own if coming is None else self._base(number, coming)
-            # The memory of what came is free before more comes: `base` may be an ordered copy.
+            # Frees the memory of gathered blocks before more are gathered: `base` may be a copy.
             if number + 1 < len(rounds):
                 coming = self._gather(rounds[number + 1])
             self.begin(part, base)
@@ -285,7 +285,8 @@ class Pass(ABC):
                     self._complete.append((move.heads, side))
 
     def _is_last(self, heads: HeadGroup, side: Side) -> bool:
-        """Notes that results for a base block came, or that its last step is done: is it complete?
+        """Notes one event of a base block, results that came or its last step; says if it is
+        complete.
 
         A mask may shorten a relay, so that the last results come before the last step.
         """
@@ -333,7 +334,7 @@ class Pass(ABC):
     # Base blocks that come from a team, and their results
 
     def _gather(self, part: Round) -> Coming:
-        """Posts the gathers of a round."""
+        """Posts the operations that gather a round's base blocks."""
         return [
             (message, self._teams[SIDE_OF[message[0]]].gather(message, self.own, one.part))
             for one in part.inputs
@@ -341,7 +342,7 @@ class Pass(ABC):
         ]
 
     def _base(self, number: int, coming: Coming) -> Named:
-        """Tensors of a round's base blocks: the team's, of `coming`, or the own."""
+        """Tensors of a round's base blocks: gathered by the team (`coming`), or the rank's own."""
         while coming:
             message, wait = coming.pop(0)
             self._gathered.update(zip(message, wait(), strict=True))
@@ -362,8 +363,8 @@ class Pass(ABC):
         return held
 
     def _departure(self, *names: str) -> Departure:
-        """Where results for some rows of the base block go: to the owners of its tokens in the
-        team, or, if the round has no operation for them, to this rank's own targets.
+        """Takes results for rows of the base block to the owners of the tokens in the team, or, if
+        the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
@@ -373,7 +374,7 @@ class Pass(ABC):
         return team.departure(operation, self._targets)
 
     def _send(self, tensors: Tensors, *names: str) -> Waits:
-        """Sends results for all rows of the base block where `_departure` sends those of some."""
+        """Sends results for all rows of the base block, as `_departure` does for some rows."""
         operation = self._round.results.get(names)
         if operation is None:
             targets = self._round.base.named(names, self._targets)
@@ -422,7 +423,7 @@ class Pass(ABC):
         """Adds another rank's results for some rows of the base block."""
 
     def settle(self) -> None:  # noqa: B027  (gradients do not wait)
-        """Adds accepted results that wait to be added: the next results overwrite them."""
+        """Adds accepted results that still wait: the next results overwrite their memory."""
 
     def retain(self) -> None:  # noqa: B027  (a backward leaves nothing)
         """Keeps a block of another rank for the backward, after the last step."""
@@ -439,7 +440,7 @@ class Pass(ABC):
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
     def _passed_on(self, before: Packed | None) -> Tensors:
-        """The sum that came, if the mask lets this rank add nothing to it."""
+        """The sum that came, unchanged, because the mask leaves this rank nothing to add."""
         assert before is not None
         return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
 

@@ -1,4 +1,4 @@
-"""What the two passes of attention compute in a step, and what they sum.
+"""The two passes of attention: their computations in a step, and their sums.
 
 The forward merges partial outputs of pairs of blocks, the backward adds partial gradients.
 
@@ -77,8 +77,9 @@ class Gradients(NamedTuple):
     dkv: GradientSum
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the kernel writes the gradients of a tile's q, k and v: a block's first gradients
-        to the memory of its sum, later ones to new memory. None: no gradient is a block's first.
+        """Memory into which the kernel writes the gradients of a tile's q, k and v: the first
+        gradients of a block go to the memory of its sum, later ones to new memory. None: none is
+        the first of its block.
         """
         of_q, side = self.dq.place_of_first(q.shape[1]), self.dkv.place_of_first(k.shape[1])
         if of_q is None and side is None:
@@ -162,7 +163,7 @@ class Forward(Pass):
         if part.teams:
             out, lse = self._places(q, v)
             self._targets = {"out": out, "lse": lse}
-        # Merges of the base block's outputs, by the first head of each group that is not closed.
+        # Merges of the base block's outputs, by the first head of each open group.
         self._totals: dict[int, Accumulator] = {}
         self._found: dict[int, Accumulator] = {}  # for other ranks' queries, by their owner
 
@@ -236,7 +237,7 @@ class Forward(Pass):
     def retain(self) -> None:
         assert self._program.retained is not None
         held = self._held[self._program.retained]
-        if self._channels.inputs.lends:  # the next call's messages take this memory
+        if self._channels.inputs.lends:  # the next call's messages overwrite this memory
             held = tuple([x.clone() for x in held])
         self.retained = held
 
@@ -293,7 +294,7 @@ class Backward(Pass):
         if self._program.parted:
             self._leaving = self._departure("dq") if self._call.dq else None
             return
-        # Else a first partial would hold the memory of the result while a float32 sum is made.
+        # Otherwise the first partial would hold the result's memory while a float32 sum is made.
         several = part.steps[0].within is not None
         self._placing = (several or self._few) and self._call.places_gradients
         self._of_queries = WholeGradient(self.q)
@@ -414,7 +415,7 @@ class Backward(Pass):
         return posted
 
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
-        """Takes dK and dV of the base block; this object keeps no reference to them."""
+        """Takes dK and dV of the base block; this object drops its references to them."""
         if self._program.parted:
             _, total = self._sums.pop((heads.kv.start, KEYS))
             return tuple(total.final(self._travelling))
@@ -441,7 +442,9 @@ def _add(total: Accumulator | GradientSum, came: Packed, rows: Rows, *, lent: bo
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
-    """Common rows of a packed block and of `rows`: where they are in `rows`, and their tensors."""
+    """Yields the rows that a packed block has in common with `rows`: their places in `rows`, and
+    their tensors.
+    """
     pieces = common(here.rows, rows)
     if len(pieces) > FEW:
         yield numbers_of(here.rows, rows, here.tensors[0].device), here.tensors

@@ -1,7 +1,8 @@
-"""One rank's part of a plan: rounds of steps, derived once for each plan and rank.
+"""One rank's part of a plan, as rounds of steps; derived once for each plan and rank.
 
-A rank has its base blocks for some heads at a time: this is a round. Base blocks are the rank's own
-tokens, or those of its team. The steps of a round compute with them and with other ranks' blocks.
+A round is the time for which a rank has its base blocks, for some of the heads. Base blocks are the
+rank's own tokens, or those of its team. The steps of a round compute with them and with other
+ranks' blocks.
 """
 
 from collections import Counter
@@ -33,7 +34,7 @@ from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.
 BlockId = tuple[int, Side]
-# Of a tensor [B,S,heads,D], or rows [B,heads,S], some heads; None: all.
+# Index of some heads in a tensor [B,S,heads,D] or [B,heads,S]; None: all heads.
 Index = tuple[slice, ...] | None
 EVERYTHING = slice(None)
 
@@ -55,7 +56,7 @@ class SomeHeads(NamedTuple):
         return cls(heads, slices)
 
     def named(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """These heads of some tensors, each itself if they are all of it."""
+        """Slices of these heads of some tensors; a tensor itself if these are all its heads."""
         slices = self.slices
         return [
             tensors[name] if (some := slices[name]) is None else tensors[name][some]
@@ -97,7 +98,7 @@ class Task(NamedTuple):
     """A computation of this rank.
 
     Attributes:
-        work: its tiles; their rows count in the blocks as the rank has them.
+        work: its tiles; rows are numbered as in the blocks that the rank holds.
         rows: query rows that only this task computes, if the program is `parted`; tiles count from
             the first of them.
     """
@@ -128,9 +129,9 @@ class Exchange:
 
     Attributes:
         needed: the step before which (results: after whose computation) they must be there.
-        slow: they may take several steps.
-        idle: how many exchanges of its channel come next in which the rank does nothing, and which
-            are left out.
+        slow: the messages may take several steps.
+        idle: number of exchanges on its channel that follow, in which the rank does nothing, and
+            that the program leaves out.
     """
 
     needed: int
@@ -141,7 +142,7 @@ class Exchange:
 
     @classmethod
     def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
-        """The exchange of moves that all have these steps."""
+        """An exchange of moves that all are posted and needed in these steps."""
         sent, received = [
             tuple([Message(move, _block_of(move), move.result) for move in moves])
             for moves in (sends, receives)
@@ -160,7 +161,7 @@ class Step(NamedTuple):
     Attributes:
         number: counts from 0.
         heads: the group of heads that it computes.
-        within: these heads as slices of the base blocks; None: they are all heads of these.
+        within: these heads as slices of the base blocks; None: the base blocks have no other heads.
         first: whether the step is the first of its group.
         last: whether results of the group are to be closed after the step.
         inputs: exchanges of inputs that are posted before the computation.
@@ -181,7 +182,7 @@ class Step(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The steps for which a rank has its base blocks at a time.
+    """The steps that compute with one set of base blocks.
 
     Attributes:
         base: heads of the base blocks.
@@ -205,7 +206,7 @@ class Program:
         rounds: the rounds.
         few: each group of heads has at most two steps; of a parted program, two tasks.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
-        sent: of which sides the rank sends its base block to others.
+        sent: sides whose base block the rank sends to others.
         awaited: number of moves with results for its base blocks, by the first query head of a
             group of heads and the side.
         receivable: (False for inputs or True for results, an exchange with the most tokens that any
@@ -216,8 +217,8 @@ class Program:
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
         relay: results for a block go from rank to rank.
-        idle: how many exchanges are left out before the first one of a channel, by whether it
-            carries results and whether it is slow.
+        idle: number of exchanges left out before the first one of a channel, by (carries results,
+            is slow).
     """
 
     rounds: tuple[Round, ...]
@@ -245,7 +246,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     if len(inner) < len(plan.moves):
         plan = replace(plan, moves=inner)
     each = plan.steps // len(plan.groups)
-    # Of another rank's block that came in the forward.
+    # Rows of another rank's block that came in the forward.
     retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
     rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
     exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows, windows)
@@ -285,7 +286,8 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
 def without_idle(parts: Program) -> Program:
     """The same without the exchanges, and without the steps, in which the rank does nothing.
 
-    For channels that send messages: copy engines' exchanges take buffers in turns.
+    For channels that send messages. Copy engines need all exchanges, because these take receive
+    buffers in turns.
     """
     steps = [step for one in parts.rounds for step in one.steps]
     # By channel: exchanges left out before the first one, and after each.
@@ -330,8 +332,8 @@ def gathering_program(
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
-        # By the leading keys that they see: a sum of key gradients can start as the first part's
-        # gradient if that part sees all.
+        # Parts that see more leading keys come first: the sum of key gradients can start as the
+        # first part's gradient if that part sees all keys.
         found = tuple(sorted(found, key=lambda x: -int(x.work.tiles.kv.stop.max(initial=0))))
     block = (rank, QUERIES), (rank, KEYS)
     rounds = _rounds(plan, rank, plan.groups)
@@ -372,7 +374,7 @@ def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
 
 
 def _within(step: Step, base: HeadGroup, count: int) -> Step:
-    """A step whose base blocks have the heads `base`, of so many groups."""
+    """The step with base blocks of the heads `base`, which have `count` groups."""
     if count == 1:
         return step._replace(within=None)
     q, kv = (
@@ -383,13 +385,13 @@ def _within(step: Step, base: HeadGroup, count: int) -> Step:
 
 
 def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round, ...]:
-    """Rounds without their steps, one for each group of heads, of what a rank sends to teams."""
+    """Rounds without steps, one for each group of heads: what a rank and its teams exchange."""
     whole = together(groups)
     found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
     last: tuple[object, ...] | None = None
     for move in during(plan):
         kind = move.messages, move.heads, move.wide
-        # Most moves equal the move before in all but the block.
+        # Most moves differ from the move before only in the block.
         if kind == last or move.source != rank:
             continue
         last, group = kind, move.heads if move.heads in groups else groups[0]
@@ -429,14 +431,16 @@ def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
 
 
 def _first(rows: Rows, held: Rows | None) -> int:
-    """Where `rows` begin in the rows of a block that a rank holds; held None: it holds all rows."""
+    """Number of the first of `rows` among the rows of a block that a rank holds; held None: all
+    rows.
+    """
     return rows[0][0] if held is None else common(rows, held)[0][1].start
 
 
 def _last_uses(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows]
 ) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of other ranks, by the step that uses them last; blocks come again in each group."""
+    """Blocks of other ranks, by the last step that uses them, in each group of heads."""
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
 
@@ -462,7 +466,7 @@ def _block_of(move: Move) -> BlockId:
 
 
 def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """A rank's exchanges, by (whether they carry results, step in which they are posted)."""
+    """A rank's exchanges, by (carries results, step in which it is posted)."""
     found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {
         (time.result, time.posted, time.needed): ([], []) for time in plan.times
     }
@@ -481,8 +485,8 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
 
 @lru_cache(maxsize=64)  # the same for all ranks
 def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
-    """`receivable` of a program; whether each rank has at most one source and one target in each
-    exchange; and whether some exchange may take several steps.
+    """Three facts about the exchanges of a plan: `receivable` of a program; whether each rank has
+    at most one source and one target in each exchange; whether an exchange may take several steps.
     """
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     sent_to: dict[tuple[bool, int, int, int], int] = {}

@@ -1,7 +1,7 @@
 """Teams of ranks: they gather blocks before a round, and get results for them back after it.
 
 Both are collective operations. While a rank computes with the blocks of one round, the blocks of
-the next round come, and results of the last round leave.
+the next round arrive, and the results of the round before leave.
 
 B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head dim, U ranks.
 """
@@ -62,8 +62,8 @@ Waits = list[Callable[[], None]]
 
 
 class Departure:
-    """Results for the tokens of a base block, on their way to the ranks that own the tokens: here
-    to this rank itself.
+    """Results for the tokens of a base block, on their way to the ranks that own the tokens. This
+    class writes them to this rank's own tokens.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
@@ -82,7 +82,7 @@ class Departure:
 
 
 class Travelling(NamedTuple):
-    """The rows of this rank's tokens that travel, and its index in the team."""
+    """Rows of this rank's tokens that travel, and the rank's index in the team."""
 
     member: int
     rows: Rows
@@ -95,8 +95,8 @@ class Travelling(NamedTuple):
 class GatheringTeam:
     """Every rank gets the tokens of all ranks, and computes a part of the results for all.
 
-    If only some rows travel, `order` joins the rank's own tokens, all of them, and those rows of
-    the other ranks.
+    If only some rows travel, `order` joins all of the rank's own tokens with the rows that travel
+    of the other ranks.
 
     Attributes: order: how the members' tokens are joined.
     """
@@ -118,7 +118,7 @@ class GatheringTeam:
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
     ) -> Callable[[], Sequence[Tensor]]:
-        """Gathers tensors, which travel and are put in order as one.
+        """Gathers tensors, which travel, and are ordered, as one tensor.
 
         [B,S,heads,D] -> [B,T,heads,D], [B,H,S] -> [B,H,T].
 
@@ -148,7 +148,7 @@ class GatheringTeam:
     def departure(self, operation: Operation, targets: Named) -> Departure:
         """Sends results, which come for some rows at a time, to the owners of the tokens.
 
-        There they are written to `targets`: partial outputs merged, gradients summed.
+        The owners merge partial outputs, or sum gradients, into their `targets`.
         """
         own = operation.part.named(operation.names, targets)
         return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
@@ -174,7 +174,7 @@ class _Scattering(Departure):
         of_all = members, len(like), width, like.shape[2], sum(widths)
         self._blocks = like.new_empty(of_all, dtype=dtype)
         rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
-        if order.excerpt:  # for the tokens that it leaves out there is nothing
+        if order.excerpt:  # nothing comes for tokens that it leaves out
             self._blocks.zero_()
             for x in rows_of:
                 x.fill_(-torch.inf)
@@ -244,9 +244,9 @@ class TeamChannels(NamedTuple):
     """Where blocks come together.
 
     Attributes:
-        owners: whose blocks they are, in the order of the ranks.
-        own: whose this rank has.
-        inward, outward: channels to where blocks are computed with, and back.
+        owners: owners of the blocks, in the order of the ranks.
+        own: owner of the block that this rank holds.
+        inward, outward: channels to the ranks that compute with the blocks, and back.
     """
 
     owners: tuple[int, ...]
@@ -258,7 +258,7 @@ class TeamChannels(NamedTuple):
 def gathering_teams(
     steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
 ) -> tuple[dict[Side, GatheringTeam], Program]:
-    """Teams that gather queries and keys, and what the rank does with these."""
+    """Teams that gather queries and keys, and the rank's program."""
     # Only moves before the first step: each group of heads has the same rows.
     first = [
         move
@@ -276,7 +276,7 @@ def gathering_teams(
     computes = (compute for compute in steps.computes if compute.rank == rank)
     tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
     if tiles:
-        # Only rows that are computed with are put in order, where they are few.
+        # Where tiles need few rows, only these are put in order.
         wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
         tiles = tiles.excerpt(*wanted)
     tokens = teams[QUERIES].order.tokens
@@ -338,7 +338,8 @@ class ExchangingTeam:
         return [self.leave(x, targets[name], slices[name]) for name, x in both]
 
     def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
-        """[B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S] likewise.
+        """Exchanges [B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S]
+        likewise.
 
         Args: part: heads of each share; None: all h.
         """
@@ -378,14 +379,14 @@ def _shares(x: Tensor, members: int, part: Index) -> Tensor:
 
 
 def _apart(x: Tensor, widths: Sequence[int]) -> Tensors:
-    """Tensors that were put together along their last dimension."""
+    """Splits tensors that were joined along their last dimension."""
     return x.split(widths, -1) if len(widths) > 1 else (x,)
 
 
 def _sum_scatter(comm: Communicator, blocks: Tensor) -> Pending[Tensor]:
-    """The sum over ranks of this rank's block, [n, ...] -> [...], each addend rounded only once."""
+    """Sum over ranks of this rank's block, [n, ...] -> [...]; each addend is rounded once."""
     wide = accumulation_dtype(blocks.dtype)
-    # A reduction adds up in the dtype that travels; with two ranks that is one rounding too.
+    # A reduction adds up in the dtype that travels: with two ranks one rounding as well.
     if blocks.dtype == wide or comm.size == 2:
         return comm.reduce_scatter(blocks)
     return comm.all_to_all(blocks).then(lambda received: received.sum(0, dtype=wide))

@@ -4,9 +4,9 @@ ranks exchange the states of runs of tokens.
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs of consecutive
 tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
 
-A kernel computes the runs (core/linear/kernel.py); what `StatePassing` adds is the way of states
-from run to run. The gradient of a state goes the same way in the other direction, and so does
-everything where tokens see later ones: one function carries them all.
+A kernel computes the runs (core/linear/kernel.py); `StatePassing` carries states from run to run.
+The gradient of a state takes the same route in the other direction, and so do states if tokens see
+later tokens: one function carries them all.
 """
 
 from abc import abstractmethod
@@ -31,13 +31,13 @@ class LinearCall:
     Attributes:
         seq_len: global N.
         causal: tokens see themselves and earlier ones; otherwise all, with rate**|distance|.
-        decay: rates per head, of 1 beside gates.
+        decay: rates per head; 1 if there are gates.
         kernel: computes the runs.
         output_final_state: the state after the last token is wanted.
-        documents: as of
-        `document_starts`; each begins with a state of 0, but the first. shared: how many heads in
-            a row differ in their queries alone, and so have one state. initial: a state before the
-        first token is given.
+        documents: positions as of `document_starts`; each document but the first begins with a
+            state of 0.
+        shared: how many successive heads differ only in their queries, and so share one state.
+        initial: whether a state before the first token is given.
     """
 
     seq_len: int
@@ -75,11 +75,11 @@ class LinearWork:
     """What one rank computes in one step of the forward.
 
     Attributes:
-        step, host: when and where.
+        step, host: the step, and the rank that computes.
         state_owners: the ranks whose state meets the host's queries; (): its own runs, each by
             itself.
-        products: of a token with a state, D x E each.
-        share: of the heads; less than 1 where the host has some heads of all ranks' tokens.
+        products: number of products of a token with a state, D x E each.
+        share: share of the heads; less than 1 if the host has some heads of all ranks' tokens.
     """
 
     step: int
@@ -93,10 +93,10 @@ class LinearMove(NamedTuple):
     """What one rank sends to another in the forward.
 
     Attributes:
-        needed: in which step.
-        tensors: letters of what travels, S for a state.
-        owners: whose tokens they are of.
-        share: which share of the heads.
+        needed: the step that needs it.
+        tensors: letters of the tensors, S for a state.
+        owners: owners of the tokens.
+        share: number of the share of the heads.
     """
 
     needed: int
@@ -108,12 +108,12 @@ class LinearMove(NamedTuple):
 
 
 class LinearTensors(NamedTuple):
-    """What a rank is given of one attention; contiguous tensors.
+    """A rank's tensors of one attention; contiguous.
 
     Attributes:
         q, k: [B,S,H,D].
         v: [B,S,H,E].
-        gates: of all local tokens.
+        gates: gates of all local tokens.
         initial: the state before the first token [B,H,D,E]; None: 0.
     """
 
@@ -132,8 +132,8 @@ class LinearAlgorithm(Registered):
 
     Subclasses are made by `registry.create_linear`.
 
-    Attributes: collective: ranks meet in collective operations only, so that one stands for all
-        others in a simulation.
+    Attributes: collective: ranks communicate in collective operations only, so that a simulation of
+        one rank is enough.
     """
 
     collective: ClassVar[bool] = False
@@ -171,7 +171,7 @@ class LinearAlgorithm(Registered):
 
     @abstractmethod
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
-        """What travels in that plan."""
+        """The moves of that plan."""
 
 
 LocalWork = Callable[[], object]
@@ -193,18 +193,18 @@ class StatePassing(LinearAlgorithm):
         """Carries the states of all ranks' runs along a route.
 
         Args:
-            states: of the local runs, each as if nothing came before it.
-            first: where the route begins [B,H,D,E], the same on all ranks; None: 0.
-            local_work: what needs no other rank's state; called once.
+            states: states behind the local runs, each as if nothing came before the run.
+            first: state at the beginning of the route [B,H,D,E], the same on all ranks; None: 0.
+            local_work: work that needs no other rank's state; called once.
             to_the_end: the state at the end of the route is wanted.
 
         Returns: the states that arrive at the local runs [n,B,H,D,E], None if all are 0; and, if
-        wanted, the one at the end [B,H,D,E], at least on the rank whose run is the last.
+        wanted, the state at the end [B,H,D,E], at least on the rank with the last run.
         """
 
     @abstractmethod
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        """The state at the end, on all ranks, from what `carry` gave. Args: like: its shape."""
+        """The state at the end, on all ranks, from the result of `carry`. Args: like: its shape."""
 
     @abstractmethod
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
@@ -212,7 +212,9 @@ class StatePassing(LinearAlgorithm):
 
     @abstractmethod
     def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Which rank sends which in `carry`, a state of each run, and of whose tokens it is."""
+        """Yields (source, target, owners) of each message in `carry`, a state of each run of the
+        owners' tokens.
+        """
 
     def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
         route = Route.of(self.layout, self.topology.size, seq_len)
@@ -223,7 +225,7 @@ class StatePassing(LinearAlgorithm):
         )
 
     def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """See LinearAlgorithm.trace. States travel while ranks do their own runs.
+        """See LinearAlgorithm.trace. States travel while ranks compute their own runs.
 
         A token makes one product for its rank's state and one for its output.
         """
@@ -262,7 +264,7 @@ class StatePassing(LinearAlgorithm):
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
-        """See LinearAlgorithm.backward: dinitial is the first token's rank's alone."""
+        """See LinearAlgorithm.backward: only the rank of the first token returns dinitial."""
         q, k, v, *kept = saved
         assert q is not None
         assert k is not None
@@ -300,7 +302,7 @@ class StatePassing(LinearAlgorithm):
         return dq, dk, dv, dinitial, dgates
 
     def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
-        """The way of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
+        """The route of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
         layout = self.layout.within(documents) if documents else self.layout
         return Route.of(layout, self.topology.size, seq_len, documents)
 
@@ -328,7 +330,7 @@ class StatePassing(LinearAlgorithm):
     def _sweep(
         self, given: LinearTensors, route: Route, call: LinearCall, *, to_the_end: bool
     ) -> tuple[Tensor, Tensor | None, Cache]:
-        """Every token and what is before it on the route.
+        """Attention of every token over the tokens before it on the route.
 
         Returns: out, the final state if wanted, and the transitions of the runs with the kernel's
         cache.
@@ -366,7 +368,7 @@ class StatePassing(LinearAlgorithm):
         route: Route,
         call: LinearCall,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
-        """Gradients of `_sweep`: those of states travel from the end of the route."""
+        """Gradients of `_sweep`; gradients of states travel from the end of the route."""
         (q, k, v, gates, _), (through, *cache) = given, kept
         transition = gates if gates.some else call.decay
         inputs = LinearInputs(q, k, v, transition, route.local(self.topology.rank))
@@ -404,7 +406,7 @@ def _of_shared(states: Tensor, call: LinearCall, *, summed: bool) -> Tensor:
 
 
 def _to_first(gradient: Tensor, shared: int) -> Tensor:
-    """The gradient of a shared state [...,G,D,E] as that of its first head's: [...,H,D,E]."""
+    """The gradient of a shared state [...,G,D,E], given to its first head: [...,H,D,E]."""
     found = gradient.new_zeros(*gradient.shape[:-2], shared, *gradient.shape[-2:])
     found.select(-3, 0).copy_(gradient)
     return found.flatten(-4, -3)

@@ -85,8 +85,8 @@ def attend_linearly(
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention of the local queries over all ranks' tokens; differentiable.
 
-    H is the largest number of heads of q, k and v, and G that of states: the larger one of k's and
-    v's. Heads are shared by as many that follow each other.
+    H is the largest number of heads of q, k and v; G, the number of states, is the larger number of
+    k's and v's. A head that serves several heads serves successive ones.
 
     Args:
         q, k: [B,S,*,D]; v: [B,S,*,E]: this rank's shards, in the order of algorithm.layout; each
@@ -107,8 +107,8 @@ def attend_linearly(
     float64).
 
     Returns: out [B,S,H,E] in q's dtype; the final state [B,G,D,E], the same on all ranks, or None.
-    Gradients are those of the sum of all ranks' losses, so that of initial_state, summed over the
-    ranks, is whole.
+    Gradients are those of the sum of all ranks' losses: the whole gradient of initial_state is the
+    sum over the ranks.
     Raises: ContextParallelError if shapes or dtypes do not fit; KernelUnavailableError if the
     kernel cannot serve them.
     """
@@ -153,7 +153,7 @@ def attend_linearly(
 
 
 def _repeated(x: Tensor, heads: int, dim: int = 2) -> Tensor:
-    """Each head so often that there are so many."""
+    """Repeats each head, so that there are `heads` of them."""
     return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
 
 

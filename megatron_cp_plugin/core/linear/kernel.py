@@ -8,8 +8,8 @@ document, its tokens t = 1, 2, ... give
 
 S_0 is 0, but for the first document of a run: there it is the state that comes from before the run.
 
-A pass over all runs comes in three parts, so that states can travel while the middle one runs: what
-the neighbours need, what needs nothing of them, and the rest.
+A pass over all runs has three parts, so that states can travel during the second: states that other
+ranks need, work that needs no other rank's states, and the rest.
 """
 
 from abc import abstractmethod
@@ -24,16 +24,16 @@ from megatron_cp_plugin.core.kernel import Kernel
 from megatron_cp_plugin.core.linear.states import Decay, Gates, Runs
 
 Cache = tuple[Tensor | None, ...]
-# dq, dk [B,S,H,D], dv [B,S,H,E], and those of the gates, in the dtypes of what they are of.
+# dq, dk [B,S,H,D], dv [B,S,H,E] and gradients of the gates, in the dtypes of their tensors.
 Gradients = tuple[Tensor, Tensor, Tensor, Gates]
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """What a kernel has to serve; `deterministic` as in `core.kernel.Problem`.
+    """What a kernel must support; `deterministic` as in `core.kernel.Problem`.
 
     Attributes:
-        documents: whether runs have several.
+        documents: whether runs have several documents.
         gate: transitions are constant rates, or gates of heads or of channels.
         delta: the delta rule is wanted.
     """
@@ -58,13 +58,13 @@ class LinearProblem:
 
 
 class LinearInputs(NamedTuple):
-    """What a pass computes; contiguous tensors.
+    """Inputs of a pass; contiguous tensors.
 
     Attributes:
         q, k: [B,S,H,D].
         v: [B,S,H,E].
-        transition: of the tokens.
-        runs: of these tokens.
+        transition: transitions of the tokens.
+        runs: the runs that these tokens form.
     """
 
     q: Tensor
@@ -79,14 +79,13 @@ class Running[R]:
     """A pass under way. States are float32 (float64 for float64).
 
     Attributes:
-        states: [n,B,H,D,E], contiguous: of a forward those behind the last document of each run, if
-            nothing comes from before the runs; of a backward gradients of the states before the
-            runs, if those of the states behind them are 0.
-        intra: computes what needs nothing of other runs. Call it once.
-        finish: completes the runs, given the states before them, or the gradients of those behind
-            them [n,B,H,D,E]; None: 0.
-        through: of a forward, transitions of the runs, see `RunStates`; None: those of constant
-            decay.
+        states: [n,B,H,D,E], contiguous. In a forward: the states behind the last document of each
+            run, if the states before the runs are 0. In a backward: gradients of the states before
+            the runs, if gradients of the states behind them are 0.
+        intra: does the work that needs no other run. Call it once.
+        finish: completes the runs, given the states before them, or the gradients of the states
+            behind them, [n,B,H,D,E]; None: 0.
+        through: in a forward, transitions of the runs, see `RunStates`; None: constant decay.
     """
 
     states: Tensor

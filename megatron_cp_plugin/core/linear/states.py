@@ -1,5 +1,5 @@
-"""Runs of consecutive tokens, the order in which states pass through those of all ranks, and what
-tokens and runs do to the state of linear attention.
+"""Runs of consecutive tokens, the route of states through all ranks' runs, and the effect of tokens
+and runs on the state of linear attention.
 
 B batch, S local tokens, H heads, D head dim of q and k, E head dim of v, n runs, M runs of all
 ranks. A token takes the state S to T S + U: its transition T and what it adds U are
@@ -8,7 +8,7 @@ ranks. A token takes the state S to T S + U: its transition T and what it adds U
     T = (I - b k k^T) diag(exp(g))    U = b k v^T                with b: the delta rule
 
 A run of tokens does the same with the product of their transitions. Gradients of states take the
-same way back with T^T.
+same route back, with T^T.
 """
 
 from bisect import bisect_left, bisect_right
@@ -52,31 +52,31 @@ class Runs:
         return hash(self.documents)
 
     def __hash__(self) -> int:
-        # What is made of runs is looked up by them several times in a call.
+        # Runs are a key of caches, looked up several times in a call.
         return self._hash
 
     @cached_property
     def firsts(self) -> tuple[Interval, ...]:
-        """Of each run the first document: a state that comes from before the run goes on there."""
+        """The first document of each run: a state from before the run continues there."""
         return tuple(documents[0] for documents in self.documents)
 
     @cached_property
     def lasts(self) -> tuple[Interval, ...]:
-        """Of each run the last document, whose state goes on behind the run."""
+        """The last document of each run: its state continues behind the run."""
         return tuple(documents[-1] for documents in self.documents)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Which part of the way each run covers, for states that travel over the whole sequence.
+    """The route of states over the whole sequence, and the part of it that each run covers.
 
-    Equal only to itself: what is made of one is kept by it.
+    A route equals only itself, because caches are kept by route.
 
     Attributes:
-        runs: for each rank (start, stop) of its runs in their local order, counted from where the
-            way begins.
-        length: of the way, the global N.
-        documents: where others than the first begin; no state goes on there.
+        runs: for each rank (start, stop) of its runs in local order, counted from the beginning of
+            the route.
+        length: of the route, the global N.
+        documents: positions where documents but the first begin; no state continues there.
     """
 
     runs: tuple[tuple[Interval, ...], ...]
@@ -86,7 +86,7 @@ class Route:
     @staticmethod
     @lru_cache(maxsize=64)  # every pass has the same
     def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
-        """The way from the first token to the last."""
+        """The route from the first token to the last."""
         return Route(
             tuple(
                 tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
@@ -98,7 +98,7 @@ class Route:
 
     @cached_property
     def back(self) -> "Route":
-        """The same runs on the way in the other direction."""
+        """The same runs on the route in the other direction."""
         return Route(
             tuple(
                 tuple((self.length - stop, self.length - start) for start, stop in runs)
@@ -109,7 +109,7 @@ class Route:
         )
 
     def lasts(self, start: int, stop: int) -> bool:
-        """Whether no document begins from one place on the way to another, both included."""
+        """Whether no document begins between two places on the route, both included."""
         after = bisect_left(self.documents, start)
         return after == len(self.documents) or self.documents[after] > stop
 
@@ -137,9 +137,9 @@ class Route:
 
     @cached_property
     def ways(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Of each run, by rank, and of the end: the runs that a state passes one after another to
-        get there, none where a document begins; and 0, or -1 if it does not come from where the
-        route begins.
+        """For each run, by rank, and for the end: the runs that a state passes in turn to get
+        there, none where a document begins; and 0 if the state comes from the beginning of the
+        route, else -1.
         """
         runs = [run for of_rank in self.runs for run in of_rank]
         found: list[tuple[tuple[int, ...], int]] = [((), -1)] * len(runs)
@@ -156,7 +156,7 @@ class Route:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Of all runs, by rank, in tokens."""
+        """Tokens of all runs, by rank."""
         return tuple(stop - start for runs in self.runs for start, stop in runs)
 
     @cached_property
@@ -166,7 +166,7 @@ class Route:
 
     @cached_property
     def flipped(self) -> "Route":
-        """The way from the last token to the first, each rank's tokens in reverse order."""
+        """The route from the last token to the first, with each rank's tokens in reverse order."""
         back = self.back
         return replace(back, runs=tuple(runs[::-1] for runs in back.runs))
 
@@ -197,7 +197,7 @@ class Decay:
         return hash(self.rates)
 
     def __hash__(self) -> int:
-        # What is made of rates is looked up by them many times in a call.
+        # Rates are a key of caches, looked up many times in a call.
         return self._hash
 
     @staticmethod
@@ -256,11 +256,11 @@ def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class Gates(NamedTuple):
-    """What decides the transitions of tokens, where they are no constants.
+    """Gates, from which the transitions of tokens follow if they are not constant rates.
 
     Attributes:
         gate: natural logarithms, at most 0: [B,S,H], or [B,S,H,D] for each channel; None: 0.
-        beta: [B,S,H] makes it the delta rule; None: it is none.
+        beta: [B,S,H], for the delta rule; None: no delta rule.
     """
 
     gate: Tensor | None = None
@@ -268,15 +268,15 @@ class Gates(NamedTuple):
 
     @property
     def some(self) -> bool:
-        """Whether there are any."""
+        """Whether there are gates."""
         return self.gate is not None or self.beta is not None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Gates":
-        """What a function makes of those that there are."""
+        """The gates after applying a function to each that is not None."""
         return Gates(*(None if x is None else change(x) for x in self))
 
     def numbers(self, head_dim: int) -> int:
-        """Of how many numbers a head's transition is."""
+        """How many numbers a head's transition has."""
         if self.beta is not None:
             return head_dim * head_dim
         return 0 if self.gate is None else head_dim if self.gate.dim() == 4 else 1
@@ -287,7 +287,7 @@ NO_GATES = Gates()
 
 @dataclass(frozen=True)
 class RunStates:
-    """What runs do to the state, or to its gradient on the way back.
+    """Effect of runs on the state, or on its gradient on the way back.
 
     Attributes:
         added: [n,B,H,D,E], float32 (float64 for float64).
@@ -317,7 +317,9 @@ class RunStates:
         return message
 
     def unpacked(self, messages: Tensor, counts: Sequence[int]) -> "RunStates":
-        """Of all ranks' runs, from their messages [P,runs,B,H,*]. Args: counts: of runs by rank."""
+        """Joins the states of all ranks' runs, from their messages [P,runs,B,H,*]. Args: counts: of
+        runs by rank.
+        """
         runs = messages.shape[1]
         found = messages.flatten(0, 1)
         if any(count < runs for count in counts):
@@ -344,7 +346,7 @@ class RunStates:
 
         Args:
             route: the way through all runs, which are these, by rank.
-            first: where the route begins [B,H,D,E]; None: 0.
+            first: state at the beginning of the route [B,H,D,E]; None: 0.
             places: numbers of runs among all.
 
         Returns: [places (and one),B,H,D,E].

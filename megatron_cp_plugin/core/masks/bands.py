@@ -1,7 +1,7 @@
 """Masks as bands: rectangles of visible (query, key) pairs, each cut by two diagonals.
 
-A causal mask, a window, a packed document and a slice of a span mask are one thing: queries of
-[q_start, q_stop) that see those keys of [k_start, k_stop) that are low to high positions later.
+A causal mask, a window, a packed document and a slice of a span mask are one thing: queries in
+[q_start, q_stop) see the keys in [k_start, k_stop) that are low to high positions later.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ import numpy as np
 
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, joined, offsets
 
-# Where a mask ends whose length nobody has said, and diagonals that leave all of it.
+# End of a mask of unknown length, and diagonals that hide none of it.
 _END = 1 << 40
 FAR = 1 << 42
-# How far positions of blocks that are planned together are moved apart.
+# Distance by which positions of blocks planned together are moved apart.
 _APART = 1 << 41
-# Where the table of some bands has them: the first of two rows.
+# Rows of the table of bands; each is the first of two.
 QUERIES, KEYS = 0, 2
 
 
@@ -35,7 +35,12 @@ class Bands:
 
     @classmethod
     def of_documents(cls, starts: Sequence[int], low: int | None, high: int | None) -> Self:
-        """Squares on the diagonal. Args: starts: of all but the first. low, high: None: any."""
+        """Squares on the diagonal.
+
+        Args:
+            starts: where documents but the first begin.
+            low, high: None: no limit.
+        """
         edges = np.array([0, *starts, _END], dtype=np.int64)
         begin, end = edges[:-1], edges[1:]
         lows, highs = (
@@ -54,7 +59,7 @@ class Bands:
         return Bands(np.stack((k_start, k_stop, q_start, q_stop, -high, -low)))
 
     def of_each(self, documents: Sequence[int]) -> "Bands":
-        """Their pairs of a query and a key of the same document.
+        """The (query, key) pairs that are in one document.
 
         Args: documents: where all but the first begin, ascending.
         """
@@ -86,7 +91,7 @@ class Bands:
         start, stop, keys = start[some], stop[some], keys[some]
 
         def below(diagonals: Numbers) -> Numbers:
-            """Pairs of which the key is before a diagonal."""
+            """Number of pairs whose key is before a diagonal."""
             shift = (diagonals - k_start)[some]
             return ramp(stop + shift, keys) - ramp(start + shift, keys)
 
@@ -114,7 +119,7 @@ class Bands:
 
 
 def _with_pairs(table: Numbers) -> Numbers:
-    """Those columns of a table of bands, none an empty rectangle, that have any pair."""
+    """The columns of a table of bands that have any pair; no rectangle is empty."""
     q_start, q_stop, k_start, k_stop, low, high = table
     low, high = np.maximum(low, k_start - q_stop + 1), np.minimum(high, k_stop - 1 - q_start)
     found: Numbers = table[:, low <= high]
@@ -122,7 +127,7 @@ def _with_pairs(table: Numbers) -> Numbers:
 
 
 def ramp(rows: Numbers, keys: Numbers) -> Numbers:
-    """The sum of 0, 1, 2, ..., keys, keys, ... Args: rows: of how many of these numbers."""
+    """Sum of the first `rows` of the numbers 0, 1, 2, ..., keys, keys, ..."""
     rising = np.clip(rows, 0, keys + 1)
     found: Numbers = rising * (rising - 1) // 2 + np.maximum(0, rows - rising) * keys
     return found
@@ -136,7 +141,7 @@ class SteppedBlocks(NamedTuple):
 
     Attributes:
         q, kv: the positions.
-        bands: what they see of each other; none without a pair.
+        bands: the bands between them; none without a pair.
         rows, cols: the elements of each range of `q` and `kv` as ranges of rows of their blocks.
     """
 
@@ -178,7 +183,7 @@ class SteppedBlocks(NamedTuple):
 
 
 def _residues(block: Ranges, common: int) -> tuple[Numbers, Ranges, Ranges]:
-    """Positions of each span with the same residue: these residues, the quotients, and the rows."""
+    """Residues, quotients and rows of the positions of each span, one residue after another."""
     every = common // block.step
     span, index = expanded(np.minimum(every, block.lengths))
     quotient, residue = np.divmod(block.start[span] + index * block.step[span], common)
@@ -189,7 +194,7 @@ def _residues(block: Ranges, common: int) -> tuple[Numbers, Ranges, Ranges]:
 
 
 def stretched(parts: Ranges, spans: Ranges, rows: Ranges) -> Ranges:
-    """Parts of spans as the same parts of the rows that stand for these spans.
+    """Translates parts of spans to parts of the rows that stand for these spans.
 
     Args:
         parts: each of one span.
@@ -203,12 +208,12 @@ def stretched(parts: Ranges, spans: Ranges, rows: Ranges) -> Ranges:
 
 
 def _apart(spans: Ranges, number: Numbers) -> Ranges:
-    """Spans without steps, those of one number far from those of the next."""
+    """Spans without steps; spans of one number are far from spans of the next."""
     return Ranges.between(spans.start + number * _APART, spans.stop + number * _APART)
 
 
 class BandRows:
-    """Which rows of some blocks without steps each band has.
+    """The rows of blocks without steps that each band has.
 
     Positions of one block are `_APART` from those of the next, and its rows follow those of the
     block before. A cell is a band of a block; its number is that in [blocks, bands].
@@ -217,9 +222,9 @@ class BandRows:
         before, shift: [blocks]: rows of all blocks before each, and how far its positions are
             moved.
         spans: positions of all blocks.
-        start, stop: [blocks, bands]: the rows of each cell.
-        first, last: positions of the first and of the last one, in their block.
-        filled: whether there are any.
+        start, stop: [blocks, bands]: rows of each cell.
+        first, last: positions of the first and the last row of each cell, in their block.
+        filled: whether the cell has rows.
     """
 
     def __init__(self, blocks: Sequence[Ranges], bands: Bands, side: int) -> None:
@@ -244,14 +249,14 @@ class BandRows:
         return self._rows[:-1].searchsorted(rows, side="right") - 1
 
     def rows_below(self, positions: Numbers) -> Numbers:
-        """How many rows of all blocks are before some positions."""
+        """Number of rows of all blocks before some positions."""
         last = self.spans.start.searchsorted(positions, side="right") - 1
         inside = np.minimum(positions, self.spans.stop[last]) - self.spans.start[last]
         found: Numbers = np.where(last < 0, 0, self._rows[last] + inside)
         return found
 
     def pieces(self, cells: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """What some cells have of spans.
+        """The pieces of spans that some cells have.
 
         Returns: of each cell the first span, and of how many it has some. Of each piece the cell,
             as its number among these, and the positions where it starts and stops.

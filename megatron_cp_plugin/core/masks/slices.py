@@ -42,10 +42,10 @@ class Slice(NamedTuple):
 class Slices(tuple[Slice, ...]):
     """Slices in ascending order, no two of which name the same query and key.
 
-    Plans are kept by the mask that they are for: it is hashed once, however many slices it has.
+    Plans are cached by mask: a mask is hashed once, however many slices it has.
 
-    Attributes: documents: where all but the first begin, as of `document_starts`. Of what a slice
-        names a query sees only keys of its own document. (): all are one document.
+    Attributes: documents: positions where documents but the first begin, as of `document_starts`.
+        Of the keys that a slice names a query sees only keys of its own document. (): one document.
     """
 
     documents: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class Slices(tuple[Slice, ...]):
 
     @classmethod
     def cut(cls, slices: Iterable[Slice], documents: tuple[int, ...]) -> "Slices":
-        """Slices that were checked before, of which queries see keys of their documents only."""
+        """Slices that were checked before, restricted to keys of the queries' documents."""
         found = cls(slices)
         found.documents = documents
         return found
@@ -93,12 +93,12 @@ class Slices(tuple[Slice, ...]):
 
     @cached_property
     def bands(self) -> Bands:
-        """What queries see of it, as rectangles between two diagonals."""
+        """The visible pairs, as rectangles between two diagonals."""
         return self._named.of_each(self.documents) if self.documents else self._named
 
     @cached_property
     def _named(self) -> Bands:
-        """All that slices name, whatever the documents."""
+        """All pairs that slices name, whatever the documents."""
         numbers = [(*one[:4], KINDS.index(one.kind)) for one in self]
         q_start, q_stop, k_start, k_stop, kind = np.array(numbers, np.int64).reshape(-1, 5).T
         low = np.where(kind >= KINDS.index("inverse_causal"), k_start - q_start, -FAR)

@@ -1,9 +1,9 @@
 """Groups tiles into kernel calls: with documents there may be hundreds of tiles.
 
-A kernel that packs takes any sequences of queries and keys, one after the other, in one call. Tiles
-that follow each other in rows and in columns are such sequences as they are; to some kernels also
-those that leave some rows or columns out. Other small ones are copied together for the call, for
-one of each would cost more than the copies.
+A kernel that packs computes any sequences of queries and keys, one after the other, in one call.
+Tiles that follow each other in rows and in columns form such sequences in place; for some kernels
+they may leave out rows or columns between them. Other small tiles are copied together for one call,
+because a call for each would cost more than the copies.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,11 +25,11 @@ from megatron_cp_plugin.core.tiles import NO_TILES, Tile, TileTable
 
 
 class BatchRows(NamedTuple):
-    """Where the queries, or the keys, of a batch are in a block.
+    """Places of a batch's queries, or keys, in a block.
 
     Attributes:
-        taken: those of all sequences, one after the other; as in `partial.rows_at`.
-        given: to which rows results go, in as many rounds as a row is taken; () if there are none.
+        taken: rows of all sequences, one after the other; as in `partial.rows_at`.
+        given: rows to which results are added, in as many rounds as a row is taken; (): no results.
     """
 
     taken: slice | Tensor
@@ -38,13 +38,13 @@ class BatchRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tiles of one kind as the sequences of one call. No row of queries is in two of them.
+    """Tiles of one kind as the sequences of one call. No row of queries is in two sequences.
 
     Attributes:
-        rows, cols: of each sequence, in the order in which the kernel takes them.
-        apart: they ascend, and what is between them is left out.
-        forward: nothing is given to keys; so if `apart` they may be in any order, and repeated.
-        window: of each sequence, as of `Tile`.
+        rows, cols: rows and columns of each sequence, in the order in which the kernel takes them.
+        apart: rows and columns ascend, and the ones between sequences are left out.
+        forward: keys get no results; so if `apart` keys may be in any order, and repeated.
+        window: window of each sequence, as in `Tile`.
     """
 
     rows: Ranges
@@ -61,7 +61,7 @@ class Batch:
         return Packing(np.stack(tuple(sides)))
 
     def sides(self, device: torch.device) -> tuple[BatchRows, BatchRows]:
-        """The queries and the keys; all layers of a micro-batch have the same."""
+        """Rows of queries and of keys; the same for all layers of a micro-batch."""
         return _on_device(self, device)
 
 
@@ -82,7 +82,7 @@ def _on_device(batch: Batch, device: torch.device) -> tuple[BatchRows, BatchRows
 
 
 def _places(ranges: Ranges, *, apart: bool) -> Numbers:
-    """[2,n]: where the sequences start and stop in what a kernel is given."""
+    """[2,n]: starts and stops of the sequences in the tensors that a kernel is given."""
     return ranges.extents - ranges.start.min() if apart else ranges.packed.extents
 
 
@@ -108,14 +108,14 @@ def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:
     return BatchRows(elements, tuple(RowIndex(*map(torch.from_numpy, pair)) for pair in pairs))
 
 
-# Pairs of a query and a key, for all heads, with which a call keeps a GPU busy for longer than the
-# host needs for the next one: some 70 us forward with head dim 128.
+# Number of (query, key) pairs, over all heads, that keep a GPU busy for longer than the host needs
+# to launch the next call: about 70 us forward with head dim 128.
 _LARGE = 2**26
-# Queries, for all heads, that are copied for one call: the least that is worth one, and the most,
-# for which memory is taken. Between them it is half of those that there are.
+# Number of queries, over all heads, that are copied for one call: the least that is worth a call,
+# and the most, which bounds memory. Between these bounds: half of all queries.
 _COPIED = 2**13, 2**17
-# How many rows there may be in all where some are left out, for each that is computed: they take
-# memory, if no time.
+# Largest ratio of all rows to computed rows where a call leaves rows out: these take memory, though
+# no time.
 _SPARSE = 4
 
 KernelCall = Tile | Batch
@@ -132,12 +132,12 @@ class Batches:
     def calls(
         self, *, packed: bool, gaps: bool = False, forward: bool = False
     ) -> tuple[KernelCall, ...]:
-        """Every tile once.
+        """Kernel calls that compute every tile once.
 
         Args:
-            packed: by a kernel that packs; else a call each.
-            gaps: it takes sequences with others between them.
-            forward: results are for queries only.
+            packed: the kernel packs; otherwise each tile is a call.
+            gaps: the kernel takes sequences with other rows between them.
+            forward: results are for queries alone.
         """
         if packed and len(self.tiles.joined) > 1:
             return tuple(_packed(self.tiles, self._units, self._heads, gaps, forward))
@@ -145,7 +145,7 @@ class Batches:
 
     @cached_property
     def _units(self) -> tuple["_Units", ...]:
-        """The tiles of each kind; both passes have the same."""
+        """Units of tiles of each kind, the same in both passes."""
         return tuple(_units_of(self.tiles))
 
 
@@ -184,12 +184,13 @@ def _units_of(tiles: TileTable) -> Iterator["_Units"]:
 
 
 class _Units:
-    """Tiles of one kind, those as one that follow each other in rows and in columns.
+    """Tiles of one kind, in units: tiles that follow each other in rows and in columns are one
+    unit.
 
     Attributes:
         tiles: in that order. Of each unit, int64 [n]: start, stop: of all rows; k_start, k_stop: of
             all columns; rows, cols, area: of all its tiles.
-        plain: they all are slices without steps, and not reversed.
+        plain: all tiles are slices without steps and not reversed.
     """
 
     def __init__(self, tiles: TileTable) -> None:
@@ -216,8 +217,8 @@ class _Units:
 
 
 def _larger(tiles: TileTable) -> TileTable:
-    """Full tiles, those as one that have the same rows and columns that follow each other, or the
-    same columns and rows that do.
+    """Full tiles, after joining tiles with the same rows and successive columns, or with the same
+    columns and successive rows.
     """
     q, kv = _widened(tiles.q, tiles.kv)
     kv, q = _widened(kv, q)
@@ -226,7 +227,7 @@ def _larger(tiles: TileTable) -> TileTable:
 
 
 def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
-    """Those as one of which one side is the same, and the others follow each other."""
+    """Joins tiles that have one side in common, and successive ranges on the other side."""
     order = np.lexsort((wide.start, same.stop, same.start))
     same, wide = same.some(order), wide.some(order)
     follows = (same.table[:, 1:] == same.table[:, :-1]).all(0) & (wide.stop[:-1] == wide.start[1:])
@@ -239,11 +240,11 @@ def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
 def _disjoint(
     units: _Units, numbers: Numbers, most_rows: float, most_cols: float
 ) -> list[list[int]]:
-    """As few groups as can be, of units that have no row in common.
+    """Puts units into as few groups as possible, in each of which no two share a row.
 
     Args:
         numbers: of units, ascending in rows.
-        most_rows, most_cols: of a group, repeated ones counted again.
+        most_rows, most_cols: most rows and columns of a group; repeated ones count again.
     """
     columns = (x[numbers] for x in (units.start, units.stop, units.rows, units.cols))
     start, stop, rows, cols = columns
@@ -269,9 +270,9 @@ def _disjoint(
 
 
 def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
-    """Groups of units that a kernel takes where they are, leaving out what is between them.
+    """Groups of units that a kernel takes in place, leaving out rows and columns between them.
 
-    Args: copied: as many rows may be copied for one call.
+    Args: copied: most rows that may be copied for one call.
     """
     if not units.plain:
         return []
@@ -281,7 +282,7 @@ def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
     # Units that follow each other in rows and in columns.
     begins, ends = (units.start, units.k_start), (units.stop, units.k_stop)
     groups = first_fit(np.stack(begins), np.stack(ends))
-    # Each call makes gradients of all rows, and of all keys, that are added up.
+    # Each call makes gradients of all rows and all keys, which must be added up.
     few = len(groups) == 1 or (len(groups) == 2 and units.rows.sum() > copied)
     fit = few and all(len(group) > 1 and _fits(units, group, forward) for group in groups)
     return groups if fit else []
@@ -301,7 +302,7 @@ def _fits(units: _Units, group: Sequence[int], forward: bool) -> bool:
 def _call(
     tiles: TileTable, numbers: Numbers, *, apart: bool = False, forward: bool = False
 ) -> KernelCall:
-    """One of some tiles. Args: numbers: of the tiles, all of one kind."""
+    """One call of some tiles. Args: numbers: of the tiles, all of one kind."""
     some = tiles.some(numbers)
     if len(numbers) == 1:
         (tile,) = some
@@ -316,11 +317,11 @@ def _row_count(call: KernelCall) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a block of queries, and all that is computed for them.
+    """Some rows of a block of queries, and all tiles of these rows.
 
     Attributes:
         rows: of the block.
-        work: with rows that count from rows.start.
+        work: the tiles, whose rows count from rows.start.
     """
 
     rows: slice
@@ -329,7 +330,7 @@ class Part:
 
 @lru_cache(maxsize=256)
 def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> tuple[Part, ...]:
-    """Divides a block of `rows` queries where no kernel call has rows on both sides.
+    """Divides a block of `rows` queries at rows that no kernel call crosses.
 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
     are a part without tiles.
@@ -355,7 +356,7 @@ def _rows_of(call: KernelCall) -> tuple[int, int]:
 
 
 def _merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without those that overlap."""
+    """Joins ranges that overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(extents):
         if found and start < found[-1][1]:

@@ -1,10 +1,10 @@
 """Compiles a placement into a plan: of all ranks, or of one without looking at what others do.
 
-A placement says where pairs of blocks meet. So it says which ranks a block reaches in which steps,
-whatever the mask: these ranks are the stops of the block's line. A mask removes stops from the
-line and rows from the block: the rest is the block's route. Each hop of a route becomes a move of
-the plan: hops of inputs lead from the block's owner, hops of results lead to it. A rank's part of
-the plan has the hops that begin or end at the rank.
+A placement says where pairs of blocks meet. So it determines which ranks a block reaches in which
+steps, whatever the mask: these ranks are the stops of the block's line. A mask removes stops from
+the line and rows from the block: the rest is the block's route. Each hop of a route becomes a move
+of the plan: hops of inputs lead from the block's owner, hops of results lead to it. A rank's part
+of the plan has the hops that begin or end at the rank.
 """
 
 from bisect import bisect_right
@@ -48,7 +48,7 @@ from megatron_cp_plugin.core.plans.plan import (
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.tiles import Mask
 
-# In place of the number of a stop:
+# Values that stand in place of the number of a stop:
 _HOME = -1  # the rank where inputs start, or where results end
 _NOWHERE = -2  # a rank that is no stop of the block
 
@@ -62,13 +62,14 @@ def plan_of(
     rectangular: bool = True,
     rank: int | None = None,
 ) -> Plan:
-    """The plan of one pass, made once: at short lengths a step of training is bound by the host.
+    """The plan of one pass. It is made once, because the host limits training steps of short
+    sequences.
 
     Args:
         seq_len: tokens of all ranks.
         rectangular: as in `plan_tiles`.
-        rank: only this rank's part, what it computes, sends and receives in the steps of all ranks,
-            with what all ranks exchange before and after them; None: the plan of all ranks.
+        rank: the plan has only this rank's part: its computations, sends and receives, and all
+            ranks' exchanges before the first step and after the last. None: the plan of all ranks.
     """
     if isinstance(placement, BlockPlacement):
         returning = phase == "backward" and placement.retained_by(0) is not None
@@ -84,7 +85,9 @@ _Pair = tuple[int, int, Place]
 
 
 class _Hop(NamedTuple):
-    """A block, or some rows of it, that goes from one rank to another. Attributes: as of `Move`."""
+    """One hop of a block, or of some of its rows, from one rank to another. Attributes: as of
+    `Move`.
+    """
 
     posted: int
     needed: int
@@ -103,8 +106,8 @@ class _Line:
     Attributes:
         ranks: the rank of each stop.
         number: the number of a stop, by its rank.
-        first, last: steps in which each stop first and last computes with the block; behind them
-            the step 0, in which the block leaves its home.
+        first, last: steps in which each stop first and last computes with the block; the last entry
+            is step 0, in which the block leaves its home.
         met: (number of a stop, the place) of each place where another block meets this one, by the
             distance of the owner of that other block.
         stop: the number of the stop where another block meets this one, by the same distance; empty
@@ -132,8 +135,8 @@ class _Line:
 
 @lru_cache(maxsize=64)  # the same under all masks
 def _cyclic_lines(placement: BlockPlacement) -> tuple[list[tuple[int, Place]], list[_Line]]:
-    """Where queries meet the keys of rank 0, by their owner; the line of all queries, and of all
-    keys.
+    """Owners and places of the queries that meet the keys of rank 0; the line of every block of
+    queries, and of every block of keys.
     """
     size = placement.size
     places = [(t, place) for t in range(size) for place in placement.place(t, 0)]
@@ -163,7 +166,7 @@ class _Chain(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """The part of a block's line that a mask leaves: the way of its inputs, or of the results.
+    """The part of a block's line that a mask leaves, for its inputs or for the results.
 
     Attributes:
         results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
@@ -189,7 +192,7 @@ class _Route(NamedTuple):
 
     @property
     def steps(self) -> Sequence[int]:
-        """Of the stops, and behind them of `end`."""
+        """Steps of the stops; the last entry is the step of `end`."""
         return self.line.last if self.results else self.line.first
 
     def rank_at(self, stop: int) -> int:
@@ -238,7 +241,7 @@ class _Routes:
         self.lengths = self.spans.lengths
         special = bool(mask.special)
         self.masked = placement.masked or (special and not self.spans.gaps)
-        # Whole blocks need not be packed; where ranks pass them on, few would be any shorter.
+        # Whole blocks need no packing; in a relay few blocks would be shorter.
         self.selective = self.masked and (special or not placement.relay)
         self.parts: dict[tuple[int, int, int, int], tuple[Rows, Rows]] = {}
         self.ranks = range(self.size) if rank is None else (rank,)
@@ -328,7 +331,8 @@ class _Routes:
         """Gathers blocks: each block goes to all ranks of a team, and all get the same rows of it.
 
         The ranks that compute with the same queries are a team, and so are the ranks that compute
-        with the same keys. Of teams without `rank` only matters whether anything travels in them.
+        with the same keys. Of the teams without `rank` the plan only needs to know whether anything
+        travels.
         """
         blocks = {rank: self.placement.blocks_of(rank) for rank in self.ranks}
         for rank, owners in blocks.items():
@@ -360,7 +364,7 @@ class _Routes:
             self.hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
 
     def _away(self, side: Side, owner: int) -> Iterator[Rows]:
-        """Rows of a block that meet blocks which its home does not compute it with."""
+        """Rows of a block that meet blocks with which its home rank does not compute it."""
         there = self.placement.blocks_of(self.home(side, owner))[1 - side]
         return (rows for other, rows in self.met(side)[owner].items() if other not in there)
 
@@ -387,7 +391,7 @@ class _Routes:
         return query in self.met(KEYS)[key]
 
     def _rows(self, side: Side, query: int, key: int, place: Place) -> Rows:
-        """Rows of one block of a pair that travel for the pair: all, or those that meet the other
+        """Rows of one block that travel for a pair: all rows, or the rows that meet the other
         block; none if the mask hides the pair.
         """
         if place.whole:
@@ -436,7 +440,7 @@ class _Routes:
                 self.hops[results, side][owner] = self._hops_along(route, chains)
 
     def _stop(self, origin: int, line: _Line) -> int:
-        """The number of the rank's stop, of a plan of one rank."""
+        """Number of the stop at `self.rank`, in a plan of one rank."""
         if self.rank is None:
             return _NOWHERE
         return line.number.get((self.rank - origin) % self.size, _NOWHERE)
@@ -475,13 +479,13 @@ class _Routes:
     # How they travel
 
     def _chains(self, route: _Route) -> list[_Chain]:
-        """The ways of a block from its source, or of results to its home.
+        """The chains on which a block leaves its source, or results come home.
 
-        Without a relay each stop has a way of its own. In a relay a block goes from each stop of a
-        node segment to the next one, and from the first stop of a segment to the first stop of the
-        next segment, as soon as the stop before has it. Each stop adds its own results to the sum,
-        the first stop that computes sends the first sum, and the last stop of a segment sends its
-        sum home.
+        Without a relay each stop has a chain of its own. In a relay a block goes from each stop of
+        a node segment to the next one, and from the first stop of a segment to the first stop of
+        the next segment, as soon as the stop before has it. Each stop adds its own results to the
+        sum, the first stop that computes sends the first sum, and the last stop of a segment sends
+        its sum home.
         """
         steps, head, found = route.steps, _HOME, []
         if not self.placement.relay:
@@ -586,7 +590,7 @@ class _Writer:
         )
 
     def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:
-        """What travels for a group of heads: the messages of each move of a block."""
+        """Messages of each move of a block, for a group of heads."""
         group, backward = self.groups[number], self.phase == "backward"
         if side:
             wanted, names = group.first, ("k", "v")

@@ -23,7 +23,7 @@ from megatron_cp_plugin.errors import ConfigError
 
 
 class Side(IntEnum):
-    """Which blocks: those of queries, or those of keys and values."""
+    """The two kinds of blocks: queries, and keys with values."""
 
     QUERIES = 0
     KEYS = 1
@@ -41,11 +41,11 @@ PER_HEAD = frozenset(("lse", "delta"))  # one number for each head of a token: [
 
 
 class Block(NamedTuple):
-    """Some of the rows that a rank, or several, own: in local order, packed.
+    """Some of the rows that one rank owns, or several ranks own; in local order, packed.
 
     Attributes:
-        owners: one rank, or several whose blocks are joined into one.
-        rows: which of all the rows that they own.
+        owners: one rank, or several ranks whose blocks are joined.
+        rows: numbers of these rows among all rows of the owners.
     """
 
     owners: tuple[int, ...]
@@ -56,10 +56,10 @@ class Compute(NamedTuple):
     """Attention of a block of queries over a block of keys, or its gradients.
 
     Attributes:
-        step, rank: when, and who computes.
+        step, rank: the step, and the rank that computes.
         queries, keys: rows of blocks.
-        heads: for which of the rank's share of the heads.
-        share: which share that is.
+        heads: heads of the computation, in the rank's share of the heads.
+        share: number of that share.
     """
 
     step: int
@@ -79,8 +79,9 @@ class Move(NamedTuple):
 
     Attributes:
         messages: the tensors; those in one tuple travel as one message.
-        tokens: of each message, more than the block has where blocks are padded to equal lengths.
-        heads, share: of which they are, see Compute.
+        tokens: number of tokens in each message; larger than the block where blocks are padded to
+            equal lengths.
+        heads, share: heads of the tensors, see Compute.
         wide: results travel in float32, not in the model's dtype.
     """
 
@@ -107,7 +108,8 @@ class Move(NamedTuple):
 
 
 class Time(NamedTuple):
-    """When some rank sends something; then all ranks exchange messages, if only none.
+    """A time at which some rank sends something. All ranks take part in that exchange, possibly
+    without a message.
 
     Attributes: as of Move.
     """
@@ -119,12 +121,12 @@ class Time(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank has at the end of the forward, and at the beginning of the backward, beside the
-    tensors of its own tokens.
+    """Tensors that a rank keeps from the forward to the backward, beside the tensors of its own
+    tokens.
 
     Attributes:
-        rows: of one block of another rank, which takes no message then; None: all rows, in place
-            of the rank's own.
+        rows: rows of one block of another rank, which then needs no message in the backward; None:
+            all rows, kept in place of the rank's own.
     """
 
     rank: int
@@ -155,7 +157,7 @@ def _positions(spans: TokenMap, block: Block) -> Ranges:
 def _tiles(
     spans: TokenMap, mask: Mask, rectangular: bool, windows: bool
 ) -> dict[tuple[Block, Block], TileTable]:
-    """Tiles of the pairs of blocks that plans have asked for."""
+    """Cache of the tiles of pairs of blocks."""
     return {}
 
 
@@ -167,10 +169,10 @@ class Plan:
         spans: positions that each rank holds.
         rectangular: as in `plan_tiles`.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
-        relay: results for a block go from rank to rank, each adding its own.
+        relay: results for a block go from rank to rank; each rank adds its own.
         kept: what ranks keep of the forward for the backward.
-        shares: into how many the heads are split among ranks.
-        times: where moves are those of one rank, the times of all ranks' ones.
+        shares: number of shares into which ranks split the heads.
+        times: in a plan of one rank, the times of all ranks' moves.
     """
 
     phase: Phase
@@ -197,10 +199,10 @@ class Plan:
         return together(self.groups)
 
     def tiles(self, compute: Compute, *, windows: bool = False) -> TileTable:
-        """What is computed; rows and columns are those of the two blocks, packed.
+        """Tiles of a computation; their rows and columns are numbered in the two packed blocks.
 
-        Planned on demand, for all computations of the rank together: it needs no other rank's
-        tiles. Pairs of ranks that are alike have the very same ones.
+        Tiles are planned on demand, for all computations of the rank together, because a rank needs
+        no other rank's tiles. Pairs of ranks that are alike share one object.
 
         Args:
             compute: one of the computations.
@@ -224,7 +226,7 @@ class Plan:
         return found
 
     def _pair(self, compute: Compute) -> tuple[Block, Block]:
-        """The blocks of a computation, or those of ranks that are alike."""
+        """The blocks of a computation, or the equivalent blocks of ranks that are alike."""
         queries, keys = compute.queries, compute.keys
         if len(queries.owners) == len(keys.owners) == 1:
             alike = self.spans.alike(queries.owners[0], self.mask)
@@ -234,18 +236,18 @@ class Plan:
         return queries, keys
 
     def _rows(self, keys: Block) -> Rows:
-        """Rows of a block of keys, or all where it is the last that are left out: no query of the
-        computation sees these, and with them it has the same tiles as others.
+        """Rows of a block of keys; all rows if only the last ones are left out. No query of the
+        computation sees those, and with them the pair has the same tiles as other pairs.
         """
         whole = between(0, self.spans.lengths[keys.owners[0]])
         return whole if len(keys.rows) == 1 and keys.rows[0][0] == 0 else keys.rows
 
     def positions(self, block: Block) -> Ranges:
-        """Those of a block's rows, in its order."""
+        """Positions of a block's rows, in its order."""
         return _positions(self.spans, block)
 
     def pairs(self, compute: Compute) -> Fraction:
-        """Pairs of a query and a key, for all heads, that are computed."""
+        """Number of (query, key) pairs that are computed, over all heads."""
         part = Fraction(compute.heads.heads, self.heads.heads * self.shares)
         return int(self.tiles(compute).areas.sum()) * part
 
@@ -270,7 +272,7 @@ class Plan:
 
     @property
     def idle(self) -> float:
-        """Idle part of all ranks' time, if a step takes as long as its rank with most to do."""
+        """Idle share of all ranks' time, if a step takes as long as its busiest rank."""
         work = [[0.0] * self.size for _ in range(self.steps)]
         for compute in self.computes:
             work[compute.step][compute.rank] += float(self.pairs(compute))
@@ -280,7 +282,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
-    """A plan in which gradients travel only if they are wanted; of a forward itself."""
+    """The plan without moves of gradients that are not wanted; a forward's plan itself."""
     if plan.phase == "forward" or (dq and dkv):
         return plan
     wanted = dq, dkv
@@ -290,13 +292,13 @@ def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
 
 
 def move_row_bytes(move: Move, shape: Shape) -> int:
-    """Bytes that a token has of all tensors of a move."""
+    """Bytes of one token in all tensors of a move."""
     names = (name for message in move.messages for name in message)
     return sum(row_bytes(name, shape, move.heads, move.wide) for name in names)
 
 
 def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
-    """Bytes that a token has of a tensor. Args: wide: results are float32 (float64)."""
+    """Bytes of one token in a tensor. Args: wide: results are float32 (float64)."""
     if name in PER_HEAD:
         return heads.heads * shape.wide_bytes
     count = heads.kv_heads if name in OF_KEYS else heads.heads
@@ -305,7 +307,7 @@ def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
 
 
 def during(plan: Plan) -> tuple[Move, ...]:
-    """Moves without those `outside` of all steps."""
+    """Moves inside steps: all but those `outside`."""
     if not outside(plan):
         return plan.moves
     return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
@@ -313,15 +315,18 @@ def during(plan: Plan) -> tuple[Move, ...]:
 
 @lru_cache(maxsize=256)
 def outside(plan: Plan) -> tuple[Move, ...]:
-    """Moves that bring keys to their source ranks first, or gradients to their owners last."""
+    """Moves that bring keys to their source ranks before the first step, or gradients to their
+    owners after the last.
+    """
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
 
 
 @lru_cache(maxsize=64)
 def check_steps(name: str, plan: Plan) -> None:
-    """Raises: ConfigError unless every block is where it is computed with, or passed on, by then.
+    """Raises: ConfigError unless every block has arrived at a rank before the rank computes with
+    it, or passes it on.
 
-    Args: plan: in which blocks go from rank to rank, not gathered ones.
+    Args: plan: a plan in which blocks go from rank to rank, without gathers.
     """
     each = plan.steps // len(plan.groups)
     for move in during(plan):
@@ -340,7 +345,7 @@ def check_steps(name: str, plan: Plan) -> None:
 
 @lru_cache(maxsize=256)
 def fits_slots(plan: Plan, slots: int) -> bool:
-    """Whether inputs fit into `slots` buffers a rank, which its exchanges use in rotation.
+    """Whether inputs fit into `slots` receive buffers a rank, which its exchanges use in rotation.
 
     A block may be computed with, or sent on, until another one comes into its buffer. Inputs that
     take several steps come into other memory.

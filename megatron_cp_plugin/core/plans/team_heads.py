@@ -1,5 +1,5 @@
-"""Teams that split the heads: their ranks' plans, from the plan of whole teams; and zero heads,
-where ranks cannot split those that there are.
+"""Plans of ranks whose teams split the heads, made from the plan of whole teams; and zero heads,
+where the ranks of a team cannot split the heads evenly.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ class TeamHeads:
 
     Attributes:
         spans: positions of each rank.
-        ranks: of which the plan is.
-        shares: of the heads, theirs.
+        ranks: ranks that the plan covers.
+        shares: their shares of the heads.
     """
 
     def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None = None) -> None:
         """Args:
-        of_teams: the teams' plan, each as if it were one rank; of that of the rank alone if the
-            plan is of one rank.
+        of_teams: the plan of the teams, each as if it were one rank; for a plan of one rank, its
+            team's part alone.
         rank: as of `plan_of`.
         """
         self.placement, self.of_teams = placement, of_teams
@@ -81,7 +81,7 @@ class TeamHeads:
                 yield compute._replace(rank=rank, queries=queries, keys=keys, share=share)
 
     def moved(self) -> Iterator[Move]:
-        """Between teams: every rank to the one with the same share of the heads."""
+        """Moves between teams, from each rank to the rank with the same share of the heads."""
         for move in self.of_teams.moves:
             block = self._block(move.block)
             for share in self.shares:
@@ -91,7 +91,7 @@ class TeamHeads:
                 yield move._replace(source=source, target=target, block=block, share=share)
 
     def exchanged(self) -> Iterator[Move]:
-        """The all-to-alls: those of the next group of heads while one is computed."""
+        """Moves of the all-to-alls; the next group of heads is exchanged while one is computed."""
         of_teams, exchanges = self.of_teams, self.placement.exchanges
         each = of_teams.steps // len(of_teams.groups)
         # Sums of the teams reach their owners some steps after the last computation.
@@ -125,7 +125,7 @@ class TeamHeads:
         return block._replace(owners=self._members(block.owners))
 
     def inputs(self, group: HeadGroup, index: int) -> Iterator[Exchanged]:
-        """What is exchanged before a group of heads, the `index`-th, is computed."""
+        """Messages that are exchanged before the `index`-th group of heads is computed."""
         again = self.of_teams.phase == "forward" or not self.placement.keep
         if self.of_teams.phase == "backward":
             if not index:
@@ -138,7 +138,7 @@ class TeamHeads:
                 yield (("k",), ("v",)), group
 
     def results(self, group: HeadGroup) -> Iterator[Exchanged]:
-        """What is exchanged after it."""
+        """Messages that are exchanged after a group of heads is computed."""
         if self.of_teams.phase == "forward":
             yield (("out",), ("lse",)), group
             return
@@ -158,7 +158,7 @@ class TeamHeads:
             yield Move(posted, needed, source, target, messages, block, width, heads, share)
 
     def _mates(self) -> Iterator[tuple[int, int]]:
-        """Different ranks of a team, in both directions; of one rank those with it."""
+        """Pairs of different ranks of a team, both ways; in a plan of one rank, its pairs."""
         for first in dict.fromkeys(rank // self.members * self.members for rank in self.ranks):
             team = range(first, first + self.members)
             for source, target in permutations(team, 2):
@@ -168,7 +168,8 @@ class TeamHeads:
 
 @dataclass(frozen=True)
 class PaddedHeads:
-    """H query heads, `shared` of them for each of G KV heads, and what they are filled up to.
+    """H query heads, `shared` of them for each of G KV heads, and the numbers with zero heads
+    added.
 
     Query heads are added to every KV head first, then KV heads with as many query heads each. A
     query head of zeros, whose dout is 0 too, has gradients of 0 and adds 0 to those of its KV head;
@@ -189,8 +190,8 @@ class PaddedHeads:
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, heads: int, kv_heads: int, ranks: int) -> Self:
-        """The fewest query heads that `ranks` can split; then the fewest KV heads that are sent,
-        and of these the fewest that are copies.
+        """Chooses the fewest query heads that `ranks` can split; among these, the fewest KV heads
+        that are sent, and then the fewest copies.
         """
         shared = heads // kv_heads
 
@@ -218,12 +219,14 @@ class PaddedHeads:
         return _own(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
 
     def fill_states(self, x: Tensor) -> Tensor:
-        """States of linear attention [B,H,D,E], one KV head each, with those of zero heads."""
+        """States of linear attention [B,H,D,E], one for each KV head, with states of zero heads
+        added.
+        """
         missing = self.heads - x.shape[1]
         return pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
     def own_states(self, x: Tensor) -> Tensor:
-        """[B,all,D,E] without those of zero heads; contiguous."""
+        """[B,all,D,E] without the states of zero heads; contiguous."""
         return x[:, : self.kv_heads].contiguous()
 
     def fill_keys(self, x: Tensor) -> Tensor:
