@@ -85,7 +85,7 @@ class _Within(NamedTuple):
     slices: Slices | None
 
 
-class Settings:
+class CallSettings:
     """How sequences are split among the ranks of a group, and what is done with them.
 
     The methods are those of the functional interface. Settings are read within the first call: what
@@ -414,7 +414,7 @@ class Settings:
         return self._within(agreed_length(topology, layout, tokens, seq_len, unknown))
 
 
-class Context(Settings):
+class Context(CallSettings):
     """How sequences are split among the ranks of a group: settings that all calls share, said once.
 
         c = cp.Context(algo="zigzag")
@@ -499,11 +499,11 @@ class Context(Settings):
         layout = self._split(topology, seq_len)
         return layouts.positions(layout, topology.rank, topology.size, seq_len, device or "cpu")
 
-    shard = not_compiled(Settings.shard)
-    unshard = not_compiled(Settings.unshard)
-    attention = not_compiled(Settings.attention)
-    linear_attention = not_compiled(Settings.linear_attention)
-    check_layout = not_compiled(Settings.check_layout)
+    shard = not_compiled(CallSettings.shard)
+    unshard = not_compiled(CallSettings.unshard)
+    attention = not_compiled(CallSettings.attention)
+    linear_attention = not_compiled(CallSettings.linear_attention)
+    check_layout = not_compiled(CallSettings.check_layout)
 
 
 def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:

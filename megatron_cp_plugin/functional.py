@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_cp_plugin import process_exit
 from megatron_cp_plugin.arguments import SpanMask, of_output_layer
 from megatron_cp_plugin.context import (
+    CallSettings,
     Group,
-    Settings,
     linear_algorithm,
     not_compiled,
     softmax_algorithm,
@@ -115,7 +115,7 @@ def attention(
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
     """
-    settings = Settings(algo, group, seq_len, cu_seqlens, spans, options)
+    settings = CallSettings(algo, group, seq_len, cu_seqlens, spans, options)
     return settings.attention(
         q, k, v, causal=causal, scale=scale, kernel=kernel, window=window, sink=sink
     )
@@ -182,7 +182,7 @@ def linear_attention(
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
-    return Settings(algo, group, seq_len, cu_seqlens, None, options).linear_attention(
+    return CallSettings(algo, group, seq_len, cu_seqlens, None, options).linear_attention(
         q,
         k,
         v,
@@ -270,7 +270,7 @@ def shard(
     Returns: S tokens along `dim`, contiguous; differentiable (the gradient is this rank's part).
     Raises: ConfigError for an unknown name or option.
     """
-    return Settings(algo, group, None, cu_seqlens, spans, options).shard(x, dim)
+    return CallSettings(algo, group, None, cu_seqlens, spans, options).shard(x, dim)
 
 
 @not_compiled
@@ -299,7 +299,7 @@ def unshard(
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
     tokens do not fit, or if x is known to be split in another way, see `attention`.
     """
-    return Settings(algo, group, seq_len, cu_seqlens, spans, options).unshard(x, dim)
+    return CallSettings(algo, group, seq_len, cu_seqlens, spans, options).unshard(x, dim)
 
 
 @not_compiled
@@ -326,7 +326,7 @@ def check_layout(
     Raises: ContextParallelError on all ranks, with the same words: which rank is the first with
     other tokens, what it has, and whose tokens they look like.
     """
-    Settings(algo, group, seq_len, cu_seqlens, spans, options).check_layout(positions)
+    CallSettings(algo, group, seq_len, cu_seqlens, spans, options).check_layout(positions)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _BINS, _BINS_PRINTED, _BIN_TOKENS = 32, 8, 16
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """Tokens at positions [start, stop) of their samples. Attributes: rms, largest: of them."""
 
     start: int
@@ -61,7 +61,7 @@ class Spread:
     quantiles: dict[float, float]
     mean_kl: float
     outside: float
-    positions: tuple[Part, ...]
+    positions: tuple[Section, ...]
     ranks: dict[int, float]
     at: int
 
@@ -228,7 +228,7 @@ def _spread(x: Tensor, reference: Tensor, seen: Tensor, ranks: Tensor | None) ->
     parts = []
     for start, stop in pairwise(edges):
         inside = sizes[(places >= start) & (places < stop)]
-        parts.append(Part(start, stop, len(inside), _rms(inside), float(_largest(inside))))
+        parts.append(Section(start, stop, len(inside), _rms(inside), float(_largest(inside))))
     held = {} if ranks is None else {int(r): ranks.cpu()[seen] == r for r in ranks.unique()}
     return Spread(
         tokens=len(d),
@@ -287,7 +287,7 @@ def tables(reports: Sequence[LogProbReport]) -> str:
     )
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
+def _merged(parts: Sequence[Section]) -> list[Section]:
     """Fewer, larger parts."""
     step = -(-len(parts) // _BINS_PRINTED)
     found = []
@@ -297,7 +297,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         squares = sum(part.tokens * part.rms**2 for part in some)
         rms = math.sqrt(squares / tokens) if tokens else 0.0
         largest = max(part.largest for part in some)
-        found.append(Part(some[0].start, some[-1].stop, tokens, rms, largest))
+        found.append(Section(some[0].start, some[-1].stop, tokens, rms, largest))
     return found
 
 

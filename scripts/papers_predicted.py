@@ -36,7 +36,7 @@ from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_o
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import simulate
-from megatron_cp_plugin.planner.step import Step, nodes_of, step
+from megatron_cp_plugin.planner.step import TrainingStep, nodes_of, step
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
@@ -161,7 +161,7 @@ def whole(
     algo: str = "zigzag",
     options: Options | None = None,
     mask: Mask | None = None,
-) -> Step:
+) -> TrainingStep:
     """A step of training."""
     nodes = nodes_of(split, on)
     attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
@@ -294,7 +294,7 @@ def gpt3_steps() -> list[str]:
     return lines + table(["", *HERE], rows)
 
 
-def _ms(found: Iterable[Step]) -> list[str]:
+def _ms(found: Iterable[TrainingStep]) -> list[str]:
     return [f"{one.seconds * MS:.0f}" for one in found]
 
 
@@ -539,7 +539,7 @@ def lasp_table1() -> list[str]:
 LINEAR = ("lasp", "lasp2", "linear_ulysses")
 
 
-def _linear_tensor(model: Model, split: Split, tokens: int, on: Machine) -> Step:
+def _linear_tensor(model: Model, split: Split, tokens: int, on: Machine) -> TrainingStep:
     """Some heads of all tokens: as much work as all heads of some tokens, without messages."""
     one = layer("lasp", {}, model.shape(tokens // split.tensor), on, (0,))
     return step(model, split, tokens, on, attention=one.seconds)

@@ -34,7 +34,7 @@ from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
 from megatron_cp_plugin.planner.simulate import simulate, traces_of
-from megatron_cp_plugin.planner.step import Step, step
+from megatron_cp_plugin.planner.step import TrainingStep, step
 from megatron_cp_plugin.tokens import tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -692,7 +692,7 @@ class StepRow:
     host_seconds: float
 
 
-def steps(*, by_our_program: bool = False) -> list[tuple[StepRow, Step]]:
+def steps(*, by_our_program: bool = False) -> list[tuple[StepRow, TrainingStep]]:
     """Whole steps, each with what is predicted.
 
     Args: by_our_program: LASP's without what `_as_lasp_did` adds, as predictions of other lengths
@@ -720,13 +720,13 @@ def steps(*, by_our_program: bool = False) -> list[tuple[StepRow, Step]]:
     return found
 
 
-def source_of(found: tuple[StepRow, Step]) -> str:
+def source_of(found: tuple[StepRow, TrainingStep]) -> str:
     """Whose step it is; those apart whose prediction is the host's time, to which it is fitted."""
     row, one = found
     return row.source + (", the host's time (fitted to)" if one.seconds == row.host_seconds else "")
 
 
-def _as_lasp_did(row: StepRow, found: Step) -> Step:
+def _as_lasp_did(row: StepRow, found: TrainingStep) -> TrainingStep:
     """A step of LASP's own program, beside which that of ours is predicted.
 
     Its host is the limit of short sequences. Its kernels add the state that comes to the outputs,
@@ -740,7 +740,7 @@ def _as_lasp_did(row: StepRow, found: Step) -> Step:
     return replace(found, seconds=max(row.host_seconds, found.seconds + waited))
 
 
-def _step_table(found: Sequence[tuple[StepRow, Step]]) -> list[str]:
+def _step_table(found: Sequence[tuple[StepRow, TrainingStep]]) -> list[str]:
     lines = ["## Steps of whole models", ""]
     lines += [
         "Seconds, measured / predicted (`planner/step.py`). The rate of matrix products, and how",

@@ -27,7 +27,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
 Travelling = Literal["kv", "query"]
-Rule = Literal["auto", "kv", "query"]  # of the backward
+BackwardRule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
@@ -237,7 +237,7 @@ class Ring(PointToPoint):
                 more bytes (`goes_straight`), else ring.
         """
 
-        backward: Rule = "auto"
+        backward: BackwardRule = "auto"
         keep: Literal["auto", "local"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Route = "auto"

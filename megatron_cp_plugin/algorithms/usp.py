@@ -5,7 +5,7 @@ from math import gcd
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheapest, row_major
-from megatron_cp_plugin.algorithms.ring import Route, Rule
+from megatron_cp_plugin.algorithms.ring import BackwardRule, Route
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape
@@ -58,7 +58,7 @@ class Usp(Ulysses):
         # A team of one rank is the ring, one of all ranks is ulysses.
         ulysses: int = number(0, lambda size: divisors(size)[1:-1])
         layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
-        backward: Rule = "auto"
+        backward: BackwardRule = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Literal["auto", "ring", "straight", "double", "grid"] = "auto"
         rows: int = number(0, least=0)

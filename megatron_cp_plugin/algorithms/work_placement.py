@@ -42,7 +42,7 @@ _BETWEEN = 2.0
 Works = NDArray[np.float64]
 
 
-class Part(NamedTuple):
+class Assigned(NamedTuple):
     """Rows of a rank's queries against the keys of a rank, and who computes them.
 
     Attributes:
@@ -100,7 +100,7 @@ def _placed(
     edges: tuple[int, ...], mask: Mask, nodes: tuple[int, ...], row_bytes: tuple[int, int]
 ) -> dict[tuple[int, int], list[Place]]:
     """By owners of queries and of keys: where they meet."""
-    by_rank: dict[int, list[Part]] = defaultdict(list)
+    by_rank: dict[int, list[Assigned]] = defaultdict(list)
     for part in Assignment(edges, mask, nodes, row_bytes).parts():
         by_rank[part.rank].append(part)
     found: dict[tuple[int, int], list[Place]] = defaultdict(list)
@@ -215,7 +215,7 @@ class _Queries:
         """How many rows they are."""
         return int(self.edges[some.high] - self.edges[some.low])
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Assigned]:
         """Rows of each pair of blocks, in as few parts as can be."""
         edges = (self.edges - self.edges[0]).tolist()
         for key, who, work in zip(self.keys.tolist(), self.who, self.counted, strict=True):
@@ -226,7 +226,7 @@ class _Queries:
             works = np.add.reduceat(work[filled], begins).tolist()
             columns = starts, [*starts[1:], edges[-1]], ranks[begins].tolist(), works
             for start, stop, rank, amount in zip(*columns, strict=True):
-                yield Part(self.rank, key, start, stop, rank, amount)
+                yield Assigned(self.rank, key, start, stop, rank, amount)
 
 
 class _Some(NamedTuple):
@@ -285,9 +285,9 @@ class Assignment:
         self.sent = np.maximum(self.last - self.first, 0).sum(0) * float(self.key_bytes)
         self.first[own, own], self.last[own, own] = self.blocks[:-1], self.blocks[1:]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Assigned]:
         """Rows of every pair of blocks that see each other, each once."""
-        found: list[Part] = []
+        found: list[Assigned] = []
         order = np.argsort(-self.load, kind="stable")
         above = [int(rank) for rank in order if self.load[rank] > self.ceiling]
         edges = {rank: self._pieces(rank) for rank in sorted(above)}
@@ -307,7 +307,7 @@ class Assignment:
         for pair, work in zip(distinct.tolist(), works, strict=True):
             query, key = divmod(pair, self.size)
             stop = int(self.blocks[query + 1] - self.blocks[query])
-            found.append(Part(query, key, 0, stop, query, work))
+            found.append(Assigned(query, key, 0, stop, query, work))
         return found
 
     def _pieces(self, rank: int) -> Numbers:

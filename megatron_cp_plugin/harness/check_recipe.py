@@ -37,7 +37,7 @@ from megatron_cp_plugin.planner.choose import (
     GIB,
     Choice,
     Combination,
-    Place,
+    Site,
     choose,
     peak_of_row,
 )
@@ -273,9 +273,9 @@ def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Sh
         return next(iter(_refusals(recipe, _of_choice(recipe, combination))), None)
 
     nodes = nodes_of(settings, found.gpus_per_node)
-    place = Place(found, nodes, kernel_on(found, "auto"), found.memory_gib * GIB)
+    site = Site(found, nodes, kernel_on(found, "auto"), found.memory_gib * GIB)
     try:
-        choice = choose(kinds, place, layouts=names, refusal=refusal)
+        choice = choose(kinds, site, layouts=names, refusal=refusal)
     except ConfigError:
         return None, None, shape  # what is refused is said below
     return choice.best.algo, choice, shape
@@ -291,7 +291,7 @@ def _of_choice(recipe: Recipe, combination: Combination) -> ContextParallelConfi
 
 def _chosen(choice: Choice) -> str:
     others = [one for one in choice.combinations[1:] if one.algo != choice.best.algo]
-    machine = choice.place.machine.name
+    machine = choice.site.machine.name
     words = f"{described(choice).replace(' layout=thd', '')}, as plan would take on {machine}"
     if others:
         percent = 100 * (others[0].seconds / choice.best.seconds - 1)
@@ -313,7 +313,7 @@ def _memory(
     parts = memory_of(settings, shape)
     if choice is not None:
         rows = zip(choice.best.rows, choice.tables, strict=True)
-        peaks = (peak_of_row(row, table.kind, choice.place) for row, table in rows)
+        peaks = (peak_of_row(row, table.kind, choice.site) for row, table in rows)
         parts["attention"] = max(peaks) / GIB
     total, gib = sum(parts.values()), machine_named(machine).memory_gib
     verdict = "fits" if total <= gib else "does not fit"

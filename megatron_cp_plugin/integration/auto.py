@@ -31,7 +31,7 @@ from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, docu
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Place, choose
+from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Site, choose
 from megatron_cp_plugin.planner.detected_machine import (
     check_agreement,
     documents_like,
@@ -89,7 +89,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     kinds = counted(layers)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine, how = machine_here(flags.machine, gpu)
-    place = Place(
+    site = Site(
         machine,
         nodes_of(settings, machine.gpus_per_node),
         kernel_on(machine, flags.kernel),
@@ -122,7 +122,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     try:
         choice = choose(
             kinds,
-            place,
+            site,
             layouts=layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
             runs_again=flags.recompute_attention and settings.recomputes is not None,
             refusal=refusal,
@@ -250,7 +250,7 @@ def resolve_model(
         hosts = [every[rank][1] for rank in dist.get_process_group_ranks(group)]
         try:
             found, how = machine_here(None if machine is None else str(machine), gpu)
-            place = Place(
+            site = Site(
                 found,
                 tuple(map(hosts.index, hosts)),
                 kernel_on(found, asked.kernel),
@@ -258,7 +258,7 @@ def resolve_model(
             )
             choice = choose(
                 kinds,
-                place,
+                site,
                 layouts=(layout.name,),
                 runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
                 refusal=of_several,

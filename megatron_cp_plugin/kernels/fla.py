@@ -235,7 +235,7 @@ def sequences_of(runs: Runs, batch: int, heads: int, chunk: int, device: torch.d
     )
 
 
-class Rule:
+class KernelFamily:
     """What a family of kernels computes, of folded tensors.
 
     Attributes:
@@ -361,7 +361,7 @@ class Rule:
         return found.index_copy_(0, joined.long(), states)
 
 
-class Gated(Rule):
+class Gated(KernelFamily):
     """Without the delta rule: gates or rates.
 
     Attributes:

@@ -27,8 +27,8 @@ from megatron_cp_plugin.kernels import fla
 from megatron_cp_plugin.kernels.fla import (
     WHOLE,
     Gated,
+    KernelFamily,
     Rates,
-    Rule,
     Sequences,
     log2_rates_of,
     sequences_of,
@@ -44,7 +44,7 @@ def refuses_gates_of_heads() -> bool:
     return bool(IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1)
 
 
-class _Delta(Rule):
+class _Delta(KernelFamily):
     """The delta rule: what its two families have in common.
 
     Attributes:
@@ -203,7 +203,9 @@ class _GatedDeltaNet(_Delta):
         return dq, dk.add_(dk_read), dv, dgate, dbeta
 
 
-def _outputs(rule: Rule, sums: Tensor, values: Tensor, scores: Tensor, states: Tensor) -> Tensor:
+def _outputs(
+    rule: KernelFamily, sums: Tensor, values: Tensor, scores: Tensor, states: Tensor
+) -> Tensor:
     """out [1,T,H,E] with gates of channels."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 
@@ -365,7 +367,7 @@ class _Folded:
     Attributes: widened: gates of heads became gates of channels.
     """
 
-    rule: Rule
+    rule: KernelFamily
     widened = False
 
     def __init__(self, given: LinearInputs) -> None:
@@ -383,7 +385,7 @@ class _Folded:
         self.widened = of_heads and refuses_gates_of_heads()
         if self.widened:
             gate = gate.unsqueeze(3).expand(*k.shape)  # written out where it is read
-        kinds: tuple[type[Rule], type[Rule]]
+        kinds: tuple[type[KernelFamily], type[KernelFamily]]
         kinds = (_Gla, _SimpleGla) if beta is None else (_Kda, _GatedDeltaNet)
         if beta is not None:  # half as many segments, or none: transitions fill a GPU too
             heads = 2 * heads if k.shape[3] <= _WIDEST else WHOLE

@@ -64,7 +64,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where the layers run.
 
     Attributes:
@@ -163,7 +163,7 @@ class Choice:
     Attributes: combinations: that fit and are served, the fastest first.
     """
 
-    place: Place
+    site: Site
     tables: tuple[Table, ...]
     combinations: tuple[Combination, ...]
     refused: tuple[Refusal, ...]
@@ -176,7 +176,7 @@ class Choice:
 
 def choose(
     kinds: Sequence[Kind],
-    place: Place,
+    site: Site,
     *,
     layouts: tuple[str, ...] | None = None,
     runs_again: bool = False,
@@ -201,13 +201,13 @@ def choose(
     for kind in kinds:
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
-            found, refused = linear_candidates(kind.shape, len(place.nodes), layouts)
-            rows = [_simulated(one, kind, place) for one in found]
+            found, refused = linear_candidates(kind.shape, len(site.nodes), layouts)
+            rows = [_simulated(one, kind, site) for one in found]
             rows.sort(key=lambda row: (row.seconds, row.name))
             tables.append(Table(kind, tuple(rows), tuple(refused)))
         else:
-            looked_at = _looked_at(kind.shape, kind.mask, place, layouts, among, _registered())
-            tables.append(_table(kind, looked_at, place, 0 if quick else _WORK))
+            looked_at = _looked_at(kind.shape, kind.mask, site, layouts, among, _registered())
+            tables.append(_table(kind, looked_at, site, 0 if quick else _WORK))
     taken: list[Combination] = []
     refusals = [one for table in tables for one in table.refused]
     ranked = _ranked(_combined(tables, runs_again))
@@ -219,8 +219,8 @@ def choose(
         if not quick and len(algorithms) < 2 and combination.algo not in algorithms:
             reason = refusal(combination)
             if reason is None:
-                combination = with_memory(combination, kinds, place)
-                reason = too_large(combination, place)
+                combination = with_memory(combination, kinds, site)
+                reason = too_large(combination, site)
         if reason is None:
             taken.append(combination)
         else:
@@ -235,7 +235,7 @@ def choose(
             f"auto found no algorithm that serves this and fits, of {len(ranked)}: "
             f"{next(iter(late + reasons), 'none has a layout in common with the others')}"
         )
-    return Choice(place, tuple(tables), tuple(taken), tuple(first.values()))
+    return Choice(site, tuple(tables), tuple(taken), tuple(first.values()))
 
 
 class _LookedAt(NamedTuple):
@@ -271,28 +271,28 @@ def _candidates(
 def _looked_at(
     shape: Shape,
     mask: Mask,
-    place: Place,
+    site: Site,
     layouts: tuple[str, ...] | None,
     among: frozenset[str] | None,
     registered: _Classes,
 ) -> _LookedAt:
-    found, refused = _candidates(shape, mask, place.nodes, place.peer, layouts, registered)
+    found, refused = _candidates(shape, mask, site.nodes, site.peer, layouts, registered)
     chosen = [one for one in found if among is None or one.name in among]
-    estimator = Estimator(shape, mask, place.machine, place.nodes, place.peer, place.kernel)
+    estimator = Estimator(shape, mask, site.machine, site.nodes, site.peer, site.kernel)
     estimates = _estimates(chosen, estimator)
     if among is None:
         kept = {candidate.algo for candidate, _ in estimates}
-        refused += tuple(_far_off(chosen, kept, len(place.nodes)))
+        refused += tuple(_far_off(chosen, kept, len(site.nodes)))
     return _LookedAt(tuple(estimates), refused)
 
 
-def _table(kind: Kind, looked_at: _LookedAt, place: Place, work: int) -> Table:
+def _table(kind: Kind, looked_at: _LookedAt, site: Site, work: int) -> Table:
     """Args: work: of all simulations together, at most."""
     estimates = looked_at.estimates
     simulated: dict[Candidate, Row] = {}
     left, seen = list(estimates), set[tuple[str, str]]()
     ratios = _Ratios()
-    most = max(_FEWEST, _SHARE // len(place.nodes))
+    most = max(_FEWEST, _SHARE // len(site.nodes))
     while left and len(simulated) < most + _CHECKS:
         # The best of several algorithms and layouts, then what may yet be the best of all.
         new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
@@ -306,10 +306,10 @@ def _table(kind: Kind, looked_at: _LookedAt, place: Place, work: int) -> Table:
                 break
         left.remove((candidate, passes))
         seen.add((candidate.algo, candidate.layout.name))
-        needed = _work(candidate, len(place.nodes))
+        needed = _work(candidate, len(site.nodes))
         if needed <= work:
             with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
-                simulated[candidate] = _simulated(candidate, kind, place)
+                simulated[candidate] = _simulated(candidate, kind, site)
                 ratios.add(candidate, simulated[candidate].seconds / _seconds(passes))
                 work -= needed
     rows = [
@@ -389,9 +389,9 @@ def _estimates(
     return kept
 
 
-def _simulated(candidate: Candidate, kind: Kind, place: Place) -> Row:
-    of_kind = kind.shape, kind.mask, place.machine, place.nodes
-    timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=place.kernel)
+def _simulated(candidate: Candidate, kind: Kind, site: Site) -> Row:
+    of_kind = kind.shape, kind.mask, site.machine, site.nodes
+    timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=site.kernel)
     sent = timeline.bytes
     return Row(
         candidate.algo,
@@ -477,27 +477,27 @@ def _following(lead: Row, algo: str) -> Options | None:
     return given
 
 
-def with_memory(combination: Combination, kinds: Sequence[Kind], place: Place) -> Combination:
+def with_memory(combination: Combination, kinds: Sequence[Kind], site: Site) -> Combination:
     """With the peak memory of all rows."""
     rows = tuple(
-        replace(row, peak_bytes=peak_of_row(row, kind, place))
+        replace(row, peak_bytes=peak_of_row(row, kind, site))
         for row, kind in zip(combination.rows, kinds, strict=True)
     )
     return replace(combination, rows=rows)
 
 
-def peak_of_row(row: Row, kind: Kind, place: Place) -> int:
+def peak_of_row(row: Row, kind: Kind, site: Site) -> int:
     """Of a GPU, beside q, k, v and dout."""
-    layer = Layer(row.algo, row.options, kind.shape, kind.mask, place.nodes, place.peer)
-    return peak_bytes(layer, place.kernel)
+    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
+    return peak_bytes(layer, site.kernel)
 
 
-def too_large(combination: Combination, place: Place) -> str | None:
+def too_large(combination: Combination, site: Site) -> str | None:
     """Why a combination with its peak memory does not fit; None if it does."""
     peaks = [row.peak_bytes for row in combination.rows if row.peak_bytes is not None]
-    if place.memory_bytes is None or max(peaks, default=0) <= place.memory_bytes:
+    if site.memory_bytes is None or max(peaks, default=0) <= site.memory_bytes:
         return None
     return (
         f"attention needs {max(peaks) / GIB:.1f} GiB of a GPU, of which it may take "
-        f"{place.memory_bytes / GIB:.1f}"
+        f"{site.memory_bytes / GIB:.1f}"
     )

@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.planner.candidates import Options
-from megatron_cp_plugin.planner.choose import GIB, Kind, Place, choose
+from megatron_cp_plugin.planner.choose import GIB, Kind, Site, choose
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.model import MODELS, Split
@@ -37,8 +37,8 @@ def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None
         path: of a run file to write.
     """
     machine = machine_named(name)
-    place = Place(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
-    choice = choose([Kind("attention", shape, mask)], place)
+    site = Site(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
+    choice = choose([Kind("attention", shape, mask)], site)
     print(table(choice))
     _say_what_is_assumed(mask)
     print(sentence(choice))

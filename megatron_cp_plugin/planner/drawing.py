@@ -50,7 +50,7 @@ class Cell:
     queries: Queries
 
 
-class Transfer(NamedTuple):
+class DrawnTransfer(NamedTuple):
     """What one rank sends to another.
 
     Attributes:
@@ -69,7 +69,7 @@ class Collective(NamedTuple):
     """What some ranks exchange, each with all others.
 
     Attributes:
-        before: as in Transfer.
+        before: as in DrawnTransfer.
         name: of the operation.
         tensors: such as "k, v".
     """
@@ -99,7 +99,7 @@ class Picture:
     subtitle: str
     size: int
     steps: tuple[tuple[Cell | None, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[DrawnTransfer, ...]
     collectives: tuple[Collective, ...]
     kinds: Mapping[Kind, str]
     head_groups: int = 1
@@ -220,7 +220,7 @@ def plan_of(
     return planned(algo, size, layer, mask, options).plan(layer, mask, phase)
 
 
-def travelling_of(plan: Plan) -> tuple[tuple[Transfer, ...], tuple[Collective, ...]]:
+def travelling_of(plan: Plan) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
     """What the ranks of a plan send: messages, and exchanges of several ranks."""
     return _travelling([_message(plan, move) for move in plan.moves])
 
@@ -302,7 +302,7 @@ def _of_linear(
 
 def _travelling(
     messages: Sequence[_Message],
-) -> tuple[tuple[Transfer, ...], tuple[Collective, ...]]:
+) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
     """Exchanges of all ranks of a group with all others, and what else goes from rank to rank."""
     alike: dict[tuple[int, Kind, tuple[str, ...]], list[_Message]] = {}
     for message in messages:
@@ -320,7 +320,7 @@ def _travelling(
                 pair = before, message.source, message.target, kind
                 single.setdefault(pair, []).append(message.block)
     transfers = (
-        Transfer(before, source, target, " ".join(dict.fromkeys(blocks)), kind)
+        DrawnTransfer(before, source, target, " ".join(dict.fromkeys(blocks)), kind)
         for (before, source, target, kind), blocks in single.items()
     )
     collectives = (

@@ -24,7 +24,7 @@ Dispatcher = Literal["alltoall", "allgather"]
 _ELEMENT = 2  # bytes in bfloat16
 
 
-class Message(NamedTuple):
+class ExpertMessage(NamedTuple):
     """A collective operation of `ranks` that stand `stride` apart, and what each of them sends."""
 
     operation: Operation
@@ -50,24 +50,24 @@ class Dispatch:
     expert: int
     expert_tensor: int
 
-    def messages(self, dispatcher: Dispatcher) -> tuple[Message, ...]:
+    def messages(self, dispatcher: Dispatcher) -> tuple[ExpertMessage, ...]:
         """Of one pass: to the experts and back."""
         row, ranks = _ELEMENT * self.tokens * self.hidden, self.expert * self.expert_tensor
         if dispatcher == "allgather":
             gathered = row * (ranks - 1)
             found = [
-                Message("all_gather", ranks, 1, gathered),
-                Message("reduce_scatter", ranks, 1, gathered),
+                ExpertMessage("all_gather", ranks, 1, gathered),
+                ExpertMessage("reduce_scatter", ranks, 1, gathered),
             ]
         else:
             copies = row * self.active
             gathered = copies * (self.expert_tensor - 1)
             exchanged = copies * (self.expert - 1) / self.expert
-            exchange = Message("all_to_all", self.expert, self.expert_tensor, exchanged)
+            exchange = ExpertMessage("all_to_all", self.expert, self.expert_tensor, exchanged)
             found = [
                 exchange,
-                Message("all_gather", self.expert_tensor, 1, gathered),
-                Message("reduce_scatter", self.expert_tensor, 1, gathered),
+                ExpertMessage("all_gather", self.expert_tensor, 1, gathered),
+                ExpertMessage("reduce_scatter", self.expert_tensor, 1, gathered),
                 exchange,
             ]
         return tuple(one for one in found if one.ranks > 1)

@@ -10,8 +10,8 @@ from megatron_cp_plugin.planner.choose import (
     Choice,
     Combination,
     Kind,
-    Place,
     Row,
+    Site,
     choose,
     peak_of_row,
 )
@@ -44,7 +44,7 @@ def sentence(choice: Choice) -> str:
     simulated = sum(row.simulated for row in rows)
     rest = "" if simulated == len(rows) else ", the others estimated"
     words.append(
-        f"of {len(rows)} candidates on {choice.place.machine.name}, {simulated} simulated{rest}"
+        f"of {len(rows)} candidates on {choice.site.machine.name}, {simulated} simulated{rest}"
     )
     return "; ".join(words)
 
@@ -99,7 +99,7 @@ def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
     for row in rows:
         peak = known.get(row.name)
         if peak is None and row.algo not in seen:
-            peak = peak_of_row(row, kind, choice.place)
+            peak = peak_of_row(row, kind, choice.site)
         seen.add(row.algo)
         cells.append(
             (
@@ -125,9 +125,9 @@ def changes(choice: Choice) -> list[str]:
     among = frozenset(row.name for rows in shown for row in rows)
     lines: list[str] = []
     looked: list[str] = []
-    for words, changed, place in _variations(kinds, choice.place):
+    for words, changed, site in _variations(kinds, choice.site):
         layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
-        others = choose(changed, place, layouts=layouts, quick=True, among=among)
+        others = choose(changed, site, layouts=layouts, quick=True, among=among)
         same = [one for one in others.combinations if _names(one) == _names(choice.best)]
         gain = same[0].seconds / others.best.seconds if same else None
         if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
@@ -141,22 +141,22 @@ def _names(combination: Combination) -> tuple[str, ...]:
     return tuple(row.name for row in combination.rows)
 
 
-def _variations(kinds: Sequence[Kind], place: Place) -> Iterator[tuple[str, list[Kind], Place]]:
+def _variations(kinds: Sequence[Kind], site: Site) -> Iterator[tuple[str, list[Kind], Site]]:
     for factor, name in ((0.5, "half"), (2, "twice")):
         tokens = int(kinds[0].shape.seq_len * factor)
         if not any(kind.mask.documents for kind in kinds):
             changed = [replace(k, shape=replace(k.shape, seq_len=tokens)) for k in kinds]
-            yield f"with {name} the tokens", changed, place
-        if len(set(place.nodes)) > 1:
+            yield f"with {name} the tokens", changed, site
+        if len(set(site.nodes)) > 1:
             machine = replace(
-                place.machine,
-                between=_scaled(place.machine.between, factor),
-                between_total=place.machine.between_total and place.machine.between_total * factor,
+                site.machine,
+                between=_scaled(site.machine.between, factor),
+                between_total=site.machine.between_total and site.machine.between_total * factor,
             )
             yield (
                 f"with {name} the bandwidth between nodes",
                 list(kinds),
-                replace(place, machine=machine),
+                replace(site, machine=machine),
             )
 
 

@@ -20,10 +20,10 @@ from megatron_cp_plugin.pictures import check_picture, write_picture
 from megatron_cp_plugin.planner.drawing import (
     WHOSE,
     Collective,
+    DrawnTransfer,
     Kind,
     Picture,
     Queries,
-    Transfer,
 )
 from megatron_cp_plugin.planner.event_simulation import Interval, Timeline
 
@@ -128,7 +128,7 @@ class _Part:
 
     head: list[str]
     cells: list[tuple[str, str, float] | None]
-    transfers: list[Transfer]
+    transfers: list[DrawnTransfer]
     bundles: list[list[tuple[Collective, int]]]
 
     @property

@@ -83,7 +83,7 @@ def shortlist(
         kinds: Of the model's layers.
         refusal: As of `choose`.
     """
-    if len(choice.place.nodes) == 1 or not all(isinstance(one.shape, Shape) for one in kinds):
+    if len(choice.site.nodes) == 1 or not all(isinstance(one.shape, Shape) for one in kinds):
         return (choice.best,)
     seen: set[tuple[str, str]] = set()
     first, others = list[Combination](), list[Combination]()
@@ -104,8 +104,8 @@ def shortlist(
         if one is not choice.best:  # which has been looked at
             if refusal(one) is not None:
                 continue
-            one = with_memory(one, kinds, choice.place)
-            if too_large(one, choice.place):
+            one = with_memory(one, kinds, choice.site)
+            if too_large(one, choice.site):
                 continue
         found.append(one)
     return tuple(found)

@@ -16,12 +16,12 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
-from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Site, choose
 from megatron_cp_plugin.planner.dry_run import Tile
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Model, Recompute, Split
-from megatron_cp_plugin.planner.step import Step, check_split, nodes_of, step
+from megatron_cp_plugin.planner.step import TrainingStep, check_split, nodes_of, step
 
 STEP_TOKENS = 2**22  # of a step, where nobody says
 _CLOSER = 6  # whose attention is simulated, and not only estimated
@@ -32,7 +32,7 @@ class Proposal(NamedTuple):
 
     split: Split
     choice: Choice
-    step: Step
+    step: TrainingStep
 
     @property
     def rate(self) -> float:
@@ -82,7 +82,7 @@ def proposals(
     fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
     if not fitting:
         raise _too_large(job, [best for best, _ in open_])
-    found: list[tuple[Step, Split]] = []
+    found: list[tuple[TrainingStep, Split]] = []
     for best, split in _worth_it(fitting):
         if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
             break
@@ -91,7 +91,7 @@ def proposals(
         found.append((_step(job, split, seconds), split))
     found.sort(key=_time)
     closer: dict[tuple[int, int], Choice] = {}
-    made, with_attention = [], list[Step]()
+    made, with_attention = [], list[TrainingStep]()
     for _, split in found[: 2 * most]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
             say(f"simulating attention, TP {split.tensor}, CP {split.context}")
@@ -110,7 +110,7 @@ def proposals(
     return made[:most]
 
 
-def _too_large(job: Job, found: Sequence[Step]) -> ConfigError:
+def _too_large(job: Job, found: Sequence[TrainingStep]) -> ConfigError:
     least = min(one.gib for one in found)
     return ConfigError(
         f"{job.model.name} of {job.tokens} tokens does not fit {job.gpus} GPUs of "
@@ -119,7 +119,7 @@ def _too_large(job: Job, found: Sequence[Step]) -> ConfigError:
     )
 
 
-def _worth_it(found: Iterable[tuple[Step, Split]]) -> Iterator[tuple[Step, Split]]:
+def _worth_it(found: Iterable[tuple[TrainingStep, Split]]) -> Iterator[tuple[TrainingStep, Split]]:
     """Without those that would take less time and less memory with experts split otherwise, or with
     parameters sharded, or whole.
 
@@ -142,7 +142,7 @@ def _nearest(job: Job) -> str:
     return " and ".join(found)
 
 
-def _small_enough(job: Job, split: Split) -> tuple[Step, Split]:
+def _small_enough(job: Job, split: Split) -> tuple[TrainingStep, Split]:
     """At least so long a step takes; with a loss in chunks where the whole logits do not fit."""
     seconds = _least(job, split)
     whole = _step(job, split, seconds)
@@ -152,7 +152,7 @@ def _small_enough(job: Job, split: Split) -> tuple[Step, Split]:
     return _step(job, split, seconds), split
 
 
-def _time(one: tuple[Step, Split]) -> tuple[float, int, int, bool]:
+def _time(one: tuple[TrainingStep, Split]) -> tuple[float, int, int, bool]:
     found, split = one
     return found.seconds, split.tensor * split.pipeline, split.context, split.sharded
 
@@ -184,7 +184,7 @@ def _ways(job: Job) -> Iterator[Split]:
             yield split
 
 
-def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> Step:
+def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> TrainingStep:
     """Args: seconds: of one layer's attention."""
     return step(job.model, split, job.tokens, job.machine, attention=seconds, attention_gib=gib)
 
@@ -204,6 +204,6 @@ def _choice(job: Job, split: Split, known: dict[tuple[int, int], Choice], *, qui
     key = split.tensor, split.context
     if key not in known:
         kind = Kind("attention", job.model.shape(job.tokens, split.tensor), job.mask)
-        place = Place(job.machine, nodes_of(split, job.machine), job.kernel)
-        known[key] = choose([kind], place, quick=quick)
+        site = Site(job.machine, nodes_of(split, job.machine), job.kernel)
+        known[key] = choose([kind], site, quick=quick)
     return known[key]

@@ -34,7 +34,7 @@ _LOGIT_BYTES = 40  # that are read and written for each logit, forward and backw
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """What a step takes.
 
     Attributes:
@@ -76,7 +76,7 @@ def step(
     mask: Mask | None = None,
     attention: float | None = None,
     attention_gib: float = 0.0,
-) -> Step:
+) -> TrainingStep:
     """A step of training on sequences of so many tokens.
 
     Args:
@@ -92,7 +92,7 @@ def step(
         shape, nodes = model.shape(tokens, split.tensor), nodes_of(split, machine)
         attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes).seconds
     parts = _times(model, split, tokens, machine, attention)
-    return Step(
+    return TrainingStep(
         sum(parts.values()),
         tokens * split.data * split.micro_batches,
         parts,

@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import (
     Collective,
-    Transfer,
+    DrawnTransfer,
     check_size,
     collective_lines,
     described,
@@ -39,7 +39,7 @@ _SIDE, _SMALL, _BAR = 340, 116, 8  # pixels: the matrix, that of one step, who o
 _LINE = 18
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What some ranks compute in one step; each of them for its share of the heads."""
 
     step: int
@@ -66,8 +66,8 @@ class TokenPicture:
     steps: int
     owner: NDArray[np.int64]
     part: NDArray[np.int64]
-    parts: tuple[Part, ...]
-    transfers: tuple[Transfer, ...]
+    parts: tuple[StepPart, ...]
+    transfers: tuple[DrawnTransfer, ...]
     collectives: tuple[Collective, ...]
 
     @property
@@ -152,7 +152,7 @@ def token_picture(
     )
 
 
-def _parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[Part, ...]]:
+def _parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
     first = min(compute.heads.q.start for compute in plan.computes)
     ranks = np.zeros((seq_len, seq_len), np.int64)  # one bit each
     step = np.zeros((seq_len, seq_len), np.int64)
@@ -176,7 +176,7 @@ def _parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[Part, ...
     numbers, part = np.unique(named, return_inverse=True)
     part = part.reshape(named.shape) - (numbers[0] < 0)
     parts = tuple(
-        Part(
+        StepPart(
             number >> MOST_RANKS,
             tuple(rank for rank in range(plan.size) if number >> rank & 1),
         )

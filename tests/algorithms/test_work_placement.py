@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash
 from megatron_cp_plugin.algorithms.work_placement import (
+    Assigned,
     Assignment,
-    Part,
     WorkPlacement,
     _counted,
     _Queries,
@@ -47,7 +47,7 @@ def edges_of(size: int, seq_len: int) -> tuple[int, ...]:
     return (0, *(one[-1].stop for one in spans))
 
 
-def loads(parts: list[Part], size: int) -> list[float]:
+def loads(parts: list[Assigned], size: int) -> list[float]:
     found = [0.0] * size
     for part in parts:
         found[part.rank] += part.work

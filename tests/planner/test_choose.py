@@ -13,7 +13,7 @@ from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner.candidates import candidates
-from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Place, choose
+from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Site, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
@@ -23,13 +23,13 @@ H200 = Machine.load("h200_nvlink")
 GQA = Shape(1, 16384, 16, 4, 64)
 
 
-def place(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.0) -> Place:
+def site(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.0) -> Site:
     nodes = tuple(rank // per_node for rank in range(size))
-    return Place(machine, nodes, next(iter(machine.kernels)), gib * GIB or None)
+    return Site(machine, nodes, next(iter(machine.kernels)), gib * GIB or None)
 
 
 def of_one(shape: Shape, size: int, mask: Mask | None = None, **how: object) -> Choice:
-    return choose([Kind("attention", shape, mask or Mask())], place(size), **how)  # type: ignore[arg-type]
+    return choose([Kind("attention", shape, mask or Mask())], site(size), **how)  # type: ignore[arg-type]
 
 
 def test_spans_of_many_ranks_are_simulated_where_these_gather() -> None:
@@ -46,7 +46,7 @@ def test_the_choice_was_simulated() -> None:
     """Not only estimated, where few of many candidates can be simulated."""
     machine = Machine.load("h100_400g")
     shape = Shape(1, 2**20, 8, 2, 128)
-    choice = choose([Kind("attention", shape, Mask())], place(16, machine, per_node=2))
+    choice = choose([Kind("attention", shape, Mask())], site(16, machine, per_node=2))
     assert choice.best.rows[0].simulated
 
 
@@ -74,15 +74,15 @@ def test_what_is_refused_later_is_not_taken() -> None:
 
 def test_what_does_not_fit_is_not_taken() -> None:
     kinds = [Kind("attention", Shape(1, 2**17, 32, 32, 128), Mask())]
-    free = choose(kinds, place(4))
+    free = choose(kinds, site(4))
     peak = free.best.rows[0].peak_bytes
     assert peak is not None
-    tight = choose(kinds, replace(place(4), memory_bytes=peak * 0.95))
+    tight = choose(kinds, replace(site(4), memory_bytes=peak * 0.95))
     assert tight.best.rows[0].peak_bytes is not None
     assert tight.best.rows[0].peak_bytes <= peak * 0.95
     assert any("attention needs" in one.reason for one in tight.refused)
     with pytest.raises(ConfigError, match="attention needs"):
-        choose([Kind("attention", GQA, Mask())], replace(place(2), memory_bytes=1.0))
+        choose([Kind("attention", GQA, Mask())], replace(site(2), memory_bytes=1.0))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -108,7 +108,7 @@ def test_layers_of_several_kinds_go_together() -> None:
         Kind("windows", GQA, Mask(window=256), 6),
         Kind("linear", LinearShape(1, GQA.seq_len, 16, 64, 64), Mask(), 8),
     ]
-    choice = choose(kinds, place(4))
+    choice = choose(kinds, site(4))
     for one in choice.combinations[:50]:
         assert len({row.layout for row in one.rows}) == 1
         names = [row.algo for row in one.rows]
@@ -127,7 +127,7 @@ def test_layers_of_several_kinds_go_together() -> None:
         config.check_layers()
     taken = sum(kind.count * row.seconds for kind, row in zip(kinds, choice.best.rows, strict=True))
     assert choice.best.seconds == pytest.approx(taken)
-    alone = [choose([kind], place(4)).best.seconds for kind in kinds]
+    alone = [choose([kind], site(4)).best.seconds for kind in kinds]
     assert choice.best.seconds >= sum(alone) * 0.999
 
 
@@ -142,12 +142,12 @@ def test_a_slow_network_changes_the_choice() -> None:
         ),
     )
     shape = Shape(1, 4 * 8192, 8, 8, 128)
-    near = choose([Kind("attention", shape, Mask())], place(4))
-    far = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=1))
+    near = choose([Kind("attention", shape, Mask())], site(4))
+    far = choose([Kind("attention", shape, Mask())], site(4, slow, per_node=1))
     assert far.best.seconds > 1.5 * near.best.seconds
     assert far.best.rows[0].between > 0
     assert near.best.rows[0].between == 0
-    in_pairs = choose([Kind("attention", shape, Mask())], place(4, slow, per_node=2))
+    in_pairs = choose([Kind("attention", shape, Mask())], site(4, slow, per_node=2))
     assert in_pairs.best.rows[0].between < far.best.rows[0].between
 
 

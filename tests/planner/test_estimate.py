@@ -11,13 +11,13 @@ from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.spans import block_diffusion
-from tests.planner.test_choose import H200, place
+from tests.planner.test_choose import H200, site
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 8), (4, 2)])
 def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     """So near that the one that is the fastest by a simulation is not left out."""
-    shape, where = Shape(1, size * 8192, 32, 8, 128), place(size, per_node=per_node)
+    shape, where = Shape(1, size * 8192, 32, 8, 128), site(size, per_node=per_node)
     found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
     estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
     for one in found[:: len(found) // 12]:
@@ -51,7 +51,7 @@ def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     """In the middle of block diffusion; the first and the last rank have half as much to do."""
     tokens = 2**16
     mask = Mask.of(Slices.of(block_diffusion(tokens // 2, 4096), tokens))
-    shape, where = Shape(1, tokens, 8, 8, 128), place(16)
+    shape, where = Shape(1, tokens, 8, 8, 128), site(16)
     found, _ = candidates(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
     ring = next(one for one in found if one.algo == "ring" and not one.options)
     estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
@@ -70,7 +70,7 @@ def test_a_choice_does_not_depend_on_earlier_ones() -> None:
     ]
 
     def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
-        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), place(size, per_node=4).nodes
+        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), site(size, per_node=4).nodes
         found, _ = candidates(shape, mask, DryRunGroup(0, nodes, peer_access=False))
         estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
         return [

@@ -10,14 +10,16 @@ from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
-from megatron_cp_plugin.planner.step import Step, step
+from megatron_cp_plugin.planner.step import TrainingStep, step
 
 H100 = Machine.load("h100_400g")
 LLAMA, MIXTRAL = MODELS["llama3-8b"], MODELS["mixtral-8x7b"]
 GIB = 2**30
 
 
-def of(split: Split, machine: Machine = H100, seconds: float = 0.0, tokens: int = 15360) -> Step:
+def of(
+    split: Split, machine: Machine = H100, seconds: float = 0.0, tokens: int = 15360
+) -> TrainingStep:
     model = MIXTRAL if split.expert > 1 else LLAMA
     return step(model, split, tokens, machine, attention=seconds)
 

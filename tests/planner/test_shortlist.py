@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner import shortlist as module
-from megatron_cp_plugin.planner.choose import Kind, Place, choose
+from megatron_cp_plugin.planner.choose import Kind, Site, choose
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
 from tests.oracle import naive_attention
@@ -60,9 +60,9 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], fl
 
 
 def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
-    place = Place(MACHINE, MACHINE.nodes(8), "flash4")
+    site = Site(MACHINE, MACHINE.nodes(8), "flash4")
     of_call = [Kind("attention", Shape(1, 65536, 32, 8, 128), Mask())]
-    choice = choose(of_call, place)
+    choice = choose(of_call, site)
     found = shortlist(choice, of_call)
     assert 4 <= len(found) <= 6
     assert found[0] is choice.best
@@ -74,7 +74,7 @@ def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
     assert len(without) >= 4
     # What does not fit a GPU is not measured either.
     most = max(one.rows[0].peak_bytes or 0 for one in found)
-    tight = replace(choice, place=replace(place, memory_bytes=most - 1))
+    tight = replace(choice, site=replace(site, memory_bytes=most - 1))
     assert len(shortlist(tight, of_call)) < len(found) or all(
         (one.rows[0].peak_bytes or 0) < most for one in shortlist(tight, of_call)[1:]
     )
@@ -83,7 +83,7 @@ def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
 def test_nothing_is_measured_on_one_rank_or_of_linear_attention() -> None:
     for size, shape in ((1, SMALL), (4, LinearShape(1, 96, 8, 16, 16))):
         of_call = [Kind("attention", shape, Mask())]
-        choice = choose(of_call, Place(MACHINE, MACHINE.nodes(size), "flash4"))
+        choice = choose(of_call, Site(MACHINE, MACHINE.nodes(size), "flash4"))
         assert shortlist(choice, of_call) == (choice.best,)
 
 
@@ -95,7 +95,7 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = with_clock(monkeypatch, seconds)
     of_call = kinds(Mask(documents=(30, 60)))
-    choice = choose(of_call, Place(MACHINE, MACHINE.nodes(4), "flash4"))
+    choice = choose(of_call, Site(MACHINE, MACHINE.nodes(4), "flash4"))
     listed = shortlist(choice, of_call)
 
     def job(topology: Topology) -> Measured | None:
@@ -113,7 +113,7 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_count_as_often_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = with_clock(monkeypatch, lambda rank, number: 0.1)
     of_model = kinds(Mask(), Mask(window=24))  # one layer, and two
-    choice = choose(of_model, Place(MACHINE, MACHINE.nodes(2), "flash4"))
+    choice = choose(of_model, Site(MACHINE, MACHINE.nodes(2), "flash4"))
     listed = shortlist(choice, of_model)
 
     def job(topology: Topology) -> Measured | None:
@@ -141,7 +141,7 @@ def test_nothing_is_measured_unless_all_ranks_can(
             module, "_free_bytes", lambda device: 1 if ranks[get_ident()] == 1 else 2**40
         )
     of_call = kinds(Mask())
-    listed = shortlist(choose(of_call, Place(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
 
     def job(topology: Topology) -> Measured | None:
         ranks[get_ident()] = topology.rank
