@@ -32,18 +32,18 @@ Wire = Literal["model", "float32"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Which rank stands where.
+    """The grid of ranks.
 
     Attributes:
         ranks: [row][column].
-        key_owners: by rank, whose keys it holds when columns gather them.
+        key_owners: by rank, the owner of the keys that it holds when columns gather keys.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     key_owners: tuple[int, ...]
 
     def __hash__(self) -> int:
-        # Of the grids in one key few have this shape: those of a thousand ranks are long.
+        # Few grids in one key have this shape, and hashing a thousand ranks takes long.
         return hash((len(self.ranks), len(self.key_owners)))
 
     def row(self, rank: int) -> tuple[int, ...]:
@@ -55,13 +55,13 @@ class Grid:
         return self._lines[rank][1]
 
     def crossing(self, query: int, key: int) -> int:
-        """The rank in the row of the queries and the column of the keys of such owners."""
+        """The rank in the row of the queries' owner and the column of the keys' owner."""
         (row, _), (_, column) = self._places[query], self._places[self.key_sources[key]]
         return self.ranks[row][column]
 
     @cached_property
     def key_sources(self) -> dict[int, int]:
-        """The rank that holds a rank's keys when columns gather them, by their owner."""
+        """The rank that holds an owner's keys when columns gather keys, by owner."""
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
     @cached_property
@@ -129,7 +129,7 @@ def cheapest(
 
     Args:
         travel_bytes: see Shape.
-        transposes: what each token has more in a grid with both.
+        transposes: further bytes of each token in a grid with several rows and columns.
     """
     of_query, of_key = travel_bytes
 
@@ -144,7 +144,7 @@ def cheapest(
 class GridPlacement(BlockPlacement):
     """Queries of a row of ranks meet the keys of a column on the rank where they cross.
 
-    Attributes: backward: whether it is of that pass, where this changes when blocks meet.
+    Attributes: backward: whether it is the backward's, if the steps differ between the passes.
     """
 
     grid: Grid = field(kw_only=True)
@@ -163,7 +163,7 @@ class GridPlacement(BlockPlacement):
 
 @dataclass(frozen=True)
 class GatheredPlacement(GridPlacement):
-    """Everything is gathered first, and computed in one step."""
+    """All blocks are gathered first, and computed in one step."""
 
     assembled = True
     masked = False
@@ -206,9 +206,9 @@ class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
     Attributes:
-        rows, cols: R and C; 0: whatever moves fewer bytes.
+        rows, cols: R and C; 0: the number that moves fewer bytes.
         partials: dtype in which partial outputs travel.
-        transposed: columns need the keys of other ranks than their own.
+        transposed: columns need the keys of ranks outside the column.
     """
 
     rows = 0
@@ -231,15 +231,17 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together: gathered, or block by block where copy engines push them.
 
         Block by block also under masks that hide most rows: messages leave these out, and a
-        collective operation sends every rank what any rank sees. Of layout thd every rank sees
-        rows of all.
+        collective operation sends every rank what any rank sees. With layout thd every rank sees
+        rows of all ranks.
         """
         rows_of_all = not mask.special or self.layout.name == PaddedDocuments.name
         sparse = not rows_of_all and self.options.transport == "auto"
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C of a shape: as set, or what moves the fewest bytes in both passes together."""
+        """R and C for a shape: as set, or the grid that moves the fewest bytes in both passes
+        together.
+        """
         wide = self.partials == "float32", self.options.gradients == "float32"
         transposes = self.transposed * 2 * shape.kv_width * shape.element_bytes
         of_grid = self.topology.size, self.rows, self.cols

@@ -28,7 +28,7 @@ def gpu_reason(
     """Why a half-precision GPU kernel cannot serve a problem; None if it can.
 
     Args:
-        head_dims: those that it takes.
+        head_dims: head dims that the kernel takes.
         capability: the least compute capability.
     """
     if problem.device.type != "cuda":
@@ -48,7 +48,7 @@ def gpu_reason(
 
 
 def wide_heads_reason(problem: Problem) -> str | None:
-    """Why a GPU kernel is not known to serve wide heads on this device; None if it is."""
+    """Why wide heads are not known to work with a GPU kernel on this device; None if they do."""
     widest = max(problem.head_dim, problem.value_dim)
     if widest <= 128 or torch.cuda.get_device_capability(problem.device)[0] == 9:
         return None
@@ -63,24 +63,26 @@ def equal_dims_reason(problem: Problem) -> str | None:
 
 
 def rounded(number: int, multiple: int) -> int:
-    """The least multiple that is not less than a number."""
+    """Rounds a number up to a multiple."""
     return -(-number // multiple) * multiple
 
 
 def with_stand_in(within: int, call: KernelCall, statistics: Statistics) -> int:
-    """`workspace` of a backward that is given `Statistics.out_for`. Args: within: the kernel's."""
+    """Workspace of a backward that gets `Statistics.out_for`. Args: within: the kernel's own
+    workspace.
+    """
     elements = call.q.numel() // call.q.shape[3] * call.v.shape[3]
     return within + statistics.copied_bytes(elements * call.q.element_size())
 
 
 def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
-    """Lengths by the names that flash-attn's functions have for them."""
+    """Lengths, by the argument names of flash-attn's functions."""
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     return dict(zip(names, lengths[:4], strict=True))
 
 
 class PackingKernel(SoftmaxKernel):
-    """A kernel that takes sequences one after the other."""
+    """A kernel that takes packed sequences."""
 
     packs = True
 
@@ -94,7 +96,7 @@ class PackingKernel(SoftmaxKernel):
     def differentiate(
         self, call: KernelCall, dout: Tensor, statistics: Statistics, lengths: Lengths | None
     ) -> Gradients:
-        """dq, dk, dv of `attend`, as q, k, v are; dout and statistics are flattened too."""
+        """dq, dk, dv of `attend`, shaped as q, k, v; dout and statistics are flattened too."""
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         if call.packing is None:
@@ -113,7 +115,7 @@ class PackingKernel(SoftmaxKernel):
 
 
 def _flat(call: KernelCall) -> tuple[KernelCall, Lengths]:
-    """The sequences of all entries of a batch, one after the other, and their lengths."""
+    """Flattens a batch: the sequences of all entries, one after the other, and their lengths."""
     assert call.packing is not None
     q, k, v = call.q.flatten(0, 1), call.k.flatten(0, 1), call.v.flatten(0, 1)
     return call._replace(q=q, k=k, v=v), call.packing.lengths(len(call.q), q.device)
@@ -130,10 +132,10 @@ def by_heads(
     dout: Tensor,
     statistics: Statistics,
 ) -> Gradients:
-    """dq, dk and dv of a kernel whose offsets are int32, by calls of some heads at a time.
+    """dq, dk and dv of a kernel with int32 offsets, by calls of some heads at a time.
 
     Args:
-        elements: of all heads, which int32 has to count.
+        elements: number of elements of all heads, to be counted by int32.
         backward: makes the gradients of some heads.
 
     Raises: ContextParallelError if one head has too many elements.
@@ -163,7 +165,7 @@ def by_heads(
 
 
 def far_apart(x: Tensor) -> bool:
-    """Whether int32 does not count the elements from the first to the last in memory."""
+    """Whether the distance in memory from the first to the last element overflows int32."""
     offsets = ((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return sum(offsets) >= MOST_ELEMENTS
 
@@ -172,11 +174,12 @@ class FlashAttention2(PackingKernel):
     """FlashAttention-2, in torch and as a package.
 
     Offsets in the float32 dQ of the backward are int32 up to flash-attn 2.8.3, and in torch 2.11:
-    where there are more elements, the GPU accesses memory that is not the tensor's.
+    with more elements the GPU accesses memory outside the tensor.
     """
 
     def accumulated(self, q: Tensor, sequences: int = 1) -> int:
-        """Elements of the float32 dQ of [B,S,H,D]. Args: sequences: that are packed; 1: none are.
+        """Elements of the float32 dQ of [B,S,H,D]. Args: sequences: number of packed sequences; 1:
+        no packing.
 
         Source: mha_bwd and mha_varlen_bwd of csrc/flash_attn/flash_api.cpp.
         """

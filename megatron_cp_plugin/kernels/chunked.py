@@ -1,6 +1,6 @@
 """Linear attention in plain torch: any device, dtype and transition, memory linear in tokens.
 
-Within chunks scores are written out, between chunks states are passed on, in all documents at once.
+Scores are computed within chunks, and states are passed between chunks, for all documents at once.
 All arithmetic is float32 (float64 for float64); sums of logarithms are float64. An exponent is
 never above 0.
 
@@ -94,20 +94,21 @@ class Chunked(LinearKernel):
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the tokens of chunks are. A chunk begins and ends with a document; zeros in front fill
-    the first one of each, before which no state is. A document without tokens has a chunk of zeros.
+    """Places of tokens in chunks. Chunks do not cross documents; zeros in front fill the first
+    chunk of each document, before which the state is 0. A document without tokens has a chunk of
+    zeros.
 
-    The first chunks of all documents come first, then the second ones of those that have any, in
-    the same order, and so on: the longest documents are the first.
+    The first chunks of all documents come first, then the second chunks of documents that have
+    them, in the same order, and so on; the longest documents come first.
 
     Attributes:
         length: c.
-        rounds: how many first chunks there are, how many second ones, ...
-        tokens: of each place in a chunk [n*c], S for a zero.
+        rounds: number of first chunks, of second chunks, ...
+        tokens: token at each place in a chunk [n*c]; S for a zero.
         chunked: the place of each token [S].
-        firsts: of each run the number of its first document, in this order.
-        lasts: of each run the last chunk of its last document.
-        inside: 1 where places have tokens, 0 elsewhere [n,c].
+        firsts: number of each run's first document, in this order.
+        lasts: last chunk of each run's last document.
+        inside: 1 at places with tokens, 0 elsewhere [n,c].
     """
 
     length: int
@@ -186,7 +187,7 @@ class _Chunks:
         self._added = self._keys.mT @ self._values
 
     def run_states(self) -> tuple[Tensor, Tensor]:
-        """What runs do to the state: what they add, and their transitions, see `RunStates`."""
+        """Effect of runs on the state: added states, and transitions, see `RunStates`."""
         shape = self._added.shape
         count = self._places.rounds[0]
         if self._read is None:
@@ -228,7 +229,7 @@ class _Chunks:
         return x.permute(0, 3, 1, 2, 4).contiguous()
 
     def _scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """x_i y_j, weighted by what the gates leave from j to i >= j, else 0: [B,H,n,c,c]."""
+        """x_i y_j times the gates' decay from j to i, for i >= j, else 0: [B,H,n,c,c]."""
         weights = self._gaps.exp().to(self._wide)
         if self._of_channels:
             return torch.einsum("bhnid,bhnjd,bhnijd->bhnij", x, y, weights)
@@ -237,7 +238,7 @@ class _Chunks:
     def _scan(self, before: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """The states [B,H,n,D,*] behind all chunks, and before them.
 
-        Args: before: the states before the documents, those with most chunks first.
+        Args: before: states before the documents, documents with the most chunks first.
         """
         kept = self._totals.exp().to(self._wide)
         seen, state, start = [], before, 0
@@ -254,7 +255,7 @@ class _Chunks:
         return torch.cat(behind, 2), torch.cat(seen, 2)
 
     def _sums_of_logs(self) -> Tensor:
-        """Of the gates of a document up to and with each chunk [B,H,n,1 or D,1]."""
+        """Sums of a document's log gates up to the end of each chunk [B,H,n,1 or D,1]."""
         behind, start = [self._totals[:, :, :0]], 0
         for count in self._places.rounds:
             totals = self._totals[:, :, start : start + count]
@@ -263,7 +264,7 @@ class _Chunks:
         return torch.cat(behind, 2)
 
     def _of_runs(self, behind: Tensor) -> Tensor:
-        """Behind the last documents of runs: [B,H,n,*] -> [runs,B,H,*], contiguous."""
+        """Selects the last chunks of runs: [B,H,n,*] -> [runs,B,H,*], contiguous."""
         return behind.index_select(2, self._places.lasts).movedim(2, 0).contiguous()
 
 

@@ -1,5 +1,5 @@
-"""Triton kernels of states: what they add to the tokens after them, what runs of tokens do to them,
-and how they pass runs.
+"""Triton kernels for states: their effect on the tokens after them, the effect of runs of tokens on
+them, and their passage through runs.
 """
 
 from collections.abc import Sequence
@@ -211,7 +211,7 @@ def run_states(
     which: Tensor,
     back: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What runs of a delta rule do to the state, or what they add to its gradient on the way back.
+    """Effect of runs of the delta rule on the state, or on its gradient on the way back.
 
     In chunks of 64 tokens, of the WY form (see kernels/chunked.py). States are float32 and are
     multiplied in bfloat16, as fla's; transitions in two bfloat16 parts.
@@ -221,10 +221,10 @@ def run_states(
             round); values: U, or its gradient [1,T,H,E]; sums: of gates in chunks, to base 2,
             float32 [1,T,H], or [1,T,H,D] where they are in read and written.
         bounds: of runs [m+1] int32.
-        which: of these runs [n] int32.
+        which: numbers of the runs to compute [n] int32.
         back: queries as they read the state [1,T,H,D] and gradients of outputs [1,T,H,E].
 
-    Returns: what they add [n,H,D,E], and transitions [n,H,D,D], none on the way back; float32.
+    Returns: added states [n,H,D,E], and transitions [n,H,D,D] (None on the way back); float32.
     """
     *_, heads, dim = read.shape
     value_dim = values.shape[3]
@@ -329,7 +329,7 @@ def passed_along(
     order: Tensor,
     begins: Tensor,
 ) -> Tensor | None:
-    """The states behind ways of runs, one after another: T S + added; None: not served.
+    """States after ways, each a list of runs passed in turn: S <- T S + added; None: not supported.
 
     Products of matrices in three TF32 parts, for head dims up to 128.
 
@@ -339,7 +339,7 @@ def passed_along(
         first: [F,B,H,D,E]; None: 0.
         bounds: of the ways in order [n+1].
         order: numbers of runs.
-        begins: of each way which of `first` it begins with, -1 where with 0 [n]; int32.
+        begins: index into `first` of each way's initial state, -1 for 0 [n]; int32.
 
     Returns: [n,B,H,D,E] float32.
     """

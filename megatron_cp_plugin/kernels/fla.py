@@ -1,17 +1,17 @@
 """Segments for flash-linear-attention's Triton kernels (package fla-core), and constant rates.
 
-The kernels are called one by one, not through fla's autograd Functions: their parts are what lets
-states travel between them.
+The kernels are called one by one, not through fla's autograd Functions, so that states can travel
+between their parts.
 
-fla goes through the chunks of a sequence one after another, so a single long one leaves most of a
-GPU idle. Here long documents are cut into segments that are computed side by side, as ranks are:
+fla processes the chunks of a sequence one after another, so a single long sequence leaves most of a
+GPU idle. Here long documents are cut into segments that are computed side by side, like ranks:
 states pass them by `decayed.passed_along`. Segments of all batch entries follow each other, and one
 launch of a kernel serves them all; it is told where each begins (fla's cu_seqlens). The host knows
 these places: they are copied to the device once for all layers, and nothing waits for the device.
 (fla's own functions that call the kernels of states would read a count back from it at each call.)
 
 fla tries over a hundred combinations of block sizes on first use, which takes minutes, most of them
-for combinations that are thirty times slower. Where one was measured to be the best, that is taken.
+for combinations that are thirty times slower. Where one was measured to be the best, it is used.
 
 B batch, S tokens in n runs, H heads, D, E head dims, m sequences: segments of all batch entries. j
 of them are joined, see `_segments`. "Folded" are all batch entries one after another, [1,T,H,...].
@@ -55,7 +55,8 @@ _CHOOSING = Lock()  # held while fla's kernels are as `measured_blocks` has them
 
 @contextmanager
 def measured_blocks(k: Tensor, v: Tensor) -> Iterator[None]:
-    """fla's kernels, called inside, take `_MEASURED`, where it was measured; outside they do not.
+    """Within this context fla's kernels use the block sizes of `_MEASURED`, where these were
+    measured.
 
     Args:
         k: [B,C,H,D].
@@ -87,7 +88,7 @@ def _measured(head_dim: int, value_dim: int, gpu: int | None) -> list[tuple[Any,
 
 @lru_cache(maxsize=1)
 def tuners() -> list[tuple[Any, Any]]:
-    """What chooses the block sizes of each kernel of `_MEASURED`, and the choice it is to make."""
+    """The autotuner of each kernel of `_MEASURED`, and the configuration it is to choose."""
     import triton
 
     found = []
@@ -101,18 +102,18 @@ def tuners() -> list[tuple[Any, Any]]:
 
 
 def segments_of(document: int, tokens: int, heads: int) -> int:
-    """Into how many segments a document is cut. Args: tokens: of all batch entries."""
+    """Number of segments into which a document is cut. Args: tokens: of all batch entries."""
     return max(1, document // max(_SHORTEST_SEGMENT, ceil(tokens * heads / _SEQUENCES)))
 
 
 def _segments(
     runs: Runs, batch: int, heads: int
 ) -> tuple[list[Interval], list[list[range]], list[int]]:
-    """How the documents of runs are cut into segments, of each of `batch` entries.
+    """Cuts the documents of runs into segments, in each of `batch` entries.
 
-    Returns: the segments (start, stop); of each run, of each of its documents, the numbers of its
-    segments; and those that are joined. These meet others, or states from outside the runs: those
-    of documents that were cut, and the first and last document of each run.
+    Returns: the segments (start, stop); for each run and each of its documents the numbers of its
+    segments; and the segments that are joined: they receive or send states. These are segments of
+    documents that were cut, and of the first and last document of each run.
     """
     tokens, outer = batch * runs.lasts[-1][1], {*runs.firsts, *runs.lasts}
     segments: list[Interval] = []
@@ -135,23 +136,23 @@ def _segments(
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where fla's sequences are, segments of documents: int32 on the device.
+    """Places of fla's sequences, which are segments of documents: int32 on the device.
 
     Attributes:
-        runs, batch: what they are of.
+        runs, batch: the runs, and the number of batch entries.
         count: of sequences, m.
-        is_cut: a document has several.
-        starts: where they begin, and the last one ends [m+1].
-        chunks: of each chunk its sequence and its number there [chunks,2].
-        offsets: how many chunks come before each sequence [m+1].
+        is_cut: whether a document has several segments.
+        starts: where sequences begin, and where the last one ends [m+1].
+        chunks: sequence of each chunk, and the chunk's number there [chunks,2].
+        offsets: number of chunks before each sequence [m+1].
         nowhere: zeros [m+1].
         ends: the last token of each chunk [chunks].
-        joined: the joined sequences, those of an entry together [j].
-        lengths: theirs, in tokens.
+        joined: numbers of the joined sequences, by batch entry [j].
+        lengths: lengths of the joined sequences, in tokens.
         leaving: ways through the joined ones of each run's last document, from a beginning, those
             of a run's batch entries together.
-        leaving_of: which way each of their steps is of.
-        arriving: those to each joined one, from the beginning that its run has, if any.
+        leaving_of: the way that each step of these belongs to.
+        arriving: ways to each joined sequence, from the state before its run, if any.
         leaving_back, arriving_back: the same for gradients.
     """
 
@@ -175,7 +176,7 @@ class Sequences:
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
 def sequences_of(runs: Runs, batch: int, heads: int, chunk: int, device: torch.device) -> Sequences:
-    """The segments of runs, in each of some batch entries. Args: chunk: tokens."""
+    """The segments of runs, in each of `batch` entries. Args: chunk: tokens of a chunk."""
     segments, parts, of_entry = _segments(runs, batch, heads)
     entries, each, joins = range(batch), len(segments), len(of_entry)
     tokens, starts = segments[-1][1], [start for start, _ in segments]
@@ -236,14 +237,14 @@ def sequences_of(runs: Runs, batch: int, heads: int, chunk: int, device: torch.d
 
 
 class KernelFamily:
-    """What a family of kernels computes, of folded tensors.
+    """A family of kernels, and its computations with folded tensors.
 
     Attributes:
         q, k, v: [1,T,H,D or E].
         gate: [1,T,H] or [1,T,H,D], beta: [1,T,H], as in `Gates`; or the logarithms of rates to base
             2 [H], and none.
-        before, through: of the joined sequences the states before them, None: 0, and their
-            transitions, see `RunStates`; the backward begins with those of the forward.
+        before, through: states before the joined sequences (None: 0), and their transitions, see
+            `RunStates`; the backward begins with the forward's.
     """
 
     before: Tensor | None
@@ -275,15 +276,15 @@ class KernelFamily:
 
     @abstractmethod
     def prepare(self) -> tuple[Tensor, ...]:
-        """Begins the forward. Returns: what the backward keeps, as `restore` takes it."""
+        """Begins the forward. Returns: tensors for the backward, as `restore` takes them."""
 
     @abstractmethod
     def run_states(self) -> tuple[Tensor, Tensor]:
-        """What joined sequences do to the state: [j,H,D,E], and transitions, see `RunStates`."""
+        """Effect of joined sequences on the state: [j,H,D,E], and transitions, see `RunStates`."""
 
     @abstractmethod
     def transitions(self) -> Tensor:
-        """Those of the runs [n*B,...]; of constant rates they are not read."""
+        """Transitions of the runs [n*B,...]; unused for constant rates."""
 
     @abstractmethod
     def outputs(self) -> Tensor:
@@ -295,16 +296,18 @@ class KernelFamily:
 
     @abstractmethod
     def gradients(self, behind: Tensor | None) -> tuple[Tensor, ...]:
-        """dq, dk, dv, dgate and dbeta, if there are such; given those behind the runs."""
+        """dq, dk, dv, dgate and dbeta, if there are such, given the gradients of states behind the
+        runs.
+        """
 
     def within(self) -> None:
-        """What needs no other run's states, while they travel."""
+        """Work that needs no other run's states, done while these travel."""
 
     def within_back(self) -> None:
         """The same in the backward."""
 
     def summaries(self) -> tuple[Tensor, Tensor]:
-        """What runs do to the state: [n*B,H,D,E], and transitions."""
+        """Effect of runs on the state: [n*B,H,D,E], and transitions."""
         self._added, self.through = self.run_states()
         return self.leaving(self._added, self.through, self.sequences.leaving), self.transitions()
 
@@ -316,7 +319,7 @@ class KernelFamily:
         return self.before, self.through
 
     def leaving_back(self, added: Tensor, through: Tensor) -> Tensor:
-        """Gradients of the states before the runs, if those behind have none."""
+        """Gradients of the states before the runs, if the gradients of the states behind are 0."""
         self._added, self._through_back = added, through
         return self.leaving(added, through, self.sequences.leaving_back)
 
@@ -326,7 +329,7 @@ class KernelFamily:
         return self.of_all(self.reaching(self._added, behind, self._through_back, ways))
 
     def leaving(self, added: Tensor, through: Tensor, ways: Ways) -> Tensor:
-        """States behind the runs, of what joined sequences add."""
+        """States behind the runs, from the states that joined sequences add."""
         if not self.sequences.is_cut:
             return added.index_select(0, ways.order)
         return self.along(added, through, None, ways)
@@ -353,7 +356,7 @@ class KernelFamily:
         return found.squeeze(1)
 
     def of_all(self, states: Tensor | None) -> Tensor | None:
-        """Of the joined sequences -> of all, 0 where they are not joined: [m,H,D,E]."""
+        """States of joined sequences -> of all sequences, 0 for the others: [m,H,D,E]."""
         joined = self.sequences.joined
         if states is None or len(joined) == self.sequences.count:
             return states
@@ -435,14 +438,14 @@ class Gated(KernelFamily):
         return self.k.new_empty(shape, dtype=dtype or self.k.dtype)
 
     def _unread(self) -> Tensor:
-        """Where a kernel may write states that nobody reads: all into one."""
+        """Memory for states that nobody reads: the kernel writes all into one."""
         return self.k.new_empty((1, 1, *self._behind_shape()))
 
     def _launch_states(
         self, before: Tensor | None, found: Tensor, behind: Tensor | None, every: int
     ) -> None:
-        """Writes the states before sequences' first tokens, and then every so many tokens, to
-        `found`, and those behind sequences to `behind`.
+        """Writes the states before each sequence's first token, and before every `every` further
+        tokens, to `found`; and the states behind sequences to `behind`.
         """
         from fla.ops.common.chunk_h import chunk_fwd_kernel_h
 
@@ -476,7 +479,7 @@ class Gated(KernelFamily):
         return (blocks * self.sequences.count * heads,)
 
     def _settings(self, every: int) -> dict[str, Any]:
-        """What both kernels of states take."""
+        """Arguments of both kernels of states."""
         heads, head_dim, value_dim = self._behind_shape()
         given = {"g": None, "g_gamma": None, "gk": None, **self.gated}
         return {

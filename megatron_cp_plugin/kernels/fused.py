@@ -22,8 +22,8 @@ _ROWS = 16
 
 @triton.jit
 def _rows(sizes, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows [ROWS] of a program, in the order batch, token, head: where each is, whether it is
-    one, and which of its elements are [ROWS,DIM].
+    """The rows [ROWS] of a program, in the order batch, token, head: places, whether the row
+    exists, and which of its elements exist [ROWS,DIM].
     """
     tokens, heads, rows, dim = sizes
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -34,7 +34,7 @@ def _rows(sizes, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _numbered(index, token):  # type: ignore[no-untyped-def]
-    """The tokens that an index has for these; None: themselves."""
+    """Maps tokens through an index; None: the tokens themselves."""
     found = token
     if index is not None:
         found = tl.load(index + token).to(tl.int64)
@@ -209,7 +209,7 @@ def rows_at(x: Tensor, rows: Tensor) -> Tensor:
 
 def write_rows(out: Tensor, to: Tensor, x: Tensor) -> None:
     """Writes the rows of x [B,n,heads,D] to some rows of out. Args: to: [n] int32; a number beyond
-    the rows of `out` is that of a row behind it in memory.
+    the rows of `out` means a row behind it in memory.
     """
     _launch(_sum_kernel, x, len(to), out, x, None, None, to, None, None)
 

@@ -1,6 +1,6 @@
 """Checks a kernel on this device: compares a small problem with float64.
 
-A kernel may compile and run with head dims, or on devices, for which it computes something else.
+A kernel may compile and run with head dims, or on devices, with which it computes wrong results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,11 +49,11 @@ _RATES = (1.0, 1 - 1 / 256, 1 - 1 / 16, 0.5)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far a kernel is from the same in float64.
+    """Error of a kernel against float64.
 
     Attributes:
-        error: the greatest relative one; inf for NaN.
-        bound: what is right.
+        error: the greatest relative error; inf for NaN.
+        bound: the largest error that counts as right.
         where: such as "dk of a full tile".
     """
 
@@ -63,7 +63,7 @@ class Accuracy:
 
     @property
     def right(self) -> bool:
-        """Whether the kernel computes what it should."""
+        """Whether the error is within the bound."""
         return self.error <= self.bound
 
 
@@ -85,8 +85,8 @@ def check_kernel(kernel: SoftmaxKernel | LinearKernel, problem: Problem | Linear
 
 
 def accuracy(kernel: SoftmaxKernel | LinearKernel, problem: Problem | LinearProblem) -> Accuracy:
-    """The greatest error, over causal and full tiles, one in a call and, if so used, several; or
-    over runs with a state before and after.
+    """The greatest error over causal and full tiles, one in a call and, if the kernel packs,
+    several; for linear attention, over runs with a state before and after.
 
     As many query heads a KV head as the problem has; all outputs and gradients, those of softmax by
     out and by delta.
