@@ -31,7 +31,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -557,11 +556,9 @@ def main() -> None:
     if args.net == "sockets":
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
     check_folder("--output", args.output)
-    backend = "gloo"
     if args.device == "cuda":
-        backend = "nccl"
         take_gpu("add --device cpu")
-    dist.init_process_group(backend, timeout=timedelta(minutes=3))
+    timing.join(args.device)
     bench = Bench(args)
     network = "TCP sockets of one host, emulating a slow network" if args.net == "sockets" else ""
     rows: list[Row] = []

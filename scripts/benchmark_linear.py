@@ -23,7 +23,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from importlib import import_module
 from itertools import product
 from math import exp, log
@@ -36,7 +35,7 @@ import torch.distributed as dist
 from benchmark_rank import RankAlone
 from rich.console import Console
 from rich.table import Table
-from timing import take_gpu
+from timing import join, take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
@@ -317,7 +316,7 @@ def main() -> None:
         os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
     check_folder("--output", args.output)
     take_gpu("run it on a machine that has them")
-    dist.init_process_group("nccl", timeout=timedelta(minutes=5))
+    join("cuda")
     bench = Bench(args)
     rows: list[Row] = []
     problems = product(map(tokens_of, args.tokens.split(",")), args.documents.split(","))

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timing import join
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
@@ -281,8 +281,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = torch.device(args.device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    join(device.type)
     if args.targets:
         met = targets(device, args.runs, CHUNK_TOKENS)
         dist.destroy_process_group()

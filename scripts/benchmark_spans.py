@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lengths import head_dims_of
-from timing import take_gpu, time_ms
+from timing import join, take_gpu, time_ms
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
@@ -109,7 +109,7 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda":
         device = take_gpu("use --device cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join(device.type)
     bench, size = Bench(args, device), dist.get_world_size()
     for mask, (tokens, spans) in masks(args.scale).items():
         share = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens)))

@@ -10,10 +10,8 @@ algorithm differs by more than 5%.
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lengths import head_dims_of
+from timing import join, take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
@@ -218,10 +217,8 @@ def main() -> int:
     """Runs on every rank under torchrun."""
     args = parse()
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo", timeout=timedelta(minutes=3)
-    )
+        take_gpu("add --device cpu")
+    join(args.device)
     meter, tokens, size = Meter(args.device), tokens_of(args.tokens), dist.get_world_size()
     of_kernels, of_algorithms = [], []
     algos = cp.available("softmax") if args.algos == "all" else args.algos.split(",")

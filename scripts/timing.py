@@ -4,9 +4,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megatron_cp_plugin.errors import ConfigError
 
@@ -25,6 +27,18 @@ def take_gpu(instead: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def join(device: str) -> None:
+    """Joins the other processes of a torchrun; without torchrun this process is alone.
+
+    Args: device: type of the tensors that are sent, "cuda" or "cpu".
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def align(device: torch.device) -> None:
