@@ -16,7 +16,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_tokens, starts_of
 from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.integration.runtime import Runtime
-from megatron_cp_plugin.integration.settings import window_of
+from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolver
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
@@ -113,10 +112,7 @@ class ContextParallelAttention(SplitByHeads):
         self._causal = is_causal(attn_mask_type)
         head_dim = config.kv_channels if k_channels is None else k_channels
         self._scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        self._window = window_of(config.window_size) if windowed else None
+        self._window = Settings(config).window_of_layer(layer_number)
         self._kernel_for = resolver(runtime.config.kernel)
         self._keeps_largest = config.qk_clip or config.log_max_attention_logit
         self._cp_group = pg_collection.cp

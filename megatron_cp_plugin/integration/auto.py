@@ -325,7 +325,7 @@ def _softmax(
     settings: Settings, number: int, shape: Shape, mask_of: Callable[[int | None], Mask]
 ) -> Kind:
     """The kind of a layer, counted from 0. Args: mask_of: of its window, None for all."""
-    window = settings.window if _has_window(settings, number + 1) else None
+    window = settings.window_of_layer(number + 1)
     name = "full attention" if window is None else f"windows of {window} tokens"
     return Kind(name, shape, mask_of(window))
 
@@ -475,12 +475,6 @@ def _shards_parameters(settings: Settings) -> bool:
     strategy = settings.data_parallel_sharding_strategy
     by_megatron = settings.use_megatron_fsdp and strategy == "optim_grads_params"
     return bool(settings.use_torch_fsdp2 or by_megatron)
-
-
-def _has_window(settings: Settings, number: int) -> bool:
-    from megatron.core.transformer.utils import is_layer_window_attention
-
-    return is_layer_window_attention(settings.window_size, settings.window_attn_skip_freq, number)
 
 
 def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:

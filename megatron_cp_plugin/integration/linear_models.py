@@ -92,9 +92,7 @@ class LinearSelfAttention(MegatronModule):
         self._algorithm = runtime.linear_algorithm(pg_collection.cp)
         first = tensor_rank * self._groups
         self._decay = Decay(self._rates(groups)[first : first + self._groups])
-        self._recompute = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or ()
-        )
+        self._recompute = Settings(config).recomputes == "selective"
         width = config.num_attention_heads * config.kv_channels
         self.linear_qkv = submodules.linear_qkv(
             config.hidden_size,

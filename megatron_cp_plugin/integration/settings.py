@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -227,39 +226,38 @@ class Settings:
 
     @property
     def window(self) -> int | None:
-        """How many keys a query sees, its own included; None: all.
+        """How many keys a query sees, its own included, by `window_size`; None: all.
 
         Raises:
-            ConfigError: As `window_of`.
+            ConfigError: It is not two numbers, keys to the right are asked for, or a number has no
+                meaning.
         """
-        return window_of(self.window_size)
+        if self.window_size is None:
+            return None
+        if len(self.window_size) != 2:
+            last = self.window_size[0] - 1
+            raise ConfigError(
+                "--window-size takes two numbers, LEFT,0, got "
+                f"{self.window_words}: use --window-size {max(last, 0)},0, in which a token sees "
+                "itself and the LEFT tokens before it"
+            )
+        left, right = self.window_size
+        if right != 0 or left < -1:
+            raise ConfigError(
+                f"--window-size needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got "
+                f"{left},{right}: causal attention sees no later tokens, use --window-size "
+                f"{max(left, -1)},0"
+            )
+        return None if left == -1 else int(left) + 1
+
+    def window_of_layer(self, number: int) -> int | None:
+        """The same of a layer, counted from 1. Raises: ConfigError, as `window`."""
+        from megatron.core.transformer.utils import is_layer_window_attention
+
+        windowed = is_layer_window_attention(self.window_size, self.window_attn_skip_freq, number)
+        return self.window if windowed else None
 
     @property
     def window_words(self) -> str:
         """The window as on the command line."""
         return ",".join(map(str, self.window_size))
-
-
-def window_of(window_size: Sequence[int] | None) -> int | None:
-    """Returns how many keys a query sees, its own included, by Megatron's window_size; None: all.
-
-    Raises: ConfigError if it is not two numbers, keys to the right are asked for, or a number has
-    no meaning.
-    """
-    if window_size is None:
-        return None
-    if len(window_size) != 2:
-        last = window_size[0] - 1
-        raise ConfigError(
-            "--window-size takes two numbers, LEFT,0, got "
-            f"{','.join(map(str, window_size))}: use --window-size {max(last, 0)},0, in which a "
-            "token sees itself and the LEFT tokens before it"
-        )
-    left, right = window_size
-    if right != 0 or left < -1:
-        raise ConfigError(
-            f"--window-size needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got "
-            f"{left},{right}: causal attention sees no later tokens, use --window-size "
-            f"{max(left, -1)},0"
-        )
-    return None if left == -1 else left + 1
