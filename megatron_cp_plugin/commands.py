@@ -11,16 +11,7 @@ from typing import Any
 from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.integration import args
 from megatron_cp_plugin.integration.args import OneLineParser
-from megatron_cp_plugin.tokens import heads_of, tokens_of
-
-
-def option_of(text: str) -> tuple[str, str]:
-    """KEY=VALUE -> (KEY, VALUE). Raises: ArgumentTypeError if it is none."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
-    return key, value
-
+from megatron_cp_plugin.tokens import heads_of, option_of, tokens_of
 
 _TYPES: dict[str, Callable[[str], Any]] = {
     "heads": heads_of,

@@ -1,4 +1,4 @@
-"""Parses numbers of tokens such as 128K, and of heads such as 32:8."""
+"""Parses numbers of tokens such as 128K, of heads such as 32:8, and options such as a=1."""
 
 import argparse
 import re
@@ -24,3 +24,11 @@ def heads_of(text: str) -> tuple[int, int | None]:
             f"takes query heads, or query heads:KV heads, such as 32 or 32:8, got {text!r}"
         )
     return int(found[1]), None if found[2] is None else int(found[2])
+
+
+def option_of(text: str) -> tuple[str, str]:
+    """KEY=VALUE -> (KEY, VALUE). Raises: ArgumentTypeError if it is none."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
+    return key, value

@@ -247,9 +247,14 @@ OPTIONS = "context_parallel: {algo: ring, backward: kv, kernel: reference, platf
 @pytest.mark.parametrize(
     ("words", "algo", "options", "kernel"),
     [
-        ("", "ring", ["backward=kv"], "reference"),
-        ("--context-parallel-algo ring", "ring", ["backward=kv"], "reference"),
-        ("--cp-options gradients=model", "ring", ["backward=kv", "gradients=model"], "reference"),
+        ("", "ring", [("backward", "kv")], "reference"),
+        ("--context-parallel-algo ring", "ring", [("backward", "kv")], "reference"),
+        (
+            "--cp-options gradients=model",
+            "ring",
+            [("backward", "kv"), ("gradients", "model")],
+            "reference",
+        ),
         ("--context-parallel-algo zigzag", "zigzag", None, "reference"),
         ("--cp-layers ulysses*2,usp", None, None, "reference"),
         ("--cp-comm-type a2a", None, None, "reference"),
@@ -257,7 +262,11 @@ OPTIONS = "context_parallel: {algo: ring, backward: kv, kernel: reference, platf
     ],
 )
 def test_another_algorithm_takes_the_place_of_the_files_and_of_its_options(
-    words: str, algo: str | None, options: list[str] | None, kernel: str | None, tmp_path: Path
+    words: str,
+    algo: str | None,
+    options: list[tuple[str, str]] | None,
+    kernel: str | None,
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(OPTIONS)

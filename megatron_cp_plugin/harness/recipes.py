@@ -7,7 +7,6 @@ Megatron has is kept by name.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +23,9 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.models import PublicModel, model_named
 from megatron_cp_plugin.harness.shell import UNKNOWN, Command, Word, commands
 from megatron_cp_plugin.integration.args import (
+    OneLineParser,
     PluginFlags,
     add_arguments,
-    speak_in_one_line,
     split_flags,
 )
 from megatron_cp_plugin.integration.contract import SETTINGS
@@ -163,7 +162,7 @@ def _of_flags(program: Program, command: Command) -> Recipe:
         (command[: scripts[0]], command[scripts[0] + 1 :]) if scripts else ([], command)
     )
     recipe = Recipe(program)
-    parser = _parser()
+    parser = add_megatron_arguments(OneLineParser(allow_abbrev=False))
     actions = parser._option_string_actions
     kept: list[Word] = []
     for flag, values in _flags(command):
@@ -205,11 +204,6 @@ def _of_flags(program: Program, command: Command) -> Recipe:
         recipe.tokens = args.seq_length or args.encoder_seq_length
         recipe.gpus = own.get("processes")
     return recipe
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Megatron's."""
-    return speak_in_one_line(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
 def _as_in_slime(recipe: Recipe, own: Mapping[str, Any]) -> None:
@@ -394,7 +388,7 @@ def _of_yaml(path: Path) -> Command:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} has no settings: write a mapping")
     if isinstance(content.get("megatron"), dict):
-        parser = add_arguments(_parser())
+        parser = add_arguments(add_megatron_arguments(OneLineParser(allow_abbrev=False)))
         return [Word(word, path.name) for word in yaml_to_argv(str(path), parser, [])]
     return [
         Word(f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}", path.name)

@@ -20,6 +20,7 @@ from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
+from megatron_cp_plugin.tokens import option_of
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
 # that a script starts, is refused by Megatron's parser instead of training without the algorithm.
@@ -38,7 +39,8 @@ PLATFORMS: list[str] = FLAGS["--cp-platform"]["choices"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
-    add_flags(parser.add_argument_group("megatron_cp_plugin"), FLAGS, {"int": int})
+    group = parser.add_argument_group("megatron_cp_plugin")
+    add_flags(group, FLAGS, {"int": int, "option": option_of})
     return parser
 
 
@@ -191,7 +193,6 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     layers = () if pattern is None else parse_layers(pattern, of_kinds=algo == registry.AUTO)
     if layers and algo == MEGATRON:
         raise ConfigError(f"--cp-layers needs algorithms of the plugin, got {algo}: leave one out")
-    options = tuple(_option(text) for text in known.cp_options or ())
     if layers and algo is None:
         algo = leading_algorithm(layers)
     elif comm_type.types and algo is None:
@@ -200,7 +201,8 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         algo, rest, comm_type = None, others, CommType()
     ours = {name.removeprefix("cp_"): value for name, value in vars(known).items()}
     del ours["context_parallel_algo"]
-    ours |= {"algo": algo, "options": (*comm_type.options, *options), "layers": layers}
+    options = (*comm_type.options, *(known.cp_options or ()))
+    ours |= {"algo": algo, "options": options, "layers": layers}
     return PluginFlags(**ours, comm_type=comm_type), rest
 
 
@@ -214,13 +216,6 @@ def chosen_algorithm(argv: Sequence[str]) -> str | None:
         list(argv)
     )
     return MEGATRON if known.context_parallel_algo == MEGATRON else split_flags(argv)[0].algo
-
-
-def _option(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ConfigError(f"--cp-options takes KEY=VALUE, got {text!r}: write for example a=1 b=2")
-    return key, value
 
 
 class OneLineParser(argparse.ArgumentParser):

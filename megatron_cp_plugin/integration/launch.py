@@ -25,7 +25,6 @@ from megatron_cp_plugin.integration.args import (
     PluginFlags,
     add_arguments,
     make_help_printable,
-    speak_in_one_line,
     split_flags,
 )
 from megatron_cp_plugin.paths import check_folder
@@ -168,7 +167,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     Raises:
         ConfigError: A flag is none of Megatron's or ours, or the run file is wrong.
     """
-    parser = speak_in_one_line(_all_flags())
+    parser = _all_flags()
     parser.parse_args(words)
     if path is None:
         return words
@@ -186,8 +185,7 @@ def _all_flags() -> argparse.ArgumentParser:
     """Megatron's flags and ours."""
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    return add_arguments(add_megatron_arguments(parser))
+    return add_arguments(add_megatron_arguments(OneLineParser(allow_abbrev=False)))
 
 
 def _check_spelling(argv: Sequence[str]) -> None:
