@@ -140,24 +140,29 @@ def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple
 
     Args: otherwise: KV heads where nothing says them; None: as many as query heads.
 
-    Raises: ConfigError if they are said twice.
+    Raises: ConfigError if they are said twice, or no attention has so many, or of such dims.
     """
     (heads, said), given = arguments.heads, arguments.kv_heads
     if said is not None and given is not None:
         raise ConfigError(
             f"--heads {heads}:{said} says the KV heads, got --kv-heads {given} too: leave one out"
         )
-    found = [n for n in (said, given, otherwise) if n is not None]
-    return heads, found[0] if found else heads
+    kv_heads = next((n for n in (said, given, otherwise) if n is not None), heads)
+    dims = arguments.head_dim if isinstance(arguments.head_dim, list) else [arguments.head_dim]
+    for name, number in ("heads", heads), *(("head-dim", dim) for dim in dims):
+        if number < 1:
+            raise ConfigError(f"--{name} must be more than 0, got {number}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+    return heads, kv_heads
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.communication.process_groups import topology_of
-    from megatron_cp_plugin.doctor import check_heads, join, leave
+    from megatron_cp_plugin.doctor import join, leave
     from megatron_cp_plugin.planner.calibrate import calibrate
 
     heads, kv_heads = _heads(arguments, 8)
-    check_heads(heads, kv_heads, [arguments.head_dim])
     device, path = join(), arguments.output
     topology = topology_of(None)
     machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
@@ -206,7 +211,6 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 def _draw_times(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.linear.algorithm import LinearShape
-    from megatron_cp_plugin.doctor import check_heads
     from megatron_cp_plugin.planner.detected_machine import machine_named
     from megatron_cp_plugin.planner.figures import save_timeline
     from megatron_cp_plugin.planner.simulate import simulate
@@ -214,7 +218,6 @@ def _draw_times(arguments: argparse.Namespace) -> int:
 
     _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
     (heads, kv_heads), dim = _heads(arguments), arguments.head_dim
-    check_heads(heads, kv_heads, [dim])
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
         shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
@@ -375,13 +378,11 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
 
 def _shape(arguments: argparse.Namespace) -> Shape:
     from megatron_cp_plugin.core.call import Shape
-    from megatron_cp_plugin.doctor import check_heads
 
     heads, kv_heads = _heads(arguments)
     if arguments.value_dim is None:
         arguments.value_dim = arguments.head_dim
     _check_positive(arguments, "size", "seq_len", "value_dim", "batch")
-    check_heads(heads, kv_heads, [arguments.head_dim])
     return Shape(
         arguments.batch,
         arguments.seq_len,

@@ -27,10 +27,10 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference
-from megatron_cp_plugin.kernels.selfcheck import accuracy
+from megatron_cp_plugin.kernels.selfcheck import accuracy, distance
 
 PACKAGES = (
     "torch",
@@ -75,23 +75,11 @@ class Finding:
         return self.right is False
 
 
-def check_heads(heads: int, kv_heads: int, head_dims: Sequence[int]) -> None:
-    """Raises: ConfigError if no attention has so many heads, or of such dims."""
-    for name, number in ("heads", heads), *(("head-dim", dim) for dim in head_dims):
-        if number < 1:
-            raise ConfigError(f"--{name} must be more than 0, got {number}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
-
-
 def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,)) -> list[Finding]:
     """Examines this machine; under torchrun a collective operation of all ranks.
 
     Args: heads, kv_heads, head_dims: of the models that kernels are to serve.
-
-    Raises: ConfigError if the heads are not equally many for each KV head.
     """
-    check_heads(heads, kv_heads, head_dims)
     device = join()
     findings = _installed()
     for head_dim in head_dims:
@@ -220,10 +208,8 @@ def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
 
 def _worst(findings: list[Finding]) -> list[Finding]:
     """Of each finding that of the first rank where it is wrong, or else of this rank."""
-    of_ranks: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, findings)
     worst = []
-    for mine, *others in zip(findings, *of_ranks, strict=True):
+    for mine, *others in zip(findings, *topology_of(None).gather(findings), strict=True):
         wrong = [(rank, one) for rank, one in enumerate(others) if one.failed]
         for rank, one in wrong[:1]:
             mine = replace(one, text=f"{one.text} on rank {rank}")
@@ -320,9 +306,7 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
     if not dist.is_initialized():
         return run_virtual(VIRTUAL_RANKS, body)
     topology = topology_of(None)
-    results: list[float] = [0.0] * topology.size
-    dist.all_gather_object(results, body(topology))
-    return results
+    return topology.gather(body(topology))
 
 
 def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
@@ -380,9 +364,5 @@ def _local(name: str, whole: Sequence[Tensor], topology: Topology) -> list[Tenso
 
 
 def _distance(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The greatest relative error in the Euclidean norm; inf for NaN."""
-    errors = []
-    for got, want in zip(results, expected, strict=True):
-        distance = (got.double() - want.double()).norm() / want.double().norm()
-        errors.append(float("inf") if distance.isnan() else distance.item())
-    return max(errors)
+    """The greatest relative error of several tensors."""
+    return max(distance(*pair) for pair in zip(results, expected, strict=True))
