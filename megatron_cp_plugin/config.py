@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.layers import check_balance, options_by_name
 from megatron_cp_plugin.registry import kind_of, layout_of
 
@@ -93,17 +93,14 @@ class ContextParallelConfig:
     def check_sequence(self, seq_length: int) -> None:
         """Raises: ConfigError if the ranks cannot hold equally many tokens in equal chunks."""
         multiple = self.layout.multiple(self.size)
-        rest = seq_length % multiple
-        if not rest:
+        if seq_length % multiple == 0:
             return
         factor = multiple // self.size
         needs = "context_parallel_size" if factor == 1 else f"{factor} * context_parallel_size"
-        below = seq_length - rest
-        lengths = f"{below} or {below + multiple}" if below else str(multiple)
         other = ""
         if factor > 1 and seq_length % self.size == 0:
             other = ", or --context-parallel-algo ring"
         raise ConfigError(
             f"{self.algo} needs seq_length divisible by {needs} = {multiple}, got {seq_length}: "
-            f"use {lengths}{other}"
+            f"use {near_multiples(seq_length, multiple)}{other}"
         )

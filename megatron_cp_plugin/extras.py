@@ -4,11 +4,6 @@ from importlib.util import find_spec
 
 from megatron_cp_plugin.errors import ConfigError
 
-_MODULES = {
-    "megatron": ("megatron", "omegaconf", "yaml"),
-    "report": ("matplotlib", "rich"),
-}
-
 
 def need(extra: str, what: str, *modules: str) -> None:
     """Refuses to go on without the packages of an extra.
@@ -16,12 +11,12 @@ def need(extra: str, what: str, *modules: str) -> None:
     Args:
         extra: "megatron" or "report".
         what: What needs them, as the error names it.
-        modules: Those of the extra that are needed; default: all.
+        modules: Those of the extra that are needed.
 
     Raises:
         ConfigError: One is not installed.
     """
-    missing = [name for name in modules or _MODULES[extra] if find_spec(name) is None]
+    missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{what} needs {' and '.join(missing)}, got none installed: "

@@ -58,7 +58,7 @@ def chunked_log_probs(
 
     All the logits are never in memory. As with `chunked_cross_entropy`, which are these
     log-probabilities negated, each rank gives its own tokens, in any order, and nothing is sent
-    between context-parallel ranks. H hidden size, V vocabulary.
+    between context-parallel ranks.
 
     There is no `top_k`, because programs mean different things by it: NeMo-RL the softmax of the k
     largest logits of each token, slime (for top-p) that of the ids which the rollout kept, and verl
@@ -66,20 +66,11 @@ def chunked_log_probs(
     vocabulary of a token on one rank; the others need ids that the caller has.
 
     Args:
-        hidden: [..., H]; with `sequence_parallel` this rank's part of the tokens, cut along the
-            first dimension.
-        weight: [V,H] in hidden's dtype: the whole vocabulary, or this rank's part in a `tp_group`,
-            all parts equally large and in the order of the ranks.
-        labels: [...] integers, of all tokens: ids of the whole vocabulary. Any other number, such
-            as -100, has a finite result without a meaning: mask it.
+        hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as of
+            `chunked_cross_entropy`.
         temperature: what the logits are divided by, positive: a number, or one a token, [...] as
             labels. Not differentiable.
         entropy: returns the entropies too.
-        chunk_tokens: how many tokens' logits are in memory at a time.
-        tp_group: the tensor-parallel ranks, which all make this call.
-        sequence_parallel: `hidden` is split over `tp_group`, as by Megatron's sequence parallelism.
-        into_main_grad: adds the gradient of the weight to `weight.main_grad` (float32), as
-            Megatron's layers do. Autograd gets zeros for it, so that hooks run.
 
     Returns: the log-probabilities, [...] as labels, in float32 (float64 for float64); with
     `entropy` also the entropies in nats, likewise. Both are differentiable, once.

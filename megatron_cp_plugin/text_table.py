@@ -17,7 +17,8 @@ def text_table(
     """
     before = [max(map(len, column)) for column in list(zip(headers, *rows, strict=True))[:-1]]
     room = min(shutil.get_terminal_size().columns, _WIDEST) - sum(before) - 3 * len(headers) - 1
-    folded = [_fold(row, max(room, _NARROWEST)) for row in rows]
+    width = max(room, _NARROWEST)
+    folded = [[*([cell] for cell in row[:-1]), wrap(row[-1], width) or [""]] for row in rows]
     last = max(len(line) for line in (headers[-1], *(line for row in folded for line in row[-1])))
     widths = [*before, last]
     lines = [_rule("┌┬┐", widths), _line(headers, widths, ()), _rule("├┼┤", widths)]
@@ -26,10 +27,6 @@ def text_table(
             cells = [cell[number] if number < len(cell) else "" for cell in row]
             lines.append(_line(cells, widths, right))
     return "\n".join([*lines, _rule("└┴┘", widths)])
-
-
-def _fold(row: Sequence[str], width: int) -> list[list[str]]:
-    return [*([cell] for cell in row[:-1]), wrap(row[-1], width) or [""]]
 
 
 def _rule(corners: str, widths: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -21,6 +20,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
 from megatron_cp_plugin.integration.auto import (
     Batches,
+    counted,
     kinds_of_layers,
     kinds_of_model,
     layouts,
@@ -263,8 +263,7 @@ def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Sh
         kinds, names = kinds_of_model(source, batches, layout, recipe.size), (layout.name,)
     else:
         auto = replace(flags, algo=registry.AUTO)
-        every = Counter(kinds_of_layers(auto, settings))
-        kinds = [replace(kind, count=count) for kind, count in every.items()]
+        kinds = counted(kinds_of_layers(auto, settings))
         names = layouts(settings, packed=settings.packing is not None)
 
     def refusal(combination: Combination) -> str | None:

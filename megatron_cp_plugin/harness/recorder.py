@@ -14,7 +14,6 @@ them and before its optimizer sees them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import json
@@ -187,7 +186,10 @@ def _all_reduced(model: Any) -> Iterator[None]:
     """
     groups = _bucket_groups(model)
     for group in groups:
-        group.start_grad_sync = functools.partial(_reduce_all, group.start_grad_sync)
+        start: Any = group.start_grad_sync
+        group.start_grad_sync = lambda force_all_reduce=False, start=start: start(
+            force_all_reduce=True
+        )
     try:
         yield
     finally:
@@ -238,10 +240,6 @@ def _counted_replays() -> Iterator[list[None]]:
         yield replays
     finally:
         torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
-
-
-def _reduce_all(start_grad_sync: Callable[..., None], force_all_reduce: bool = False) -> None:
-    start_grad_sync(force_all_reduce=True)
 
 
 def _auxiliary_losses() -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def start(argv: Sequence[str], *program: str) -> int:
         argv: Flags of `megatron-cp train`.
         program: Each rank runs `python -m *program *argv`.
     """
-    need("megatron", "megatron-cp train")
+    need("megatron", "megatron-cp train", "megatron", "omegaconf", "yaml")
     known, words = parser_of("train").parse_known_args(argv)
     line = CommandLine.of(words)
     if not line.content:
@@ -184,12 +184,9 @@ class CommandLine:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest="value", nargs="?", const=True, type=type(default))
         value = parser.parse_known_args(self.of_megatron)[0].value
-        return self._megatron().get(name, default) if value is None else value
-
-    def _megatron(self) -> dict[str, Any]:
-        """The run file's settings of Megatron, by names with underscores."""
         section = self.content.get("megatron") or {}
-        return {str(key).replace("-", "_"): value for key, value in section.items()}
+        of_file = {str(key).replace("-", "_"): value for key, value in section.items()}
+        return of_file.get(name, default) if value is None else value
 
     def run_file(
         self, path: Path, section: Mapping[str, Any], dropped: Collection[str]

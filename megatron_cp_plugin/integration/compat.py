@@ -154,12 +154,6 @@ def replace(hooks: Mapping[str, Callable[..., Any]], *parts: Part) -> list[Repla
     return made
 
 
-def hook_of(function: Any) -> Callable[..., Any] | None:
-    """Returns what was put in the place of a function of Megatron; None: nothing."""
-    replaced = getattr(function, "replaced", None)
-    return replaced.hook if isinstance(replaced, Replacement) else None
-
-
 def owner_of(row: Name) -> tuple[Any, str]:
     """Returns the module or class that has a name, and the name in it."""
     owner: Any = importlib.import_module(row.module)

@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.agree import CallChecks
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import describe_mismatch
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import recurrent
 from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
@@ -30,6 +29,7 @@ from megatron_cp_plugin.integration.documents import (
     mask_of_cut,
 )
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
+from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
@@ -115,7 +115,7 @@ class Inputs(ABC):
         self._group = group
         self._later = later
         # Layers whose state goes on along the sequence, whatever spans say.
-        self._recurrent = recurrent.has_layers(model)
+        self._recurrent = any(is_gated_delta_net(m) or is_mamba(m) for m in model.modules())
         self._stages = _Stages(model)
         self._calls = CallChecks()
         self._forward: Any = None

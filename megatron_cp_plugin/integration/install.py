@@ -17,7 +17,6 @@ from torch import nn
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import Batches, resolve_model
 from megatron_cp_plugin.integration.checks import describe
@@ -224,8 +223,8 @@ class ProgramInstaller(Installer):
 
 def _in_force() -> Installer | None:
     """Who has replaced the constructor of models; it holds all that there is to know."""
-    hook: Any = compat.hook_of(GPTModel.__init__)
-    found = getattr(hook, "__self__", None)
+    replacement = getattr(GPTModel.__init__, "replaced", None)
+    found = getattr(getattr(replacement, "hook", None), "__self__", None)
     return found if isinstance(found, Installer) else None
 
 

@@ -105,11 +105,6 @@ def is_mamba(module: Any) -> bool:
     return _is(module, MambaMixer)
 
 
-def has_layers(model: nn.Module) -> bool:
-    """Whether such layers are in a model."""
-    return any(is_gated_delta_net(module) or is_mamba(module) for module in model.modules())
-
-
 def _check_layout(config: ContextParallelConfig, **asked: str) -> None:
     """Raises: ConfigError if tokens are where states do not pass."""
     check("recurrent layer", Settings(SimpleNamespace(**asked), config))
