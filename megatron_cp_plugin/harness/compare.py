@@ -23,7 +23,6 @@ import torch
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import CommandLine
@@ -88,7 +87,6 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("compare")
     parser.add_argument("--save", help=SUPPRESS)
     known, words = parser.parse_known_args(argv)
-    need("megatron", "megatron-cp compare", "megatron", "omegaconf", "yaml")
     if known.iters < 2:
         raise ConfigError(f"--iters must be at least 2, got {known.iters}")
     line = CommandLine.read("compare", words)

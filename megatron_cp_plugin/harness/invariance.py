@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.harness.compare import logged
 from megatron_cp_plugin.harness.token_log_probs import MODULE, read_batch
 from megatron_cp_plugin.harness.train import CommandLine
@@ -120,7 +119,6 @@ def main(argv: Sequence[str]) -> int:
     for name in _VALUES:
         parser.add_argument("--" + name.replace("_", "-"), help=SUPPRESS)
     known, words = parser.parse_known_args(argv)
-    need("megatron", "megatron-cp invariance", "megatron", "omegaconf", "yaml")
     dtypes = known.dtypes.split(",")
     if unknown := [each for each in dtypes if each not in _DTYPES]:
         raise ConfigError(f"--dtypes takes {' or '.join(_DTYPES)}, got {unknown[0]}: leave it out")

@@ -138,6 +138,7 @@ class CommandLine:
         Raises:
             ConfigError: It chooses no algorithm of the plugin, or cannot be read.
         """
+        need("megatron", f"megatron-cp {command}", "megatron", "omegaconf", "yaml")
         if "RANK" in os.environ:
             raise ConfigError(
                 f"{command} starts its own ranks, got those of torchrun: call it without"

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,27 +49,20 @@ _SPARE = 0.1  # of a GPU's memory, for what is not counted
 log = logging.getLogger(__name__)
 
 
-class Contender(NamedTuple):
-    """A candidate that is worth to be measured. Attributes: flags: that name it."""
-
-    flags: PluginFlags
-    combination: Combination
-
-
 class Resolved(NamedTuple):
     """A run's choice by simulation.
 
     Attributes:
         flags: That name the algorithms.
         said: What to say about the choice.
-        contenders: Those to measure once there are process groups, the chosen one first; only it
-            where a machine was named.
+        contenders: Those to measure once there are process groups, with the flags that name them,
+            the chosen one first; only it where a machine was named.
         kinds: Of the model's layers.
     """
 
     flags: PluginFlags
     said: list[str]
-    contenders: tuple[Contender, ...]
+    contenders: Mapping[Combination, PluginFlags]
     kinds: tuple[Kind, ...]
 
 
@@ -134,9 +127,9 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     listed: tuple[Combination, ...] = (choice.best,)
     if flags.machine is None and device.type == "cuda":
         listed = shortlist(choice, kinds, refusal)
-    contenders = tuple(Contender(named(one), one) for one in listed)
+    contenders = {one: named(one) for one in listed}
     said = list(_said(choice, flags, settings, how))
-    return Resolved(contenders[0].flags, said, contenders, tuple(kinds))
+    return Resolved(contenders[listed[0]], said, contenders, tuple(kinds))
 
 
 def fastest(
@@ -149,12 +142,11 @@ def fastest(
     """
     if len(resolved.contenders) == 1:
         return resolved.flags, None
-    combinations = [one.combination for one in resolved.contenders]
     kernel = resolved.flags.kernel
-    found = measured_over_job(combinations, resolved.kinds, kernel, group, device)
+    found = measured_over_job(tuple(resolved.contenders), resolved.kinds, kernel, group, device)
     if found is None:
         return resolved.flags, None
-    flags = resolved.contenders[combinations.index(found.best)].flags
+    flags = resolved.contenders[found.best]
     words = [f"--context-parallel-algo {flags.algo}"]
     if flags.options:
         words.append("--cp-options " + " ".join(f"{name}={value}" for name, value in flags.options))

@@ -37,7 +37,6 @@ class Name:
     Attributes:
         module: Where it is defined, or first to be had.
         name: In the module; that of a method begins with its class.
-        why: What the plugin does with it.
         part: Which runs need it.
         parameters: Those that the plugin gives or reads by name, in any order.
         first: Parameters that come first, in this order.
@@ -50,7 +49,6 @@ class Name:
 
     module: str
     name: str
-    why: str = ""
     part: Part = "algorithm"
     parameters: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
@@ -121,13 +119,12 @@ def _names(tables: str) -> Iterator[Name]:
         part = _PARTS.get(line, part)
         if not line.startswith("| `"):
             continue
-        path, *why, relied, versions = line.strip("| ").split(" | ")
+        path, *_, relied, versions = line.strip("| ").split(" | ")
         (module, name), *_ = re.findall(r"`(.+?)\.(_?[A-Z].*|\w+)`", path)
         words = {said.split()[0]: _quoted(said) for said in relied.split("; ") if said}
         yield Name(
             module,
             name,
-            "".join(why),
             part,
             parameters=words.get("only", words.get("takes", ())),
             first=words.get("first", ()),

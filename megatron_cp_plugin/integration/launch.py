@@ -206,23 +206,20 @@ def _check_spelling(argv: Sequence[str]) -> None:
 
 def _print_help(run_file: bool) -> None:
     """Prints our flags, then Megatron's, on the first rank."""
-    if os.environ.get("RANK", "0") == "0":
-        with for_a_reader():
-            _print_flags(run_file)
-
-
-def _print_flags(run_file: bool) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
     ours = OneLineParser(usage=_USAGE_OF_OURS if run_file else _USAGE, add_help=False)
     if run_file:
         ours.add_argument_group("run file").add_argument("--config", metavar="FILE", help=_RUN_FILE)
-    add_arguments(ours).print_help()
-    print(f"\nexample:\n  {_EXAMPLE_OF_OURS if run_file else _EXAMPLE}")
-    print("\nAny flag of Megatron-LM may follow. Those of the installed one:\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.training.arguments import add_megatron_arguments
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
-    make_help_printable(add_megatron_arguments(parser)).print_help()
+    with for_a_reader():
+        add_arguments(ours).print_help()
+        print(f"\nexample:\n  {_EXAMPLE_OF_OURS if run_file else _EXAMPLE}")
+        print("\nAny flag of Megatron-LM may follow. Those of the installed one:\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.training.arguments import add_megatron_arguments
+        parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+        make_help_printable(add_megatron_arguments(parser)).print_help()
 
 
 def _platform(wanted: str) -> tuple[str, str]:

@@ -73,7 +73,7 @@ def choose(
         named, said = found.flags, found.said
         assert not named.is_auto
         check_arguments(args, named.config(size), CPU)  # what comes next finds nothing to refuse
-        assert [one.flags for one in found.contenders] == [named]  # a machine was named
+        assert [*found.contenders.values()] == [named]  # a machine was named
         return named, said
 
     return of
@@ -408,10 +408,10 @@ def test_a_run_takes_the_fastest_of_those_measured(
     free, named = found
     assert len(named.contenders) == 1
     assert 4 <= len(free.contenders) <= 6
-    assert free.contenders[0].flags == free.flags == replace(named.flags, machine=None)
-    assert not any(one.flags.is_auto for one in free.contenders)
-    listed = tuple(one.combination for one in free.contenders)
-    last = free.contenders[-1].flags
+    assert next(iter(free.contenders.values())) == free.flags == replace(named.flags, machine=None)
+    assert not any(flags.is_auto for flags in free.contenders.values())
+    listed = tuple(free.contenders)
+    last = free.contenders[listed[-1]]
     seconds = tuple(1.0 - number / 100 for number in range(len(listed)))
 
     def measured(*_: object) -> Measured:
@@ -455,7 +455,7 @@ def test_what_was_measured_takes_the_place_of_what_was_chosen(
     args.rank = 0
     installer = LauncherInstaller(chosen, CPU)
     installer._args = args
-    resolved = auto.Resolved(chosen, [], (), ())
+    resolved = auto.Resolved(chosen, [], {}, ())
     installer._resolved = resolved
     installer._runtime = before = Runtime(chosen.config(2))
     monkeypatch.setattr(auto, "check_same", lambda flags: None)
