@@ -1,6 +1,6 @@
 """The candidates for an attention layer: algorithms with their options, from the registry.
 
-Nothing is computed and nothing is sent; refused ones are left out, with the reason.
+Nothing is computed or sent; refused candidates are left out, with the reason.
 """
 
 from dataclasses import Field, dataclass, fields
@@ -23,9 +23,9 @@ from megatron_cp_plugin.planner.layer import checked
 
 Options = tuple[tuple[str, object], ...]
 
-# They change how sums are rounded, which is not for a planner to decide.
+# These options change the rounding of sums, which a planner must not decide.
 _ROUNDING = frozenset(("gradients", "partials"))
-# Its default is whatever the machine can do.
+# Its default follows the machine.
 _AS_POSSIBLE = frozenset(("transport",))
 
 
@@ -34,8 +34,9 @@ class Candidate:
     """An algorithm with options.
 
     Attributes:
-        options: those that are not at their defaults.
-        placements: of forward and backward; two candidates with equal ones do the same.
+        options: options that differ from their defaults.
+        placements: placements of forward and backward; candidates with equal placements do the
+            same.
     """
 
     algo: str
@@ -50,7 +51,7 @@ class Candidate:
 
 
 class Refusal(NamedTuple):
-    """Why a candidate is none."""
+    """A refused candidate, and the reason."""
 
     name: str
     reason: str
@@ -64,13 +65,13 @@ def label(algo: str, options: Options) -> str:
 def candidates(
     shape: Shape, mask: Mask, topology: Topology, layouts: tuple[str, ...] | None = None
 ) -> tuple[list[Candidate], list[Refusal]]:
-    """All that serve a layer of softmax attention, each once, in an order that is always the same.
+    """All candidates for a layer of softmax attention, each once, in a fixed order.
 
-    Of several that do the same the one with the fewest options is taken. Of what an algorithm
-    refuses the first is named; combinations of options that contradict each other are not.
+    Of candidates that do the same, the one with the fewest options is taken. The first refusal of
+    each algorithm is reported; contradictory combinations of options are not.
 
-    Args: layouts: names of those that the tokens may have; None: all that need nothing of whoever
-        cuts the batches.
+    Args: layouts: names of the layouts that tokens may have; None: all layouts that need no change
+        in the code that cuts batches.
     """
 
     def is_open(layout: Layout) -> bool:
@@ -138,7 +139,7 @@ def _combinations(
 
 
 def _values(option: Field[Any], kind: object, size: int) -> list[object]:
-    """What is tried of an option; switches are for measurements."""
+    """Values of an option that are tried; switches are for measurements and are not."""
     if get_origin(kind) is Literal and option.name not in _ROUNDING | _AS_POSSIBLE:
         return list(get_args(kind))
     worth_trying = option.metadata.get("worth_trying")

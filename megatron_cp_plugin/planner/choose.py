@@ -1,6 +1,7 @@
 """Chooses an algorithm: the fastest in simulation of those that support a model and fit.
 
-Everything follows from the question alone, so that all ranks that ask it choose the same.
+The choice depends on the arguments alone, so that all ranks with the same arguments choose the
+same.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
-# Simulations take time; these keep a choice to a few seconds. In pairs of blocks, and what each
-# simulation takes beside them.
+# Simulations take time; these bounds keep a choice to a few seconds. Work is in pairs of blocks,
+# plus a constant for each simulation.
 _WORK, _BESIDE = 1200, 16
-_FEWEST, _SHARE = 4, 80  # simulations: so many at least, or divided by the number of ranks
-_CHECKS = 3  # more, of what would be the best by its estimate alone
-_ALGORITHMS = 12  # and layouts, of which the best is simulated in any case
-_NEAR = 1.3  # times the fastest: what an estimate may be off
-# Times the best estimate: what is beyond is not worth a closer look; less so of many ranks.
+_FEWEST, _SHARE = 4, 80  # number of simulations: at least this, or this by the number of ranks
+_CHECKS = 3  # further simulations, of candidates that are best by their estimate alone
+_ALGORITHMS = 12  # algorithms and layouts of which the best candidate is always simulated
+_NEAR = 1.3  # times the fastest: error of an estimate
+# Candidates slower than this, in times of the best estimate, are not simulated; the bound is lower
+# for many ranks.
 _FAR, _FAR_OF_MANY, _MANY = 1.6, 1.3, 64
-_ALIKE = 1.002  # times as slow: no reason for further options
+_ALIKE = 1.002  # times as slow: too little to justify further options
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Attention layers of a model that compute alike.
+    """Attention layers of a model with equal computations.
 
     Attributes:
-        shape: of the whole sequence.
-        count: how many layers.
+        shape: sizes of the whole sequence.
+        count: number of layers.
     """
 
     name: str
@@ -65,12 +67,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the layers run.
+    """The machine, ranks and kernel that run the layers.
 
     Attributes:
-        nodes: of each context-parallel rank.
-        kernel: name of one that the machine knows.
-        memory_bytes: that attention may take of a GPU; None: whatever it takes.
+        nodes: node of each context-parallel rank.
+        kernel: name of a kernel in the machine file.
+        memory_bytes: memory of a GPU that attention may take; None: no bound.
     """
 
     machine: Machine
@@ -80,20 +82,20 @@ class Site:
 
     @property
     def peer(self) -> bool:
-        """Whether ranks reach each other's memory."""
+        """Whether ranks can access each other's memory."""
         return self.machine.copy is not None and len(set(self.nodes)) == 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one layer takes with one candidate.
+    """Time, bytes and memory of one layer with one candidate.
 
     Attributes:
         forward, backward: seconds.
-        exposed: of these, in which the slowest rank waits for messages.
-        inside, between: bytes that a rank sends in its node, and to others.
-        simulated: it was simulated; otherwise estimated.
-        peak_bytes: of the GPU that needs most; None: it was not looked at.
+        exposed: seconds of these in which the slowest rank waits for messages.
+        inside, between: bytes that a rank sends inside its node, and to other nodes.
+        simulated: whether it was simulated; otherwise it was estimated.
+        peak_bytes: peak memory of the GPU that needs most; None: not computed.
     """
 
     algo: str
@@ -109,17 +111,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As on a command line."""
+        """Name and options, as on a command line."""
         return label(self.algo, self.options)
 
     @property
     def seconds(self) -> float:
-        """Of both passes."""
+        """Seconds of both passes."""
         return self.forward + self.backward
 
 
 class Table(NamedTuple):
-    """All candidates of one kind of layers, and why others are none."""
+    """All candidates for one kind of layers, and reasons why others were refused."""
 
     kind: Kind
     rows: tuple[Row, ...]
@@ -128,12 +130,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Combination:
-    """An algorithm for each kind of layers, which a model can have together.
+    """An algorithm for each kind of layers, compatible in one model.
 
     Attributes:
         rows: by kind.
-        lead: number of the kind whose algorithm has the options.
-        seconds: of all layers, both passes.
+        lead: number of the kind whose algorithm takes the options.
+        seconds: time of all layers, both passes.
     """
 
     rows: tuple[Row, ...]
@@ -147,20 +149,20 @@ class Combination:
 
     @property
     def options(self) -> Options:
-        """Those that are not at their defaults."""
+        """Options that differ from their defaults."""
         return self.rows[self.lead].options
 
     @property
     def name(self) -> str:
-        """All different rows in words."""
+        """Names of all different rows."""
         return ", ".join(dict.fromkeys(row.name for row in self.rows))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and from what.
+    """A choice, with all that it was chosen from.
 
-    Attributes: combinations: that fit and are served, the fastest first.
+    Attributes: combinations: combinations that fit and are not refused, the fastest first.
     """
 
     site: Site
@@ -170,7 +172,7 @@ class Choice:
 
     @property
     def best(self) -> Combination:
-        """The one to be taken."""
+        """The chosen combination."""
         return self.combinations[0]
 
 
@@ -187,15 +189,15 @@ def choose(
     """Finds the fastest algorithm of each kind of layers.
 
     Args:
-        layouts: names of those that the tokens may have; None: all that need nothing of whoever
-            cuts the batches.
+        layouts: names of the layouts that tokens may have; None: all layouts that need no change in
+            the code that cuts batches.
         runs_again: activation recomputation runs the forward a second time.
-        quick: nothing is simulated, and memory is not looked at.
-        refusal: why a combination cannot be had, asked of the fastest ones in turn until there are
-            two algorithms that can.
+        quick: only estimate; do not simulate, and ignore memory.
+        refusal: returns why a combination is refused, or None; called for the fastest in turn,
+            until two algorithms are accepted.
         among: names of candidates of softmax attention; None: all.
 
-    Raises: ConfigError if none can be had.
+    Raises: ConfigError if no combination is accepted.
     """
     tables = []
     for kind in kinds:
@@ -239,7 +241,9 @@ def choose(
 
 
 class _LookedAt(NamedTuple):
-    """What estimates say. Attributes: estimates: of both passes, the best candidate first."""
+    """Estimated candidates. Attributes: estimates: estimates of both passes, the best candidate
+    first.
+    """
 
     estimates: tuple[tuple[Candidate, tuple[Estimate, ...]], ...]
     refused: tuple[Refusal, ...]
@@ -321,7 +325,7 @@ def _table(kind: Kind, looked_at: _LookedAt, site: Site, work: int) -> Table:
 
 
 class _Ratios:
-    """How much longer simulations take than estimates say: of an algorithm, or of all."""
+    """Ratios of simulated to estimated time, for one algorithm or for all."""
 
     def __init__(self) -> None:
         self._by_algo: dict[str, list[float]] = {}
@@ -367,7 +371,7 @@ def _seconds(passes: Iterable[Estimate]) -> float:
 def _estimates(
     found: Sequence[Candidate], estimator: Estimator
 ) -> list[tuple[Candidate, tuple[Estimate, ...]]]:
-    """Those that are not far from the best, the best first."""
+    """Candidates that are not far from the best, the best first."""
     rows: list[tuple[float, int, Candidate, tuple[Estimate, ...]]] = []
     best, far = inf, _far(len(estimator.nodes))
     # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
@@ -378,7 +382,7 @@ def _estimates(
         seconds = _seconds(passes)
         best = min(best, seconds)
         rows.append((seconds, number, candidate, passes))
-    # Of each algorithm the best one is kept, however far.
+    # The best candidate of each algorithm is kept, however slow.
     rows.sort(key=lambda row: row[:2])
     seen: set[str] = set()
     kept = []
@@ -421,7 +425,7 @@ def _estimated(candidate: Candidate, passes: Sequence[Estimate], scale: float) -
 
 
 def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination]:
-    """All that a model can have together: one layout, and options for one algorithm."""
+    """All combinations that a model can have: one layout, and options for one algorithm."""
 
     def seconds(rows: Iterable[Row]) -> float:
         return sum(
@@ -445,7 +449,9 @@ def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination
 
 
 def _ranked(combinations: Iterable[Combination]) -> list[Combination]:
-    """The fastest first; of those as good as equal to it, one that was simulated and is simple."""
+    """Sorts combinations, the fastest first; among nearly equal ones a simulated and simple one
+    comes first.
+    """
     found = sorted(combinations, key=lambda one: (one.seconds, one.name))
     alike = [one for one in found if one.seconds <= _ALIKE * found[0].seconds]
 
@@ -458,7 +464,9 @@ def _ranked(combinations: Iterable[Combination]) -> list[Combination]:
 
 
 def _beside(lead: Row, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows that other layers can have: the same, or with the options that follow from it."""
+    """Rows that other layers can have beside a row: the same algorithm, or others with options that
+    fit.
+    """
     for row in rows:
         if row.layout != lead.layout:
             continue
@@ -478,7 +486,7 @@ def _following(lead: Row, algo: str) -> Options | None:
 
 
 def with_memory(combination: Combination, kinds: Sequence[Kind], site: Site) -> Combination:
-    """With the peak memory of all rows."""
+    """The combination with the peak memory of all rows."""
     rows = tuple(
         replace(row, peak_bytes=peak_of_row(row, kind, site))
         for row, kind in zip(combination.rows, kinds, strict=True)
@@ -487,7 +495,7 @@ def with_memory(combination: Combination, kinds: Sequence[Kind], site: Site) -> 
 
 
 def peak_of_row(row: Row, kind: Kind, site: Site) -> int:
-    """Of a GPU, beside q, k, v and dout."""
+    """Peak memory of a GPU in bytes, beside q, k, v and dout."""
     layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
     return peak_bytes(layer, site.kernel)
 

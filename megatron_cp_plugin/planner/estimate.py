@@ -1,7 +1,7 @@
-"""A quick estimate of a candidate: what a few ranks compute and get, step by step.
+"""A quick estimate of a candidate, from the computations and messages of a few ranks, step by step.
 
-It says in which order candidates are worth to be simulated, where a simulation of each would take
-too long. No plan of all ranks is made, so that a thousand of them are no more work than a few.
+It gives the order in which candidates are simulated, if simulating all would take too long. No plan
+of all ranks is made, so that a thousand ranks take no longer than a few.
 
 B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 """
@@ -43,7 +43,9 @@ class _Tiles(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """What a block of queries and one of keys have to do. Attributes: rows, columns: touched."""
+    """The work of a block of queries with a block of keys. Attributes: rows, columns: rows and
+    columns that tiles touch.
+    """
 
     tiles: tuple[_Tiles, ...]
     rows: int
@@ -53,7 +55,8 @@ class _Met(NamedTuple):
 class _Step(NamedTuple):
     """What a rank does in a step.
 
-    Attributes: queries, keys: tokens of blocks that come for it, from its own node and from others.
+    Attributes: queries, keys: tokens of the blocks that arrive for the step, from the rank's own
+        node and from other nodes.
     """
 
     tiles: tuple[_Tiles, ...]
@@ -66,7 +69,7 @@ _Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of querie
 
 
 def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keeps a method's results in its instance. Args: key: what they depend on."""
+    """Caches a method's results in its instance. Args: key: the cache key of arguments."""
 
     def keeping(method: Callable[P, R]) -> Callable[P, R]:
         @wraps(method)
@@ -85,7 +88,7 @@ def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Call
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What blocks have to do with each other, whatever the machine, the heads and the nodes."""
+    """Work of pairs of blocks, independent of the machine, the heads and the nodes."""
 
     mask: Mask
     seq_len: int
@@ -98,7 +101,7 @@ class _Blocks:
 
     @_kept(lambda self, placement: (placement.layout, placement.size))
     def tokens(self, placement: BlockPlacement) -> Sequence[int]:
-        """How many tokens a block has, by owner."""
+        """Number of tokens of each block, by owner."""
         spans = self.spans(placement)
         return [sum(map(len, spans(one))) for one in range(placement.size)]
 
@@ -113,13 +116,13 @@ class _Blocks:
 
     @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def owners(self, placement: BlockPlacement, rank: int) -> _Owners:
-        """Whose queries, and whose keys, meet on a rank."""
+        """Owners of the queries, and of the keys, that meet on a rank."""
         queries, keys = placement.blocks_of(rank)
         return tuple(sorted(queries)), tuple(sorted(keys))
 
     @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
-        """Those that meet on a rank and see each other."""
+        """Pairs that meet on a rank and see each other."""
         return tuple(self._pairs(placement, rank))
 
     def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
@@ -148,8 +151,8 @@ class _Blocks:
         return defaultdict(dict)
 
     def meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
-        """What blocks of queries and of keys have to do; those that lie alike to each other have
-        the same tiles, wherever they are.
+        """Work of a block of queries with a block of keys. Pairs with the same relative position
+        have the same tiles.
         """
         keys = [self._places(*pair) for pair in blocks]
         new = {key: pair for key, pair in zip(keys, blocks, strict=True) if key not in self._kinds}
@@ -163,7 +166,7 @@ class _Blocks:
         return {}
 
     def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
-        """What tiles depend on: lengths, and distances as far as the mask tells them apart."""
+        """Key of the tiles of a pair: lengths, and distances as far as the mask depends on them."""
         mask, steps = self.mask, {span.step for span in (*queries, *keys)}
         if mask.documents or mask.slices or len(steps) > 1:
             return queries, keys
@@ -197,13 +200,13 @@ class _Moved(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Of one pass, or of both.
+    """Estimated times of one pass, or of both.
 
     Attributes:
-        computing: seconds of these.
+        computing: seconds of computation.
         inside, between: bytes that a rank sends in its node, and to others.
-        host: seconds in which the host launches all that.
-        exposed: seconds in which messages are waited for.
+        host: seconds in which the host launches operations.
+        exposed: seconds of waiting for messages.
     """
 
     seconds: float
@@ -216,11 +219,11 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator:
-    """Of candidates for one layer on one machine.
+    """Estimates candidates for one layer on one machine.
 
     Attributes:
         nodes: of each rank.
-        peer: by copy engines.
+        peer: whether messages go by copy engines.
         kernel: of the machine.
     """
 
@@ -232,7 +235,7 @@ class Estimator:
     kernel: str
 
     def least(self, placements: Sequence[Placement]) -> float:
-        """Seconds that forward and backward take at least, without much work."""
+        """A lower bound of the seconds of forward and backward, cheap to compute."""
         return sum(self._least(*one) for one in zip(placements, PHASES, strict=True))
 
     def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
@@ -240,7 +243,7 @@ class Estimator:
         return [self._pass(*one) for one in zip(placements, PHASES, strict=True)]
 
     def _least(self, placement: Placement, phase: Phase) -> float:
-        """Seconds that one rank computes at least, or gets what it needs in."""
+        """A lower bound of the seconds in which one rank computes, or receives its blocks."""
         members = 1
         if isinstance(placement, HeadPlacement):
             members, placement = placement.members, placement.of_teams
@@ -263,7 +266,7 @@ class Estimator:
     def _own(
         self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Phase, members: int
     ) -> float:
-        """Seconds in which a rank computes all of its queries, or all of its keys."""
+        """Seconds of a rank's computations with all of its queries, or all of its keys."""
         own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
         tiles = self._blocks.meet([(own, every) if of_queries else (every, own)])[0].tiles
         return self._computing(tiles, together(placement.groups), phase)
@@ -314,7 +317,7 @@ class Estimator:
 
     @_kept(lambda self, placement: (placement.layout, placement.size))
     def _busiest(self, placement: BlockPlacement) -> tuple[int, ...]:
-        """Ranks whose queries see most, and whose keys are seen most.
+        """Ranks whose queries see most keys, and ranks whose keys are seen by most queries.
 
         With a causal mask, or a full one, the first and the last rank have the least and the most.
         """
@@ -332,7 +335,7 @@ class Estimator:
 
     @cached_property
     def _seen(self) -> tuple[Numbers, Numbers]:
-        """How many keys each query sees, and how many queries each key is seen by."""
+        """Number of keys that each query sees, and number of queries that see each key."""
         bands, tokens = self.mask.bands, self.shape.seq_len
         return bands.keys_of(tokens), bands.transposed.keys_of(tokens)
 
@@ -366,7 +369,7 @@ class Estimator:
         for _ in placement.groups:
             for kind in order:
                 computing, coming = each[kind]
-                # It comes while the step before computes, and no sooner.
+                # A block arrives while the step before computes, and no sooner.
                 if coming:
                     came = (before if before > came else came) + coming
                 before = came if came > now else now
@@ -383,7 +386,7 @@ class Estimator:
 
     @_kept(lambda self, placement, rank, members: (_whatever_heads(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
-        """Steps that differ, and which of them comes when."""
+        """The distinct steps of a rank, and their order."""
         kinds: dict[_Step, int] = {}
         steps = self._place(placement, rank, members)
         order = [kinds.setdefault(step, len(kinds)) for step in steps]
@@ -412,11 +415,11 @@ class Estimator:
             yield _Step(tiles[number], (q_near, q_far), (k_near, k_far))
 
     def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
-        """A message that all ranks get at a time.
+        """Time of a message that all ranks receive at once.
 
         Args:
-            far: from another node.
-            latency: of a relay; 0: it comes from its owner.
+            far: whether it comes from another node.
+            latency: latency of a relay, in steps; 0: the message comes from the block's owner.
         """
         machine = self.machine
         if self.peer and machine.copy is not None:
@@ -481,7 +484,9 @@ class Estimator:
     def _pipeline(
         self, count: int, computed: Estimate, coming: _Moved, leaving: _Moved
     ) -> Estimate:
-        """Groups of which one is computed while the next comes and the one before leaves."""
+        """Time of groups of heads: one is computed while the next arrives and the one before
+        leaves.
+        """
         one, moving = computed.seconds / count, (coming.seconds + leaving.seconds) / count
         slower = min(one, moving) * (1 - self.machine.group_share) if count > 1 else 0.0
         one += slower
@@ -520,7 +525,7 @@ class Estimator:
 
     @_kept(lambda self, ranks: ranks)
     def _on(self, ranks: tuple[int, ...]) -> Counter[int]:
-        """How many of these ranks are on each node."""
+        """Number of these ranks on each node."""
         return Counter(self.nodes[rank] for rank in ranks)
 
     @_kept(lambda self, tiles, group, phase: (tiles, group.heads, group.kv_heads, phase))
@@ -544,7 +549,7 @@ class Estimator:
 
     @cached_property
     def _local(self) -> int:
-        """Ranks of a node, at most."""
+        """Largest number of ranks on a node."""
         return max(Counter(self.nodes).values())
 
 

@@ -1,10 +1,10 @@
-"""Plays the ranks' actions on a machine: when each starts and ends, and who waits for whom.
+"""Simulates the ranks' actions on a machine: starts, ends, and waits of each.
 
-Resources are, of each rank: the host, which launches one thing after another; the stream of
+Each rank has these resources: the host, which launches one operation after another; the stream of
 computation; the stream of copies; one stream for each channel of a process group; each direction of
-its GPU's links; of each node the network cards in either direction; and what all nodes share.
+its GPU's links. Each node has network cards, in both directions; all nodes share a network.
 
-What can begin first is decided first, and takes its resources until it is done.
+The operation that can begin first is scheduled first, and holds its resources until it is done.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron_cp_plugin.planner.dry_run import (
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace
 
-Key = tuple[ChannelId, int]  # of an operation: its channel, and its how many-th
+Key = tuple[ChannelId, int]  # an operation: its channel, and its number on the channel
 
 
 class Interval(NamedTuple):
-    """Something that took time. Attributes: lane: of a rank. start, stop: seconds."""
+    """A time interval. Attributes: lane: resource of the rank. start, stop: seconds."""
 
     rank: int
     lane: str
@@ -47,8 +47,9 @@ class PassTime:
     Attributes:
         seconds: until the last rank's stream of computation is done; of a backward, from the end of
             the forward on.
-        exposed_communication: of these, in which the rank that is done last waits for messages.
-        bytes: by link ("copy", "inside", "between"), of the rank that sends most over all of them.
+        exposed_communication: seconds of these in which the rank that finishes last waits for
+            messages.
+        bytes: bytes by link ("copy", "inside", "between") of the rank that sends most in all.
     """
 
     seconds: float
@@ -62,7 +63,7 @@ class Timeline:
 
     Attributes:
         intervals: of the simulated ranks.
-        ranks: how many those were; of fewer than there are see `simulate`.
+        ranks: number of simulated ranks; for fewer than all see `simulate`.
     """
 
     forward: PassTime
@@ -77,7 +78,7 @@ class Timeline:
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds of both passes in which the rank that is done last waits for messages."""
+        """Seconds of both passes in which the rank that finishes last waits for messages."""
         return self.forward.exposed_communication + self.backward.exposed_communication
 
     def chrome_trace(self) -> dict[str, list[dict[str, Any]]]:
@@ -99,7 +100,7 @@ class Timeline:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """By link, of both passes."""
+        """Bytes by link, of both passes."""
         links = {*self.forward.bytes, *self.backward.bytes}
         return {
             link: self.forward.bytes.get(link, 0) + self.backward.bytes.get(link, 0)
@@ -120,14 +121,14 @@ def play(
     *,
     captured: bool,
 ) -> Timeline:
-    """Plays what ranks do.
+    """Simulates the ranks' actions.
 
     Args:
-        nodes: of all ranks.
-        traces: of some or all; ranks without one are taken to be where those are that they exchange
-            with.
-        kernel: of the machine's.
-        captured: in a CUDA graph, so that the host launches nothing.
+        nodes: node of every rank.
+        traces: actions of some or all ranks; a rank without a trace is assumed to be as far as its
+            partner in an exchange.
+        kernel: name of a kernel of the machine.
+        captured: whether it is a replay of a CUDA graph, so that the host launches nothing.
 
     Raises: ConfigError if the machine has no such kernel.
     """
@@ -173,7 +174,7 @@ def _memory_speed(machine: Machine, event: Memory) -> float:
 
 
 def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
-    """What an attention kernel takes on a GPU of its own."""
+    """Seconds of an attention kernel on a GPU of its own."""
     speeds, backward = machine.kernel(kernel), tile.phase == "backward"
     of_keys, of_values = (3, 2) if backward else (1, 1)  # products with D, and with E
     width = of_keys * tile.head_dim + of_values * tile.value_dim
@@ -188,13 +189,13 @@ def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
 
 @dataclass
 class _Operation:
-    """What ranks do together on a channel.
+    """An operation of several ranks on a channel.
 
     Attributes, all by rank:
-        posts: what it posted, and when its stream came there.
-        offered: when others may write to its memory.
-        copied: when it has written to others'.
-        done: when it is over.
+        posts: the posted operation, and the time at which the rank's stream reached it.
+        offered: time from which others may write to its memory.
+        copied: time at which it has written to others' memory.
+        done: time at which it is over.
     """
 
     posts: dict[int, tuple[Post, float]] = field(default_factory=dict)
@@ -211,17 +212,17 @@ class _Begin(NamedTuple):
 
 @dataclass
 class _Rank:
-    """Where a rank is.
+    """State of a rank.
 
     Attributes:
-        events: what it does.
-        place: how many of them are done.
-        phase: that it is in.
-        host, stream, copies: seconds until which they are taken.
-        waited: seconds for messages, by pass.
-        ended: when the stream came to the end of the forward.
-        busy: when it computed.
-        slowed: when the process group moved data.
+        events: its actions.
+        place: number of actions that are done.
+        phase: its present phase.
+        host, stream, copies: time until which each is busy.
+        waited: seconds of waiting for messages, by pass.
+        ended: time at which the stream reached the end of the forward.
+        busy: intervals of computation.
+        slowed: intervals in which the process group moved data.
         queue: copies that are not done.
     """
 
@@ -256,12 +257,12 @@ class _Run:
             for rank, trace in traces.items()
         }
         self.cards = _cards(machine, nodes)
-        # Where one rank of many is played, those that share its network card do the same as it.
+        # If one rank of many is simulated, the ranks that share its network card do the same.
         alone = len(self.ranks) < len(nodes)
         a_node = max(Counter(nodes).values())
         self.crowd = max(1.0, a_node / machine.cards_per_node) if alone else 1.0
         self.operations: dict[Key, _Operation] = defaultdict(_Operation)
-        self.open: dict[Key, None] = {}  # operations that are not over, in order
+        self.open: dict[Key, None] = {}  # operations that are not finished, in order
         self.channel_free: dict[tuple[int, ChannelId], float] = {}
         self.channel_next: dict[tuple[int, ChannelId], int] = {}
         self.free: dict[tuple[str, int], float] = {}  # links
@@ -281,7 +282,7 @@ class _Run:
     # -- what a rank does by itself
 
     def _advance(self, number: int, rank: _Rank) -> None:
-        """Goes on until the rank waits for what is not decided yet."""
+        """Runs the rank until it waits for an operation that is not scheduled yet."""
         while rank.place < len(rank.events):
             event = rank.events[rank.place]
             if isinstance(event, Wait):
@@ -326,7 +327,7 @@ class _Run:
         self.intervals.append(Interval(number, "computation", name, start, stop))
 
     def _slowed(self, rank: _Rank, start: float, seconds: float) -> float:
-        """When a computation ends, that is slower while the process group moves data."""
+        """End of a computation, which is slower while the process group moves data."""
         share, now, left = self.machine.group_share, start, seconds
         for begin, end in rank.slowed:
             if end <= now or share == 1.0:
@@ -389,7 +390,7 @@ class _Run:
         return True
 
     def _startable(self, key: Key) -> list[tuple[float, Key, int]]:
-        """When a rank can begin its part of an operation, or all ranks theirs."""
+        """Earliest start of a rank's part in an operation, or of all ranks' parts."""
         operation = self.operations[key]
         first = next(iter(operation.posts))
         if operation.posts[first][0].operation is None:
@@ -405,7 +406,9 @@ class _Run:
         return [(max(starts), key, first)]
 
     def _startable_copies(self, key: Key, operation: _Operation) -> list[tuple[float, Key, int]]:
-        """Each rank's copies come one after another, and wait for room where they go."""
+        """Earliest start of copies: a rank's copies run one after another, and wait for room at
+        their target.
+        """
         found = []
         for number, (post, ready) in operation.posts.items():
             rank = self.ranks[number]
@@ -436,7 +439,7 @@ class _Run:
                 operation.done[member] = max([operation.copied[member], *arrivals])
 
     def _move(self, start: float, source: int, target: int, size: int, lane: str) -> float:
-        """A message over links that are free then. Returns: when it has come."""
+        """Sends a message over its links. Returns: the time of arrival."""
         machine, inside = self.machine, self.nodes[source] == self.nodes[target]
         rate = (machine.inside if inside else machine.between).exchange
         resources = [("out", source), ("in", target)]
@@ -478,7 +481,7 @@ class _Run:
                     moving[m] = min(moving.get(m, start), start)
         for number, (post, _) in operation.posts.items():
             for source, size in _joined(post.receives):
-                if source not in ends:  # it is not simulated, and comes when this rank does
+                if source not in ends:  # the partner is not simulated, and arrives with this rank
                     end = self._move(begin[number], source, number, size, channel[0])
                     ends[number] = max(ends[number], end)
         for m, end in ends.items():
@@ -568,7 +571,7 @@ class _Run:
 
 
 def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:
-    """The network card of each rank, counted over all nodes: ranks next to each other share one."""
+    """The network card of each rank, numbered over all nodes; neighbouring ranks share a card."""
     counts, before, found = Counter(nodes), Counter[int](), []
     for node in nodes:
         of_node = min(machine.cards_per_node, counts[node])
@@ -578,7 +581,7 @@ def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _joined(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Messages to one rank as one."""
+    """Joins the messages to one rank."""
     sizes: dict[int, int] = {}
     for target, size in sends:
         sizes[target] = sizes.get(target, 0) + size

@@ -18,13 +18,13 @@ from megatron_cp_plugin.planner.choose import (
 from megatron_cp_plugin.planner.machine import Links
 from megatron_cp_plugin.text_table import text_table
 
-_OF_EACH = 3  # candidates of an algorithm that are shown
-_ALIKE_PERCENT = 0.2  # slower: what ranks as equal
+_OF_EACH = 3  # number of candidates of an algorithm that are shown
+_ALIKE_PERCENT = 0.2  # slower by less than this counts as equal
 _CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
 
 
 def sentence(choice: Choice) -> str:
-    """What was chosen and why, in one line."""
+    """The choice and its reason, in one line."""
     best = choice.best
     exposed = sum(
         table.kind.count * row.exposed for table, row in zip(choice.tables, best.rows, strict=True)
@@ -60,8 +60,8 @@ def described(choice: Choice) -> str:
 
 
 def table(choice: Choice) -> str:
-    """For each kind of layers its candidates, the fastest first; what was refused; what would
-    change the choice.
+    """Tables of the candidates for each kind of layers, the fastest first; of refusals; of changes
+    that would alter the choice.
     """
     lines = []
     for number, (kind, found, _) in enumerate(choice.tables):
@@ -77,7 +77,7 @@ def table(choice: Choice) -> str:
 
 
 def _shown(found: Sequence[Row], chosen: Row) -> list[Row]:
-    """The best ones of each algorithm, and the one that was chosen."""
+    """The best rows of each algorithm, and the chosen row."""
     shown: list[Row] = []
     for row in found:
         same = [one for one in shown if one.algo == row.algo]
@@ -117,7 +117,7 @@ def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
 
 
 def changes(choice: Choice) -> list[str]:
-    """What would make another algorithm the fastest, by estimates."""
+    """Changes that would make another algorithm the fastest, by estimates."""
     kinds = [table.kind for table in choice.tables]
     shown = (
         _shown(one.rows, row) for one, row in zip(choice.tables, choice.best.rows, strict=True)

@@ -1,4 +1,4 @@
-"""A layer of attention on ranks that need not exist: its algorithm, and its two passes.
+"""A layer of attention on ranks that need not exist: its algorithm and its two passes.
 
 Tensors are on torch's meta device, where they have sizes but no storage, so the algorithm's own
 code runs for one rank of any number.
@@ -43,7 +43,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 @dataclass(frozen=True)
 class Layer:
-    """An algorithm for a layer, and where its ranks are.
+    """An algorithm for a layer, and the nodes of its ranks.
 
     Attributes:
         options: as `registry.create`.
@@ -78,9 +78,9 @@ class Layer:
         return checked(registry.create(self.algo, topology, options), shape, self.mask)
 
     def of_fewer(self, count: int, options: Mapping[str, object]) -> Layer:
-        """The first ranks, with as many tokens each.
+        """The same layer on the first ranks, with equally many tokens each.
 
-        Args: options: that those have besides.
+        Args: options: further options of that layer.
 
         Raises: ConfigError for spans, of which the first tokens may see others than later ones.
         """
@@ -100,10 +100,11 @@ class Layer:
         )
 
     def pinned(self) -> tuple[Layer, bool]:
-        """With options that depend on the number of ranks set to what they are for so many.
+        """The layer with options that depend on the number of ranks fixed to their values for this
+        number.
 
-        Returns: the layer, and whether ranks meet in collective operations only, so that each
-            stands for the others.
+        Returns: the layer, and whether ranks communicate in collective operations only, so that one
+        rank represents all.
         """
         algorithm, shape, mask, options = self.on(0), self.shape, self.mask, dict(self.options)
         at_once, names = False, registry.option_names(self.algo)
@@ -133,7 +134,7 @@ class Layer:
 
 
 def checked(algorithm: Algorithm, shape: Shape, mask: Mask) -> Algorithm:
-    """The algorithm, for documents as they are. Raises: ConfigError if it cannot serve this."""
+    """The algorithm, in the documents' layout. Raises: ConfigError if it cannot serve this."""
     algorithm.check(
         algorithm.options,
         size=algorithm.topology.size,
@@ -159,7 +160,7 @@ class Passes(NamedTuple):
 
     Attributes:
         inputs: q, k, v and dout.
-        forward: what it returns last is what `backward` takes.
+        forward: its last result is the argument of `backward`.
     """
 
     inputs: list[Tensor]
@@ -174,7 +175,7 @@ def passes(
     kernel: SoftmaxKernel,
     rate: float = 1.0,
 ) -> Passes:
-    """Of the rank of the algorithm's topology.
+    """Passes of the rank of the algorithm's topology.
 
     Args:
         kernel: of softmax attention.

@@ -1,7 +1,7 @@
-"""Measures the candidates that a simulation found best, on the GPUs that are to run them.
+"""Measures the candidates that are best in simulation, on the GPUs that will run them.
 
-All ranks of a group measure the same candidates in the same order; of each candidate the slowest
-rank's time counts.
+All ranks of a group measure the same candidates in the same order; the slowest rank's time counts
+for each candidate.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron_cp_plugin.planner.choose import (
 from megatron_cp_plugin.planner.layer import DTYPES
 
 _FEWEST, _MOST = 4, 6  # candidates
-_NEAR = 1.3  # times the best simulated time: those beyond are taken only to have the fewest
-_SECONDS = 0.2  # for which a candidate is repeated
-_TIMES = 3, 20  # and how often, at least and at most
-_SPARE = 1.2  # times the counted memory that has to be free
+_NEAR = 1.3  # times the best simulated time: slower candidates are taken only to reach the minimum
+_SECONDS = 0.2  # time for which a candidate is repeated
+_TIMES = 3, 20  # least and largest number of repetitions
+_SPARE = 1.2  # memory that must be free, in times of the computed peak
 
 Timer = Callable[[Callable[[], object]], float]
 
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
     @property
     def best(self) -> Combination:
-        """The fastest one; of several the one that the simulation prefers."""
+        """The fastest combination; of equally fast ones the one that the simulation prefers."""
         return self.combinations[self.seconds.index(min(self.seconds))]
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 
 def timer_on(device: torch.device) -> Timer | None:
-    """What takes the time of a call; None where there is no GPU, and nothing is measured."""
+    """A function that times a call; None without a GPU, where nothing is measured."""
     return _on_gpu if device.type == "cuda" else None
 
 
@@ -76,7 +76,7 @@ def shortlist(
 ) -> tuple[Combination, ...]:
     """Four to six combinations: the best of each algorithm and layout, then the next best.
 
-    Only one where nothing is to be measured: on one rank, and with layers of linear attention.
+    One combination if nothing is to be measured: on one rank, and with layers of linear attention.
 
     Args:
         choice: Of the simulation.
@@ -127,9 +127,8 @@ def measure(
         kernel: As of `cp.attention`.
         device: Of this rank.
 
-    Returns:
-        Those that fit beside what the GPUs hold already; None if there is no GPU on one of the
-        ranks, or fewer than two fit.
+    Returns: Times of the combinations that fit into the free memory; None if a rank has no GPU, or
+        fewer than two fit.
     """
     timer = timer_on(device)
     free = _free_bytes(device)

@@ -1,7 +1,7 @@
 """Ranks the ways to split a model over GPUs: tensor, context, pipeline, data, expert parallel.
 
-Experts are whole, or split among up to as many ranks as all else is (expert tensor parallelism).
-Parameters are whole, or sharded as Megatron-FSDP does it, where it can.
+Experts are whole, or split among at most as many ranks as the rest (expert tensor parallelism).
+Parameters are whole, or sharded by Megatron-FSDP where it is supported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLOSER = 6  # whose attention is simulated, and not only estimated
 
 
 class Proposal(NamedTuple):
-    """A way to split a model, and what a step takes then."""
+    """A way to split a model, with the time of a step."""
 
     split: Split
     choice: Choice
@@ -42,11 +42,11 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """The model, data and machine of a training job.
 
     Attributes:
-        tokens: of a sequence.
-        sequences: of a step, of all data-parallel ranks.
+        tokens: tokens of a sequence.
+        sequences: sequences of a step, over all data-parallel ranks.
     """
 
     model: Model
@@ -64,8 +64,8 @@ def proposals(
     """The fastest ways that fit, the fastest first.
 
     Args:
-        most: how many, at most.
-        say: is told what is looked at, again and again.
+        most: largest number of proposals.
+        say: called with progress messages.
 
     Raises: ConfigError if nothing fits.
     """
@@ -120,8 +120,8 @@ def _too_large(job: Job, found: Sequence[TrainingStep]) -> ConfigError:
 
 
 def _worth_it(found: Iterable[tuple[TrainingStep, Split]]) -> Iterator[tuple[TrainingStep, Split]]:
-    """Without those that would take less time and less memory with experts split otherwise, or with
-    parameters sharded, or whole.
+    """Drops proposals that another split of the experts, or sharding or not sharding parameters,
+    would improve in time and memory.
 
     Args: found: the fastest first.
     """
@@ -143,7 +143,7 @@ def _nearest(job: Job) -> str:
 
 
 def _small_enough(job: Job, split: Split) -> tuple[TrainingStep, Split]:
-    """At least so long a step takes; with a loss in chunks where the whole logits do not fit."""
+    """A lower bound of a step's time; the loss is chunked if the whole logits do not fit."""
     seconds = _least(job, split)
     whole = _step(job, split, seconds)
     if whole.fits(job.machine):
@@ -158,7 +158,7 @@ def _time(one: tuple[TrainingStep, Split]) -> tuple[float, int, int, bool]:
 
 
 def _ways(job: Job) -> Iterator[Split]:
-    """All that the model, the tokens and the GPUs let."""
+    """All splits that the model, the tokens and the GPUs allow."""
     powers = [2**n for n in range(job.gpus.bit_length())]
     experts = powers if job.model.experts else [1]
     for tensor, context, pipeline in product(powers, powers, powers):
@@ -190,7 +190,7 @@ def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> TrainingS
 
 
 def _least(job: Job, split: Split) -> float:
-    """Seconds of a layer's attention if nothing is waited for."""
+    """Seconds of a layer's attention without waiting for messages."""
     shape = job.model.shape(job.tokens, split.tensor)
     if isinstance(shape, LinearShape):
         return 0.0
