@@ -1,7 +1,7 @@
 """`--context-parallel-algo auto`: replaces the name by the planner's choice.
 
-Before anything else asks which algorithm it is; so what follows, refusals included, is that of the
-algorithm as if it had been named.
+This happens before anything else reads the algorithm's name; from then on everything, refusals
+included, is as if the chosen algorithm had been named.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_cp_plugin.planner.memory import memory
 from megatron_cp_plugin.planner.model import Model, Split
 from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
 
-_SPARE = 0.1  # of a GPU's memory, for what is not counted
+_SPARE = 0.1  # share of a GPU's memory, for everything that is not counted
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class Resolved(NamedTuple):
     """A run's choice by simulation.
 
     Attributes:
-        flags: That name the algorithms.
-        said: What to say about the choice.
-        contenders: Those to measure once there are process groups, with the flags that name them,
-            the chosen one first; only it where a machine was named.
-        kinds: Of the model's layers.
+        flags: The flags that name the chosen algorithms.
+        said: A line about the choice.
+        contenders: Combinations to measure once there are process groups, with the flags that name
+            them; the chosen one first, and alone if a machine was named.
+        kinds: Kinds of the model's layers.
     """
 
     flags: PluginFlags
@@ -67,14 +67,14 @@ class Resolved(NamedTuple):
 
 
 def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
-    """Chooses the algorithms of a run, from what all of its ranks know.
+    """Chooses the algorithms of a run, from settings that all of its ranks know.
 
     Args:
         args: Megatron's namespace, as parsed.
         device: where the run computes.
 
-    Raises: ContextParallelError if the arguments do not say enough; or if no algorithm can be had,
-    then as for the fastest one by its name.
+    Raises: ContextParallelError if the arguments are not enough for a choice; or, if no algorithm
+    is accepted, the refusal of the fastest.
     """
     settings = Settings(args)
     check("sizes", settings)
@@ -137,8 +137,7 @@ def fastest(
 ) -> tuple[PluginFlags, str | None]:
     """The contender that is fastest on the GPUs of the job; a collective operation of all ranks.
 
-    Returns:
-        Its flags, and what to say about it; None if nothing was measured.
+    Returns: Its flags, and a line about the choice; None if nothing was measured.
     """
     if len(resolved.contenders) == 1:
         return resolved.flags, None
@@ -162,7 +161,7 @@ def measured_over_job(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Measured | None:
-    """As `shortlist.measure`, the times of the job's slowest groups; a collective operation.
+    """As `shortlist.measure`, with the times of the job's slowest groups; a collective operation.
 
     Returns: None if a group has measured nothing, or not the same candidates.
     """
@@ -182,12 +181,11 @@ def measured_over_job(
 
 @dataclass(frozen=True)
 class Batches:
-    """What is known of the batches that a program will cut by itself.
+    """Facts about the batches that a program will cut by itself.
 
     Attributes:
-        tokens: Of a micro-batch, on all context-parallel ranks; None: not known.
-        mean_document: How long documents are, as of `lengths_of`; None: `MEAN_DOCUMENT` in the
-            mean.
+        tokens: Tokens of a micro-batch, on all context-parallel ranks; None: not known.
+        mean_document: Lengths of documents, as of `lengths_of`; None: mean `MEAN_DOCUMENT`.
     """
 
     tokens: int | None = None
@@ -346,7 +344,7 @@ def _said(choice: Choice, flags: PluginFlags, settings: Settings, how: str) -> I
 
 
 def _assumed(mean_document: str | int | None) -> str:
-    """What a choice takes packed documents for, in words."""
+    """The lengths of packed documents that a choice assumes, in words."""
     if mean_document is None:
         return f"; documents of {MEAN_DOCUMENT} tokens on average, by default"
     return f"; documents {document_lengths(mean_document, '').label}"
@@ -391,7 +389,7 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
 
 
 def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:
-    """What is left of a GPU for attention, roughly; None: by this count nothing is."""
+    """Bytes of a GPU that are left for attention, roughly; None: nothing is left by this count."""
     shape = kind.shape
     if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
         return machine.memory_gib * GIB * (1 - _SPARE)
@@ -401,7 +399,7 @@ def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | N
 
 
 def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float]:
-    """GiB of the GPU that needs most, but for attention, as `planner.memory`.
+    """GiB of the GPU that needs most, without attention, as in `planner.memory`.
 
     Args:
         settings: With the sizes of the model and of the job.
@@ -457,7 +455,9 @@ def _model(settings: Settings, shape: Shape | LinearShape) -> Model:
 
 
 def layers_with_experts(frequency: int | Sequence[int] | None, layers: int) -> int:
-    """How many, by `--moe-layer-freq`: every so many-th from the first on, or as a list says."""
+    """Number of layers with experts, by `--moe-layer-freq`: every n-th from the first on, or as a
+    list says.
+    """
     if frequency is None or isinstance(frequency, int):
         return -(-layers // (frequency or 1))
     return sum(map(bool, frequency))
@@ -492,7 +492,7 @@ def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
-    """Those that Megatron's batches can have."""
+    """Layouts that Megatron's batches can have."""
     size, seq_length = settings.ranks, settings.tokens
     if settings.is_recurrent and size > 1:
         return ("zigzag",)

@@ -1,8 +1,8 @@
 """Splits a batch into the tokens of this rank, and remembers what it has split.
 
 A script may cut its batches by itself, or import the function that does it before it is replaced.
-Its model would train on tokens at wrong positions, and no shape tells. So what is cut here is
-marked, and a model takes nothing without the mark (`integration.inputs`).
+Its model would train on tokens at wrong positions, which no shape shows. So batches that are cut
+here are marked, and a model refuses tensors without the mark (`integration.inputs`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_cp_plugin.integration.settings import Settings
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _SPANS, _POSITIONS = "attention_spans", "attention_positions"
 _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
-# Which dimension of a tensor has the tokens, where it is not the second one.
+# Dimension of tokens of those tensors where it is not the second.
 _DIMS = {"attention_mask": 2, "decoder_input": 0}
 _ORDER = "position_ids of a whole batch must count up from 0, and may restart at 0"
 _SAME = "ranks of a context-parallel group need the same whole samples before the split"
@@ -41,7 +41,7 @@ class Cut:
 
     Attributes:
         mask: The batch's spans; None: it had none.
-        followed: Documents, and spans, that the layout followed; None: it follows none.
+        followed: Documents and spans that the layout followed; None: the layout follows none.
     """
 
     mask: DocumentMask | None = None
@@ -50,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a tensor is that was cut: which key of which batch; `version` of its contents."""
+    """The mark of a cut tensor: its batch and key, and the `version` of its contents."""
 
     key: str
     cut: Cut
@@ -61,9 +61,9 @@ class Batches:
     """Cuts the batches of one run.
 
     Attributes:
-        runtime: Has the run's layout.
-        spans: Those of the batch that came last; None: it had none.
-        checks: Of batches: whether each was whole, and the same on all ranks.
+        runtime: Runtime, with the run's layout.
+        spans: Spans of the last batch; None: it had none.
+        checks: Checks that each batch was whole, and the same on all ranks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -141,12 +141,13 @@ class Batches:
         return next(found, self.spans)
 
     def cut_of(self, key: str, tensor: Tensor) -> Cut | None:
-        """Returns which cutting a tensor comes from; None: from none, or it was changed since.
+        """Returns the cutting that a tensor comes from; None: it was not cut here, or has changed
+        since.
 
         Args:
-            key: What it should be, such as "tokens".
-            tensor: What `shard` gave, or a copy of what it gave last, which is found by comparing
-                elements (on a GPU the host waits).
+            key: The expected key, such as "tokens".
+            tensor: A tensor from `shard`, or a copy of one from its last call, which is found by
+                comparing elements (on a GPU the host waits).
         """
         mark = getattr(tensor, _MARK, None)
         if isinstance(mark, _Mark):
@@ -182,7 +183,7 @@ class Batches:
         if self.spans is not None and self.spans.positions is not None:
             position_ids = None  # in whatever order that mask has them
         if position_ids is not None and captured:
-            # The host does not see the batches of replays; the GPU ends the run.
+            # The host does not see the batches of replays, so the GPU ends the run.
             torch._assert_async(_count_up(position_ids), _ORDER)
             position_ids = None
         order = None if position_ids is None else _order_of(position_ids)
@@ -221,7 +222,7 @@ def _dim_of(key: str, tensor: Tensor) -> int:
 
 
 def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, list[int]]) -> str:
-    """What is wrong if two ranks hold other shapes and checksums."""
+    """The fault of two ranks with different shapes and checksums, in words."""
     different = [key for key in (*_OF_TOKENS, _SPANS) if theirs.get(key) != first.get(key)]
     return (
         f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: load "
@@ -253,7 +254,9 @@ def _mark(batch: Mapping[str, Tensor | None], cut: Cut) -> None:
 
 
 def _check_mask(mask: Tensor | None) -> None:
-    """Refuses masks that no attention here would look at; Megatron's own does, unfused."""
+    """Refuses masks that the plugin's attention would ignore; Megatron's own unfused attention uses
+    them.
+    """
     if mask is None or capturing(mask):
         return
     hidden = mask.bool()
@@ -268,7 +271,7 @@ def _check_mask(mask: Tensor | None) -> None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count."""
+    """Number of in-place changes of a tensor; None where torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -305,12 +308,12 @@ def _checksum(*tensors: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Whole numbers that tell elements apart."""
+    """Integers that differ wherever elements do."""
     return tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
 
 
 def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:
-    """Where documents begin, as the model will be told: those of padded lengths if there are."""
+    """Positions where documents begin, as the model will get them; of padded lengths if given."""
     padded = batch.get("cu_seqlens_padded")
     lengths = batch.get("cu_seqlens") if padded is None else padded
     if lengths is None:

@@ -2,16 +2,16 @@
 
 A model multiplies by the output layer first, and gives the logits, with the labels that belong to
 them, to a method of its own; multi-token prediction does so for each of its layers, and shifts the
-labels in between. So the output layer of a model that is given labels returns a `Head`, of which
-the logits will be made, and the method calls the layer a second time, with the labels, for the
-losses. It is a call of the layer, and not of a function, for those who shard parameters and hook on
-to calls. A model that is given no labels, or an output processor, computes all logits, as ever.
+labels in between. So the output layer of a model that is given labels returns a `Head`, from which
+logits can be made, and the method calls the layer a second time, with the labels, for the losses.
+It calls the layer and not a function, because wrappers that shard parameters hook calls of layers.
+A model that is given no labels, or an output processor, computes all logits, as ever.
 
 Programs around Megatron give a model no labels, divide its logits by a temperature, split them by
 tokens, and hand them to a function of their own that makes log-probabilities or entropies of them.
-With `install`, `ChunkedLogits` stands for the logits on this way, unless all the vocabulary is
-asked for. The functions at its end, of verl, slime, NeMo-RL and SkyRL, are replaced, and multiply
-by the output layer then. Everything else that somebody does with the logits is refused.
+With `install`, `ChunkedLogits` stands for the logits on this path, unless the whole vocabulary is
+asked for. The functions at the end of the path, of verl, slime, NeMo-RL and SkyRL, are replaced,
+and multiply by the output layer. Every other use of the logits is refused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import Name
 
-# What `ChunkedLogits` is described by, and split by, as a tensor is.
+# Attributes and functions of tensors that `ChunkedLogits` supports: shapes and splits.
 _DESCRIBED = ("shape", "device", "is_cuda", "ndim", "dim", "size")
 _SPLIT = ("transpose", "squeeze", "unsqueeze", "narrow")
 
 
 class LogitsTakenApartError(ContextParallelError, AttributeError):
-    """Somebody needs the logits themselves. (`hasattr` takes it for no.)"""
+    """The logits themselves are needed. (`hasattr` returns False on it.)"""
 
 
 @dataclass(eq=False)
@@ -48,8 +48,8 @@ class Head:
         layer: The layer, which returns losses and entropies if it is given labels.
         hidden: [S,B,H], with sequence parallelism this rank's part of S.
         given: [V,H], the weight if the layer was given one.
-        predicted: [S,B], ids of the largest logits, once there are losses of multi-token
-            prediction.
+        predicted: [S,B], ids of the largest logits, set once losses of multi-token prediction
+            exist.
     """
 
     layer: Any
@@ -120,7 +120,7 @@ class Head:
 
     @cached_property
     def _whole(self) -> Tensor:
-        """[S,B,H], which all tensor-parallel ranks have the same gradient of."""
+        """[S,B,H], whose gradient is the same on all tensor-parallel ranks."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         if not self.layer.sequence_parallel:
@@ -227,7 +227,7 @@ class ChunkedLogits:
         return found
 
     def sum(self) -> Tensor:
-        """The sum; programs add 0 times it to a loss that some ranks have no tokens for."""
+        """The sum; programs add 0 times the sum to a loss of ranks without tokens."""
         if self.shape[:-1].numel() != self._head.shape[0] * self._head.shape[1]:
             _refuse("the sum of some")
         if isinstance(self._temperature, Tensor):
@@ -277,7 +277,7 @@ def _check_layer(layer: Any) -> None:
 
 
 class _Loss:
-    """Takes the place of the output layer's product and of the loss of one model."""
+    """Replaces the output layer's product and the loss of one model."""
 
     def __init__(self, model: Any, layer: Any, chunk_tokens: int, for_programs: bool) -> None:
         self._model = model
@@ -294,7 +294,7 @@ class _Loss:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        # A caller's own output processor takes logits, whatever else it is given.
+        # A caller's own output processor needs logits.
         own = given.get("output_processor") is None
         self._has_labels = own and given.get("labels") is not None
         infers = given.get("inference_context") or given.get("inference_params")
@@ -308,7 +308,7 @@ class _Loss:
         labels: Tensor | None = None,
         **wanted: Any,
     ) -> tuple[Any, Any]:
-        """The output layer: its logits, what they will be made of, or what is made of them.
+        """The output layer's call: returns logits, a `Head`, or losses.
 
         Args:
             wanted: Beside labels, a temperature, and whether entropies are wanted, as
@@ -347,7 +347,7 @@ class _Loss:
 
 
 def _has_main_grad(weight: Tensor) -> bool:
-    """Whether Megatron's wrapper for data parallelism sums gradients of it in float32.
+    """Whether Megatron's data-parallel wrapper sums the parameter's gradients in float32.
 
     Megatron-FSDP, whose `main_grad` is there at times, takes them from the parameter itself.
     """
@@ -367,9 +367,9 @@ def acceptance_counts(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Takes the place of Megatron's `_compute_mtp_acceptance_counts`.
+    """Replaces Megatron's `_compute_mtp_acceptance_counts`.
 
-    Returns: how many tokens that count are predicted rightly, and how many there are: [], [].
+    Returns: number of counted tokens with a right prediction, and number of counted tokens: [], [].
     """
     if not isinstance(mtp_logits, Head):
         return original(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
@@ -388,7 +388,7 @@ def _refuse(what: str) -> Never:
 
 
 def serve_programs() -> list[compat.Replacement]:
-    """Replaces the functions of the programs that run here which take logits.
+    """Replaces functions that take logits, of the programs that run in this process.
 
     Raises:
         ContextParallelError: A program has no such function.

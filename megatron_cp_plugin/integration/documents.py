@@ -31,14 +31,15 @@ from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 
-# By which programs cut batches; the last one whole packs, which no algorithm takes from callers.
+# Layouts by which programs cut batches; the last one is for whole packs, which no algorithm takes
+# from callers.
 _OF_CALLERS = ("thd", "contiguous", "zigzag")
 
 RawSpans = tuple[tuple[object, ...], ...]
 
 
 class OneRank:
-    """Stands for a context-parallel group where there is nothing to split."""
+    """Stands for a context-parallel group if there is nothing to split."""
 
     def size(self) -> int:
         return 1
@@ -52,16 +53,18 @@ ALONE: Any = OneRank()
 
 @dataclass
 class DocumentMask(PackedSeqParams):
-    """What the plugin's attention makes of packed_seq_params.
+    """The mask that the plugin's attention derives from packed_seq_params.
 
     Attributes:
         seq_len: Tokens of the whole sequence.
         starts: As in `core.tiles.Mask.documents`.
-        padding: Ranges [start, stop) of tokens that end documents, and that others must not see.
-        spans: Which keys of their documents queries see, as in `megatron_cp_plugin.attention`;
-            None: the model's causal mask says it.
-        positions: Of all tokens [N], for rotary embeddings; None: by their order.
-        packed: Documents that the above do not have yet, as a model would be given them alone.
+        padding: Ranges [start, stop) of tokens at the end of documents that other tokens must not
+            see.
+        spans: The keys of their documents that queries see, as in `megatron_cp_plugin.attention`;
+            None: the model's causal mask applies.
+        positions: Positions of all tokens [N], for rotary embeddings; None: their order.
+        packed: Documents that are not in the fields above yet, as a model would get them without
+            spans.
         group: The context-parallel ranks of this micro-batch; None: those of the run.
     """
 
@@ -77,11 +80,11 @@ class DocumentMask(PackedSeqParams):
 
     @property
     def has_documents(self) -> bool:
-        """Whether it says where documents begin, not only which keys are seen."""
+        """Whether it has documents, not only spans."""
         return self.spans is None or self.seq_len > 0
 
     def given(self) -> PackedSeqParams | None:
-        """Returns what a model was given, for layers that cut by documents themselves."""
+        """Returns the model's own argument, for layers that cut by documents themselves."""
         if self.cu_seqlens_q is None:
             return None
         given = copy(self)  # with all that callers may have added to it
@@ -169,7 +172,7 @@ def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
 
 
 def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | None:
-    """Copies the boundaries to the host, which waits for the GPU once a micro-batch.
+    """Copies the boundaries of documents to the host, which waits for the GPU once a micro-batch.
 
     Raises:
         ContextParallelError: Queries and keys differ, documents are padded, or the group is not
@@ -212,7 +215,7 @@ def mask_of_cut(
 ) -> DocumentMask | None:
     """Like `document_mask` for a batch that the caller has cut, where documents may be padded.
 
-    All that the caller added to packed_seq_params is in the result too.
+    The result keeps everything that the caller added to packed_seq_params.
 
     Raises: ContextParallelError if it was cut otherwise, or its numbers contradict each other.
     """
@@ -246,7 +249,7 @@ def mask_of_cut(
             f"{int(longest)}: give lengths of whole documents, not of a rank's part"
         )
     for name, value in vars(packed).items():
-        # By these, layers and embeddings would cut angles, or refuse them.
+        # With these fields, layers and embeddings would cut angles, or refuse them.
         if name not in ("qkv_format", "cp_group", "local_cp_size"):
             setattr(mask, name, value)
     return mask
@@ -273,9 +276,9 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
 def mask_of_tokens(
     packed: DocumentMask | None, seq_len: int, *, causal: bool, window: int | None
 ) -> Mask:
-    """Returns which keys queries see that are no padding.
+    """Returns the mask of queries that are no padding.
 
-    Args: causal, window: where no spans say whom they see; None: all earlier ones.
+    Args: causal, window: the mask without spans; window None: all earlier keys.
     """
     if packed is None:
         return Mask(causal, window)
@@ -289,7 +292,7 @@ def mask_of_tokens(
 def _without_padding(
     starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
 ) -> Slices:
-    """The documents, causal, each without the padding at its end."""
+    """The causal mask of the documents, each without the padding at its end."""
     documents = _documents(starts, padding, seq_len)
     return Slices.of([(*each, *each, "causal") for each in documents], seq_len)
 
@@ -346,14 +349,14 @@ def _padding_is_seen(slices: Slices, padding: tuple[tuple[int, int], ...], seq_l
 
 @lru_cache(maxsize=16)  # every layer of multi-token prediction asks, for several tensors
 def _samples(slices: Slices, seq_len: int) -> tuple[int, ...]:
-    """Where tokens are that do not see the one before them.
+    """Positions of tokens that do not see the token before them.
 
     Raises:
         ContextParallelError: One of them sees others before it.
     """
     sees_before, earliest = np.zeros(seq_len, np.bool_), np.arange(seq_len)
     for q_start, q_stop, k_start, k_stop, kind in slices:
-        # Diagonals are parallel to that of each token and the one before it.
+        # Diagonals are parallel to the diagonal of each token and the token before it.
         later = kind in ("causal", "bi_causal") and k_stop - q_stop < -1
         sooner = kind in ("inverse_causal", "bi_causal") and q_start - k_start < 1
         if not later and not sooner:
@@ -382,14 +385,14 @@ def _samples(slices: Slices, seq_len: int) -> tuple[int, ...]:
 
 
 class PositionsOfPacks:
-    """Refuses position ids that show that their packs were cut otherwise than by the layout.
+    """Refuses position ids that show that a pack was cut in another layout.
 
-    They may count through a document or through the whole sequence. What they are for padding, or
-    if nothing is known by them, does not matter: some callers give the model any.
+    Position ids may count through a document or through the whole sequence. Ids of padding, and ids
+    that show nothing, are ignored: some callers pass arbitrary ones.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup) -> None:
-        """Args: layout: by which packs should be cut."""
+        """Args: layout: the layout of packs."""
         self._layout = layout
         self._group = group
         self._means_nothing = False
@@ -397,10 +400,10 @@ class PositionsOfPacks:
     def begin(
         self, position_ids: Tensor, mask: DocumentMask | None, seq_len: int
     ) -> Callable[[], str | None]:
-        """Begins to look at the position ids [b,S] of a pack; on a GPU the host does not wait.
+        """Begins to check the position ids [b,S] of a pack; on a GPU the host does not wait.
 
-        Returns: a function that waits, and says what is wrong if they are those of another layout,
-        or of another rank.
+        Returns: a function that waits, and returns the fault if the ids are from another layout or
+        another rank.
         """
         if self._means_nothing:
             return lambda: None
@@ -448,7 +451,8 @@ class PositionsOfPacks:
     ) -> bool:
         """Whether these are position ids of a rank in a layout.
 
-        Args: telling: not if they are all the same, as of documents of one token, or of no tokens.
+        Args: telling: false for ids that are all equal, as of documents of one token, or of no
+            tokens.
         """
         starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
         try:

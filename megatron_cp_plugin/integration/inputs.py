@@ -54,7 +54,7 @@ _REMEDY = (
 
 @dataclass
 class _Call:
-    """A forward pass of a model: what it is given by name, for which ranks, and who sees whom."""
+    """A forward pass of a model: its arguments by name, its ranks, and its mask."""
 
     model: Any
     given: dict[str, Any]
@@ -63,25 +63,23 @@ class _Call:
 
     @property
     def parts(self) -> int:
-        """Over how many ranks hidden states are scattered within a context-parallel rank."""
+        """Number of ranks over which hidden states are scattered within a context-parallel rank."""
         config = self.model.config
         return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @property
     def tokens(self) -> int | None:
-        """How many of each sequence this rank was given; None: another stage knows."""
+        """Number of tokens of each sequence on this rank; None: another stage knows."""
         hidden, ids = self.given.get("decoder_input"), self.given.get("input_ids")
         if isinstance(hidden, Tensor):
             return hidden.size(0) * self.parts
         if not getattr(self.model, "pre_process", True) or not isinstance(ids, Tensor):
-            return (
-                None  # some callers hand whole samples to later stages, which do not look at them
-            )
+            return None  # some callers pass whole samples to later stages, which ignore them
         return ids.size(-1)
 
     @property
     def local_tokens(self) -> int | None:
-        """How many this rank has, whatever else may be whole; None: nothing says it."""
+        """Number of tokens that this rank holds, even if arguments are whole; None: unknown."""
         given, mask = self.given, self.mask
         if not getattr(self.model, "pre_process", True):
             hidden = getattr(self.model.decoder, "input_tensor", None)
@@ -100,11 +98,11 @@ class _Call:
 
 
 class Inputs(ABC):
-    """Looks at what a model is given, and gives it packed_seq_params as a mask.
+    """Checks a model's arguments, and replaces packed_seq_params by a mask.
 
-    In its first call for training, and for evaluation, the context-parallel ranks compare notes,
-    so that all of them refuse what one of them does. Later a rank refuses by itself, but for what
-    is compared while the model runs: all ranks refuse that at the end of the forward pass.
+    In the first call of training, and of evaluation, the context-parallel ranks compare their
+    findings, so that all refuse what one refuses. Later a rank refuses by itself; differences that
+    are compared while the model runs are refused by all ranks at the end of the forward pass.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class Inputs(ABC):
         self._runtime = runtime
         self._group = group
         self._later = later
-        # Layers whose state goes on along the sequence, whatever spans say.
+        # Layers whose state runs along the sequence, regardless of spans.
         self._recurrent = any(is_gated_delta_net(m) or is_mamba(m) for m in model.modules())
         self._stages = _Stages(model)
         self._calls = CallChecks()
@@ -158,10 +156,10 @@ class Inputs(ABC):
         return self._group
 
     def _cut_whole(self, call: _Call) -> None:
-        """Keeps this rank's part of what may be whole beside a rank's tokens.
+        """Keeps this rank's part of arguments that may be whole although tokens are cut.
 
-        That is multimodal position ids [3,b,N], which Megatron's embedding of positions would cut,
-        and embeddings [N,b,H], into which images were inserted before the split.
+        These are multimodal position ids [3,b,N], which Megatron's position embedding would cut,
+        and embeddings [N,b,H] with images inserted before the split.
         """
         given, mask, group = call.given, call.mask, call.group
         ids, hidden, size = given.get("position_ids"), given.get("decoder_input"), group.size()
@@ -204,27 +202,26 @@ class Inputs(ABC):
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
 
-        Raises:
-            ContextParallelError: What was compared is not the same on all ranks.
-            CommunicationError: Another rank did not come to compare it.
+        Raises: ContextParallelError: A compared value differs between ranks. CommunicationError:
+            Another rank did not come to compare it.
         """
         self._later.finish()
 
     @abstractmethod
     def _mask_of(self, call: _Call) -> DocumentMask | None:
-        """Whom tokens see, by what a model is given."""
+        """The mask, from a model's arguments."""
 
     @abstractmethod
     def _check(self, call: _Call) -> None:
         """Raises: ContextParallelError if tokens do not belong to the mask."""
 
     def _held(self, call: _Call) -> object:
-        """What ranks should have in common, in plain types; None: batches were compared."""
+        """Values that should be equal on all ranks, in plain types; None: batches were compared."""
         return None
 
 
 class SplitInputs(Inputs):
-    """Of batches that the plugin has cut; others are refused."""
+    """Inputs from batches that the plugin has cut; others are refused."""
 
     def __init__(self, model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
         """Args: batches: what was cut; its runtime is told whom tokens see in what comes next."""
@@ -245,7 +242,7 @@ class SplitInputs(Inputs):
 
 
 class CutInputs(Inputs):
-    """Of batches that callers have cut, held against packed_seq_params.
+    """Inputs from batches that callers have cut, checked against packed_seq_params.
 
     In each later call the documents and the numbers of tokens are compared while the model runs.
     """
@@ -328,10 +325,10 @@ def _device(model: nn.Module) -> torch.device:
 
 
 class _Stages:
-    """Whether all stages of a pipeline hold the same documents, or spans, in a first call.
+    """Checks in a first call that all stages of a pipeline hold the same documents, or spans.
 
-    A later stage runs once the first one has, so that they cannot wait for each other: the first
-    leaves a note where the others look.
+    A later stage runs after the first one, so that they cannot wait for each other: the first stage
+    leaves its value in a store that the others read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -348,7 +345,7 @@ class _Stages:
         return self._group is not None and self._group.size() > 1
 
     def compare(self, mask: DocumentMask | None) -> None:
-        """Args: mask: What this stage sees by; what the first one does is compared with it."""
+        """Args: mask: The mask of this stage, compared with the first stage's."""
         training = torch.is_grad_enabled()
         if not self._is_split or training in self._compared:
             return
@@ -394,7 +391,7 @@ def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
 
 
 def _check_spans(call: _Call, config: ContextParallelConfig, *, carries: bool) -> None:
-    """Refuses spans where a layer would not see by them."""
+    """Refuses spans if a layer would ignore them."""
     mask = call.mask
     if mask is None or mask.spans is None:
         return
@@ -442,12 +439,14 @@ def _check_capture(call: _Call) -> None:
 
 
 def serves_inputs(model: nn.Module) -> bool:
-    """Whether a model's inputs are looked at here already."""
+    """Whether a model's inputs are checked here already."""
     return any(isinstance(hook, Inputs) for hook in model._forward_pre_hooks.values())
 
 
 def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
-    """The cutting that a model's tensors come from; None: there are none, as inside a pipeline."""
+    """The cutting that a model's tensors come from; None: it has no such tensors, as inside a
+    pipeline.
+    """
     config = batches.runtime.config
     found: list[Cut] = []
     tokens = 0
@@ -482,7 +481,7 @@ def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -
 
 
 def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str:
-    """What position ids [b, S] say of the tokens beside them, in brackets."""
+    """Which tokens position ids [b, S] belong to, in words and in brackets."""
     if not isinstance(position_ids, Tensor) or batches.runtime.follows_documents:
         return ""
     if is_multimodal(position_ids):

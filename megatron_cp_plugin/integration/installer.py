@@ -1,7 +1,7 @@
-"""Puts the plugin's functions in the place of Megatron's: for the launcher, and for `install`.
+"""Replaces Megatron's functions by the plugin's, for the launcher and for `install`.
 
-`contract` has the names. Megatron is held against it first, so that nothing here imports what a
-Megatron may lack before that.
+`contract` lists the names. Megatron is checked against it first, so that nothing is imported before
+that a version of Megatron may lack.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Installer(ABC):
     """Serves the models of one process, from `install` to `undo`.
 
     Attributes:
-        parts: What of the plugin the process needs.
+        parts: Parts of the plugin that the process needs.
         recomputes: Whether activation recomputation runs attention a second time.
     """
 
@@ -57,8 +57,7 @@ class Installer(ABC):
     def install(self, *, allow_untested: bool) -> None:
         """Replaces Megatron's functions; call before others import their names.
 
-        Raises:
-            ContextParallelError: It is such a version, or not as `contract` says.
+        Raises: ContextParallelError: This version is not supported, or differs from `contract`.
         """
         compat.check(*self.parts, allow_untested=allow_untested)
         self._replaced = compat.replace(self._hooks(), *self.parts)
@@ -72,7 +71,7 @@ class Installer(ABC):
         """Returns what is installed for so many context-parallel ranks."""
 
     def _hooks(self) -> dict[str, Callable[..., Any]]:
-        """What takes the place of which names of Megatron."""
+        """Replacements of Megatron's functions, by name."""
         from megatron_cp_plugin.integration.multi_token import process_mtp_loss
         from megatron_cp_plugin.integration.rope import set_cos_sin_cache
 
@@ -100,7 +99,7 @@ class Installer(ABC):
         self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
 
     def _serve(self, model: Any) -> None:
-        """Makes a model that was built take batches as they will come."""
+        """Prepares a built model for the batches that it will get."""
         from megatron_cp_plugin.integration.inputs import CutInputs
 
         assert self._runtime is not None
@@ -174,7 +173,7 @@ class LauncherInstaller(Installer):
         return validated
 
     def _activate(self, args: Any) -> ContextParallelConfig:
-        """Checks the plugin's settings against Megatron's, and says what they come to."""
+        """Checks the plugin's settings against Megatron's, and prints the result."""
         said: list[str] = []
         if self._flags.is_auto:
             from megatron_cp_plugin.integration import auto
@@ -259,7 +258,7 @@ class LauncherInstaller(Installer):
 
 
 def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
-    """Logs on the first rank what of a model's settings the plugin takes the place of.
+    """Logs on the first rank the settings of a model that the plugin replaces.
 
     Args: said: lines that were logged before.
 
@@ -284,7 +283,7 @@ def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args
 
 
 def skip_built_helpers() -> None:
-    """Keeps Megatron from compiling its dataset helpers where they are there already.
+    """Keeps Megatron from compiling its dataset helpers if they exist already.
 
     Megatron runs `make` at every start; the wheel has the compiled helpers and no Makefile.
     """
@@ -298,7 +297,7 @@ def _check_model_config(original: Callable[..., None], config: Any) -> None:
 
 
 def _write_args(config: ContextParallelConfig, args: Any) -> None:
-    """Puts settings where Megatron records them, and takes out what it would refuse or build."""
+    """Writes settings to Megatron's arguments, and removes those that it would refuse or act on."""
     _record(config, args)
     # The mask follows from the layout; Megatron would build one of N x N tokens.
     args.create_attention_mask_in_dataloader = False
@@ -321,7 +320,7 @@ def _record(config: ContextParallelConfig, args: Any) -> None:
 
 
 def _say(args: Any, *lines: str | None) -> None:
-    """Prints lines on the first rank; those that are None say nothing."""
+    """Prints lines on the first rank; None prints nothing."""
     if args.rank == 0:
         for line in filter(None, lines):
             print(f"megatron_cp_plugin: {line}", flush=True)
