@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolver
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-# What Transformer Engine calls them where documents are packed.
+# Transformer Engine's names of masks for packed documents.
 _CAUSAL_IF_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True}
 
 
@@ -62,10 +62,10 @@ class SplitByHeads(MegatronModule):
 
 
 class ContextParallelAttention(SplitByHeads):
-    """Takes the place of DotProductAttention or TEDotProductAttention in a layer spec.
+    """Replaces DotProductAttention or TEDotProductAttention in a layer spec.
 
-    Has the parameters of what it replaces, so checkpoints are the same with and without it: none,
-    but with `--softmax-type learnable` softmax_offset [h].
+    It has the parameters of the module that it replaces, so that checkpoints are the same with and
+    without it: none, or softmax_offset [h] with `--softmax-type learnable`.
     """
 
     softmax_offset: Tensor | None

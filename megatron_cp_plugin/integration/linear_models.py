@@ -163,7 +163,7 @@ class LinearSelfAttention(MegatronModule):
         return out, bias
 
     def _core(self, mixed: Tensor, documents: tuple[int, ...] = ()) -> Tensor:
-        """What is between the projections: [s,b,g*heads of parts*d] -> [s,b,h*d]."""
+        """The computation between the projections: [s,b,g*heads of parts*d] -> [s,b,h*d]."""
         mixed = mixed.unflatten(2, (self._groups, -1, self._head_dim))
         parts = (part.flatten(2, 3) for part in mixed.split(self._heads_of_parts, 3))
         return self._combine(*parts, documents=documents).flatten(2)
@@ -203,7 +203,7 @@ class LinearizedPositions(SplitByHeads):
     published model: theta = 10000 ** (-2 i / width) for channel i of the whole width.
 
     Attributes:
-        theta: [g,d] of this tensor-parallel rank: queries have that of their key.
+        theta: [g,d] of this tensor-parallel rank: queries have their key's.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:

@@ -37,11 +37,10 @@ def roll_tensor(
         args, kwargs: A tensor [..., S] of this rank's tokens, such as ids, labels or the loss mask;
             shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
 
-    Returns:
-        What the next token has, 0 for the last token of the sequence or of a sample; and the sum
-        of the result over all ranks, divided by their number. A loss mask, which is known by its
-        floating dtype, counts each token once for every rank: divided by its sum, the losses of a
-        rank are a part of the mean over the sequence, as Megatron averages gradients over the
+    Returns: The next token's values, 0 for the last token of the sequence or of a sample; and the
+        sum of the result over all ranks, divided by their number. A loss mask, which is known by
+        its floating dtype, counts each token once for every rank: divided by its sum, the losses of
+        a rank are a part of the mean over the sequence, as Megatron averages gradients over the
         ranks, and the sum is below one only if there is no token at all.
 
     Raises:
@@ -110,11 +109,11 @@ def process_mtp_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any)
 def _counting(
     loss_mask: Tensor | None, ids: Tensor, group: dist.ProcessGroup, packed: Any, derives: bool
 ) -> Tensor:
-    """How many tokens of all ranks count for the next token: float32 []."""
+    """Number of tokens of all ranks that count for the next token: float32 []."""
     from megatron.core.transformer import multi_token_prediction
 
     mask = torch.ones_like(ids, dtype=torch.float32) if loss_mask is None else loss_mask.float()
-    if derives:  # what the last token of a document predicts is not there
+    if derives:  # the last token of a document has nothing to predict
         return multi_token_prediction.roll_tensor(mask, cp_group=group, packed_seq_params=packed)[1]
     total = mask.sum()
     dist.all_reduce(total, group=group)
@@ -124,7 +123,7 @@ def _counting(
 def next_tokens(
     tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime, mask: DocumentMask | None
 ) -> tuple[Tensor, Tensor]:
-    """Gives each token [..., S] of a rank what the one after it in its sample has.
+    """Gives each token [..., S] of a rank the values of the next token in its sample.
 
     Args: mask: documents or spans; None: the sequence is one sample.
 
@@ -141,7 +140,7 @@ def next_tokens(
         dist.all_gather(parts, local, group=group)
     whole = unshard(parts, -1, runtime.config.layout.within(followed))
     following = functional.pad(whole[..., 1:], (0, 1))
-    if starts:  # a list of places goes to the GPU, for which the host waits
+    if starts:  # a list of places is copied to the GPU, and the host waits for it
         following[..., [start - 1 for start in starts]] = 0
     mine = runtime.positions(group, seq_len, whole.device, followed)
     return following[..., mine], following.sum()

@@ -28,11 +28,11 @@ from megatron_cp_plugin.kernels.linear import resolve_linear
 
 
 class RecurrentSequence:
-    """A micro-batch of this rank's tokens, as its recurrent layers go through it.
+    """This rank's tokens of a micro-batch, as its recurrent layers process them.
 
     Attributes:
         seq_len: Tokens of all ranks.
-        documents: Where documents begin, as of `core.linear.function.attend_linearly`.
+        documents: Positions where documents begin, as in `core.linear.function.attend_linearly`.
     """
 
     def __init__(self, runtime: Runtime, group: Any, tokens: int, packed: Any) -> None:
@@ -106,7 +106,7 @@ def is_mamba(module: Any) -> bool:
 
 
 def _check_layout(config: ContextParallelConfig, **asked: str) -> None:
-    """Raises: ConfigError if tokens are where states do not pass."""
+    """Raises: ConfigError for a layout in which states cannot pass."""
     check("recurrent layer", Settings(SimpleNamespace(**asked), config))
 
 

@@ -19,17 +19,17 @@ from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 
-# Training and evaluation have one length each; what comes in ever new lengths is not kept.
+# Training and evaluation have one length each; tables of ever new lengths are not kept.
 _TABLES = 4
 
 
 class LayoutRotaryEmbedding(nn.Module):
     """A rotary embedding of Megatron whose table is cut by the layout instead of zigzag.
 
-    What else callers ask it for, such as `get_freqs_non_repeated`, is that of Megatron's.
+    Other methods, such as `get_freqs_non_repeated`, are Megatron's.
 
     Attributes:
-        packed: Documents of the forward pass that runs; None: those of the runtime.
+        packed: Documents of the running forward pass; None: the runtime's.
     """
 
     packed: DocumentMask | None = None
@@ -48,7 +48,7 @@ class LayoutRotaryEmbedding(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Of Megatron's embedding; frameworks set their own."""
+        """inv_freq of Megatron's embedding; frameworks set their own."""
         return self.embedding.inv_freq
 
     @inv_freq.setter
@@ -137,7 +137,9 @@ def set_cos_sin_cache(
 
 
 def _takes_positions(embedding: Any) -> bool:
-    """Whether angles are made of position ids, as Megatron's and Bridge's for images are."""
+    """Whether angles are computed from position ids, as in Megatron's and Bridge's embeddings for
+    images.
+    """
     parameters = inspect.signature(embedding.forward).parameters
     return next(iter(parameters), "") == "position_ids" and hasattr(embedding, "cp_group")
 

@@ -43,8 +43,8 @@ class Runtime:
 
     Attributes:
         config: The run's configuration.
-        mask: Of the micro-batch whose forward runs; None: tokens see all earlier ones. Not for what
-            may be computed again in the backward.
+        mask: Mask of the micro-batch whose forward runs; None: tokens see all earlier ones. Not
+            valid in computations that the backward may repeat.
     """
 
     def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
@@ -69,8 +69,8 @@ class Runtime:
     ) -> None:
         """Makes all process groups that the run's algorithms need for a model.
 
-        All ranks of the job call it together, whatever algorithms their pipeline stages have.
-        Does nothing for a group that has been set up for such a model; one of other heads may need
+        All ranks of the job call it together, whatever algorithms their pipeline stages have. Does
+        nothing for a group that has been set up for such a model; a model with other heads may need
         further groups.
 
         Args:
@@ -111,7 +111,9 @@ class Runtime:
         return self._made(registry.create_linear, self.config.algo, group, options)
 
     def recurrent_algorithm(self, group: dist.ProcessGroup) -> StatePassing:
-        """Returns what passes the states of Megatron's own recurrent layers, as `algorithm`."""
+        """Returns the algorithm that passes the states of Megatron's own recurrent layers, as
+        `algorithm`.
+        """
         layout = self._layout if group.size() > 1 else Contiguous()
         return self._made(registry.create_linear, "lasp2", group, {"layout": layout.name})
 
@@ -130,13 +132,13 @@ class Runtime:
         return self._topologies.get(group) or topology_of(group)
 
     def serving(self, algo: str) -> Runtime:
-        """Returns the runtime of the layers that have one of the run's algorithms."""
+        """Returns the runtime for the layers with one of the run's algorithms."""
         if algo == self.config.algo:
             return self
         if algo not in self._by_algo:
             config = replace(self.config, algo=algo, options=self.config.options_of(algo))
             if registry.kind_of(algo) != registry.kind_of(self.config.algo):
-                # The kernel that was chosen computes attention of the other kind.
+                # The chosen kernel is for the other kind of attention.
                 config = replace(config, kernel="auto")
             self._by_algo[algo] = Runtime(config)
             self._by_algo[algo]._topologies = self._topologies
@@ -144,11 +146,11 @@ class Runtime:
 
     @property
     def has_groups(self) -> bool:
-        """Whether process groups were set up, among which micro-batches may choose."""
+        """Whether several process groups were set up, so that micro-batches may choose one."""
         return bool(self._making)
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Refuses ranks that were not set up, of which some would wait for others."""
+        """Refuses groups that were not set up, whose ranks would wait for each other."""
         if group.size() > 1 and self._making and group not in self._topologies:
             raise ContextParallelError(
                 f"packed_seq_params need a cp_group that was there when the model was built, got "
@@ -158,12 +160,12 @@ class Runtime:
 
     @property
     def is_cut_by_callers(self) -> bool:
-        """Whether whoever calls a model has cut its batches, not the plugin."""
+        """Whether the callers of a model cut its batches, not the plugin."""
         return self._callers or self._layout.name == PaddedDocuments.name
 
     @property
     def follows_documents(self) -> bool:
-        """Whether it depends on the documents which tokens a rank holds."""
+        """Whether the tokens that a rank holds depend on the documents."""
         return self._layout.follows_documents
 
     def positions(

@@ -1,4 +1,4 @@
-"""Megatron's settings, and what several of them mean together."""
+"""Megatron's settings, and the meaning of several settings together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Settings:
     checked at start-up, says where that may be.
 
     Attributes:
-        device: Where the run computes, if it was said.
+        device: The device of the run, if given.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Settings:
 
         Args:
             source: Megatron's arguments or model configuration.
-            config: The run's configuration, where something is asked about it.
+            config: The run's configuration, for properties that depend on it.
             device: Where the run computes.
         """
         self._source = source
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether all of them do."""
+        """Whether all layers compute linear attention."""
         return self.has_linear and not self.cp.has_softmax_layers
 
     @property
@@ -102,7 +102,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         by_flag = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
         return self.params_dtype or by_flag  # the first is not on the command line
 
@@ -126,7 +126,7 @@ class Settings:
     def captured_modules(self) -> list[str]:
         """The modules of each layer that are captured; none: the layers are captured whole."""
         modules = [getattr(module, "name", module) for module in self.cuda_graph_modules or ()]
-        if any(module.startswith("full") for module in modules):  # former names of whole layers
+        if any(module.startswith("full") for module in modules):  # former names for whole layers
             return []
         # This one captures the layers of a GPT whole, whichever of these are named.
         local = self.graphs == "local" and not self.hybrid_layer_pattern
@@ -197,21 +197,21 @@ class Settings:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """The head dim of q and k, and that of v; needs the size of the model."""
+        """The head dim of q and k, and the head dim of v; needs the size of the model."""
         if self.is_latent:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         head_dim = self.kv_channels or self.hidden_size // self.num_attention_heads
         return head_dim, head_dim
 
     def shape(self, tokens: int) -> Shape:
-        """What an attention layer of a tensor-parallel rank computes."""
+        """Shape of an attention layer of a tensor-parallel rank."""
         (heads, kv_heads), (head_dim, value_dim) = self.split_heads, self.head_dims
         kv_heads = heads if self.is_latent else kv_heads
         itemsizes = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
         return Shape(self.samples, tokens, heads, kv_heads, head_dim, *itemsizes, value_dim)
 
     def shape_of_latents(self, tokens: int) -> Shape:
-        """The same, as algorithms take it where ranks send latents in place of K and V."""
+        """The shape that algorithms take if ranks send latents in place of K and V."""
         whole = self.shape(tokens)
         sizes = self.kv_lora_rank, self.qk_pos_emb_head_dim, whole.head_dim, whole.value_dim
         return replace(whole, kv_heads=Wire(whole.heads, *sizes).kv_heads)

@@ -53,9 +53,9 @@ def build_model(
 ) -> Any:
     """Calls the constructor of GPTModel or HybridModel with the plugin's attention in the spec.
 
-    Returns: the model, whose position embeddings follow the layout. Its inputs are not looked at.
+    Returns: the model, whose position embeddings follow the layout. Its inputs are not checked.
 
-    Raises: ContextParallelError if the model asks for what the algorithms do not serve.
+    Raises: ContextParallelError if the model asks for something that the algorithms do not support.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
@@ -81,7 +81,8 @@ def build_model(
 
 
 def follow(model: Any, runtime: Runtime) -> None:
-    """Makes what is around attention, in a model that was built of such a spec, follow its layout.
+    """Makes the modules around attention follow the layout, in a model built from a spec of
+    `with_plugin`.
 
     Raises: ContextParallelError if position embeddings or projections are of another kind.
     """
@@ -150,7 +151,7 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
     layers = []
     for layer in spec.layer_specs:
         if layer.module.forward is not MultiTokenPredictionLayer.forward:
-            # That of mcore-bridge shifts angles by the order in which a rank has its tokens.
+            # mcore-bridge's class shifts angles by the order of a rank's tokens.
             raise ContextParallelError(
                 "multi-token prediction needs Megatron's own layers, which do not depend on "
                 "the order of a rank's tokens, got "
@@ -191,13 +192,13 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     module = getattr(attention, "module", attention)
     replacements = ColumnParallelLinearGathered.__module__  # Transformer Engine's is there too
     if module is IdentityOp or getattr(module, "__module__", None) == replacements:
-        return spec  # no token meets another one
+        return spec  # tokens do not interact there
     if isinstance(module, type) and is_gated_delta_net(module):
         ours = _recurrent(attention, runtime)
         return replace(spec, submodules=replace(layer, self_attention=ours))
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
-    # How those of others are cut only their programs know.
+    # Only a program knows how its own layers cut tokens.
     own = getattr(core, "__module__", "").startswith("megatron.core.")
     if _is_sparse(module, core) and (own or runtime.is_cut_by_callers):
         return spec
@@ -223,7 +224,7 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
 
 
 def use_attention(model: Any, runtime: Runtime) -> None:
-    """Gives layers that a program has built anew, from the spec it had, the plugin's attention.
+    """Gives the plugin's attention to layers that a program has built anew from its own spec.
 
     Raises:
         ContextParallelError: Their attention is not Megatron's plain self attention, or has sinks.
@@ -251,7 +252,7 @@ def use_attention(model: Any, runtime: Runtime) -> None:
 
 
 def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
-    """The kinds of layers of a HybridModel's stack, of which its pattern then takes some.
+    """The kinds of layers of a HybridModel's stack, from which its pattern chooses.
 
     Args: latent: whether layers with multi-latent attention and recurrent ones are served;
         otherwise they are left as they are, and the rules refuse a model that has some.
@@ -284,12 +285,12 @@ def _linear(attention: Any, runtime: Runtime) -> Any:
 
 
 def _is_sparse(*kinds: Any) -> bool:
-    """Whether a class is of sparse attention (DSA): Megatron's, or a program's own."""
+    """Whether a class computes sparse attention (DSA), Megatron's or a program's own."""
     return any(isinstance(kind, type) and kind.__name__.startswith("DSA") for kind in kinds)
 
 
 def _gathers_documents(module: Any) -> bool:
-    """Whether a class is of slime's layers that compute documents whole on all ranks.
+    """Whether a class is one of slime's layers, which compute whole documents on all ranks.
 
     Source: slime, slime_plugins/models/hf_attention.py, HuggingfaceAttention.forward; of chunks
     p and 2P-1-p of each document on rank p.
@@ -302,7 +303,7 @@ def _gathers_documents(module: Any) -> bool:
 def _give_documents(
     attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hands packed_seq_params as they were given to attention that splits documents itself."""
+    """Passes the original packed_seq_params to attention that splits documents itself."""
     packed = kwargs.get("packed_seq_params")
     if isinstance(packed, DocumentMask):
         kwargs = kwargs | {"packed_seq_params": packed.given()}
