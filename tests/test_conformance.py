@@ -50,7 +50,7 @@ def cases(size: int) -> Iterator[Case]:
         elif algo == "distflash":
             yield Case(algo)
             if size in (2, 5):
-                yield Case(algo, (("balanced", False), ("overlap", False)))
+                yield Case(algo, (("helpers", "none"), ("overlap", False)))
             if size in (2, 4):
                 yield Case(algo, (("last_step", "owner"), ("chunks", 2)))
         elif algo == "attention2d":

@@ -37,7 +37,6 @@ CALLERS = [
     Case("zigzag", (("layout", "thd"), ("route", "straight"))),
     Case("ring", (("layout", "thd"),)),
     Case("distflash", (("layout", "thd"),)),
-    Case("distflash", (("layout", "thd"), ("last_step", "owner"), ("balanced", False))),
     Case("allgather", (("layout", "thd"), ("chunks", 2))),
     Case("allgather", (("layout", "thd"), ("transport", "group"))),
     Case("attention2d", (("layout", "thd"), ("rows", 2))),

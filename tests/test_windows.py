@@ -23,7 +23,7 @@ BLOCK, BFLOAT16 = 6, torch.bfloat16
 EVEN = ("ulysses", "usp", "attention2d")
 CASES = [
     Case("distflash"),
-    Case("distflash", (("balanced", False),)),
+    Case("distflash", (("helpers", "none"),)),
     Case("distflash", (("helpers", "distance"),)),
     Case("distflash", (("helpers", "distance"), ("last_step", "owner"))),
     Case("ring", (("backward", "kv"),)),

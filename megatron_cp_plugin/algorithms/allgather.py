@@ -29,14 +29,8 @@ class KvAllGather(GridAlgorithm):
         """Options of allgather.
 
         Attributes:
-            gathered_mib: bound on the gathered K and V of a rank in MiB. More groups of heads are
-                made until it holds; if single heads are too large the call is refused.
-            chunks: number of groups of heads at least, if there are as many KV heads; 0: 4, or
-                fewer where that would be too little work for each; over peer memory half of that,
-                or 4 for fewer KV heads than query heads where there is much work.
-            gradients: dtype in which partial dK and dV travel; they are summed in float32.
-            transport: "peer" (by blocks, see PointToPoint), "group" (gathered, over the process
-                group), or "auto", see attention2d.
+            gathered_mib: bound on the gathered K and V of a rank in MiB. More than `chunks` groups
+                of heads are made until it holds; if single heads are too large the call is refused.
             layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag; or "thd", see
                 ring.
         """
@@ -54,7 +48,7 @@ class KvAllGather(GridAlgorithm):
         """
         groups, size = super().head_groups(shape, mask), self.topology.size
         # One group is computed with while the next one arrives, or is put in order.
-        blocks = 2 * size if self.kind(mask) is GatheredPlacement else self.slots(shape, size)
+        blocks = 2 * size if self.kind(mask) is GatheredPlacement else min(2, size - 1)
         tokens = max(self.layout.length(rank, size, shape.seq_len) for rank in range(size))
         row = (shape.head_dim + shape.value_dim) * shape.element_bytes
         head, count = blocks * shape.batch * tokens * row / 2**20, len(groups)

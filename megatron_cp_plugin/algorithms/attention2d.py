@@ -10,18 +10,12 @@ from functools import cached_property, lru_cache
 from itertools import batched, product
 from typing import Literal
 
-from megatron_cp_plugin.core.algorithm import (
-    Algorithm,
-    PointToPoint,
-    divisors,
-    number,
-)
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape, flop_of_rank, group_count, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
-from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
@@ -48,47 +42,33 @@ class Grid:
 
     def row(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's row, ascending."""
-        return self._lines[rank][0]
+        return tuple(sorted(self.ranks[self.places[rank][0]]))
 
     def column(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's column, ascending."""
-        return self._lines[rank][1]
+        column = self.places[rank][1]
+        return tuple(sorted(row[column] for row in self.ranks))
 
-    def crossing(self, query: int, key: int) -> int:
-        """The rank in the row of the queries' owner and the column of the keys' owner."""
-        (row, _), (_, column) = self._places[query], self._places[self.key_sources[key]]
-        return self.ranks[row][column]
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        return len(self.ranks), len(self.ranks[0])
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """By rank: the numbers of its row and its column."""
+        ranks = enumerate(self.ranks)
+        return {rank: (row, column) for row, some in ranks for column, rank in enumerate(some)}
 
     @cached_property
     def key_sources(self) -> dict[int, int]:
         """The rank that holds an owner's keys when columns gather keys, by owner."""
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
-    @cached_property
-    def numbers(self) -> dict[int, tuple[int, int]]:
-        """By rank: its index in its `row`, and in its `column`."""
-        lines = self._lines.items()
-        return {rank: (row.index(rank), column.index(rank)) for rank, (row, column) in lines}
-
-    @cached_property
-    def _lines(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The row and the column of each rank."""
-        rows = [tuple(sorted(row)) for row in self.ranks]
-        columns = [tuple(sorted(column)) for column in zip(*self.ranks, strict=True)]
-        return {rank: (rows[row], columns[column]) for rank, (row, column) in self._places.items()}
-
-    @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        ranks = enumerate(self.ranks)
-        return {rank: (row, column) for row, some in ranks for column, rank in enumerate(some)}
-
 
 @lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know their rows and columns
 def row_major(rows: int, cols: int, nodes: tuple[int, ...]) -> Grid:
-    """Rows of consecutive ranks, inside a node wherever its ranks are a multiple of `cols`.
-
-    Args: nodes: the node of each rank.
-    """
+    """Rows of consecutive ranks, of one of the `nodes` if that has a multiple of `cols` ranks."""
     place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
     return Grid(tuple(batched(order, cols)), tuple(range(rows * cols)))
@@ -112,16 +92,6 @@ def grid_shapes(size: int, rows: int, cols: int) -> list[tuple[int, int]]:
     return [(r, c) for r, c in shapes if rows in (0, r) and cols in (0, c)]
 
 
-def check_grid(name: str, size: int, rows: int, cols: int) -> None:
-    """Raises: ConfigError if no grid of `size` ranks has that many rows and columns."""
-    if not grid_shapes(size, rows, cols):
-        allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
-        raise ConfigError(
-            f"{name} needs rows * cols = context_parallel_size = {size}, got rows {rows} and cols "
-            f"{cols}: use one of {allowed}, or 0 to have it chosen"
-        )
-
-
 def cheapest(
     size: int, rows: int, cols: int, travel_bytes: tuple[int, int], transposes: int = 0
 ) -> tuple[int, int]:
@@ -131,13 +101,16 @@ def cheapest(
         travel_bytes: see Shape.
         transposes: further bytes of each token in a grid with several rows and columns.
     """
-    of_query, of_key = travel_bytes
-
-    def cost(shape: tuple[int, int]) -> tuple[int, int]:
-        r, c = shape
-        return (c - 1) * of_query + (r - 1) * of_key + (min(shape) > 1) * transposes, -r
-
-    return min(grid_shapes(size, rows, cols), key=cost)
+    costs = [
+        (
+            (c - 1) * travel_bytes[0] + (r - 1) * travel_bytes[1] + (min(r, c) > 1) * transposes,
+            -r,
+            c,
+        )
+        for r, c in grid_shapes(size, rows, cols)
+    ]
+    _, r, c = min(costs)
+    return -r, c
 
 
 @dataclass(frozen=True)
@@ -153,12 +126,9 @@ class GridPlacement(BlockPlacement):
     def key_source(self, owner: int) -> int:
         return self.grid.key_sources[owner]
 
-    def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        keys = map(self.grid.key_owners.__getitem__, self.grid.column(rank))
-        return self.grid.row(rank), tuple(keys)
-
     def pairs_of(self, rank: int) -> Iterator[tuple[int, int]]:
-        return product(*self.blocks_of(rank))
+        keys = map(self.grid.key_owners.__getitem__, self.grid.column(rank))
+        return product(self.grid.row(rank), keys)
 
 
 @dataclass(frozen=True)
@@ -169,7 +139,8 @@ class GatheredPlacement(GridPlacement):
     masked = False
 
     def place(self, query: int, key: int) -> Iterator[Place]:
-        yield Place(self.grid.crossing(query, key), 0)
+        places = self.grid.places
+        yield Place(self.grid.ranks[places[query][0]][places[self.key_source(key)][1]], 0)
 
 
 @dataclass(frozen=True)
@@ -181,12 +152,18 @@ class GridBlocksPlacement(GridPlacement):
     and dV leave. Every rank has one source and one target at a time.
     """
 
+    @property
+    def most_held(self) -> int:
+        """See BlockPlacement.most_held: a column's, until the last block of the row came."""
+        rows, cols = self.grid.shape
+        return rows + cols - 2 if min(rows, cols) > 1 else super().most_held
+
     def place(self, query: int, key: int) -> Iterator[Place]:
         """See BlockPlacement.place. Source: Attention2D, Algorithms 4 to 11."""
-        rank, numbers = self.grid.crossing(query, key), self.grid.numbers
-        rows, cols = len(self.grid.ranks), len(self.grid.ranks[0])
-        of_query = (numbers[query][0] - numbers[rank][0]) % cols
-        of_key = (numbers[self.key_source(key)][1] - numbers[rank][1]) % rows
+        places, (rows, cols) = self.grid.places, self.grid.shape
+        (row, of_query), (of_key, column) = places[query], places[self.key_source(key)]
+        rank = self.grid.ranks[row][column]
+        of_query, of_key = (of_query - column) % cols, (of_key - row) % rows
         if not of_query:
             yield Place(rank, of_key)
         elif self.backward and of_query == cols - 1:
@@ -208,24 +185,34 @@ class GridAlgorithm(PointToPoint):
     Attributes:
         rows, cols: R and C; 0: the number that moves fewer bytes.
         partials: dtype in which partial outputs travel.
-        transposed: columns need the keys of ranks outside the column.
     """
 
     rows = 0
     cols = 0
     partials: Wire = "model"
-    transposed = False
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
         """Options of grids.
 
-        Attributes: gradients: dtype in which partial gradients travel; summed in float32.
+        Attributes:
+            chunks: groups of heads, pipelined, at most as many as KV heads; 0: 4, or fewer where
+                that would be too little work for each; over peer memory with one row or column half
+                of that, or 4 for fewer KV heads than query heads where there is much work.
+            gradients: dtype in which partial gradients travel; they are summed in float32.
+            transport: "peer" (block by block, see PointToPoint), "group" (gathered over the process
+                group), or "auto": peer where that is possible, else group, but by messages from
+                rank to rank under windows, documents and spans, unless layout is thd.
         """
 
         gradients: Wire = "model"
 
     options: Options
+
+    @property
+    def _wide(self) -> tuple[bool, bool]:
+        """See BlockPlacement: wide_partials, wide_gradients."""
+        return self.partials == "float32", self.options.gradients == "float32"
 
     def kind(self, mask: Mask) -> type[GridPlacement]:
         """How blocks come together: gathered, or block by block where copy engines push them.
@@ -239,38 +226,23 @@ class GridAlgorithm(PointToPoint):
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C for a shape: as set, or the grid that moves the fewest bytes in both passes
-        together.
-        """
-        wide = self.partials == "float32", self.options.gradients == "float32"
-        transposes = self.transposed * 2 * shape.kv_width * shape.element_bytes
+        """R and C: as set, or those for which both passes together move the fewest bytes."""
+        transposes = isinstance(self.layout, Cyclic) * 2 * shape.kv_width * shape.element_bytes
         of_grid = self.topology.size, self.rows, self.cols
-        return cheapest(*of_grid, shape.travel_bytes(*wide), transposes)
-
-    def make_channels(self, shape: Shape) -> None:
-        super().make_channels(shape)
-        kind = self.kind(Mask(window=1))  # masks that hide rows may need other channels
-        if kind is not self.kind(Mask()):
-            blocks = self._placed(kind, shape, Mask(), "backward")
-            self.transport.make(plan_of(blocks, shape.seq_len, Mask(), "backward"), gathers=False)
+        return cheapest(*of_grid, shape.travel_bytes(*self._wide), transposes)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
-        return self._placed(self.kind(mask), shape, mask, phase)
-
-    def _placed(
-        self, kind: type[GridPlacement], shape: Shape, mask: Mask, phase: Phase
-    ) -> GridPlacement:
         rows, cols = self.grid_shape(shape)
-        if self.transposed:
+        if isinstance(self.layout, Cyclic):
             grid = column_major(rows, cols)
         else:  # the nodes are known by a collective operation the first time
             nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes
             grid = row_major(rows, cols, nodes)
-        of_all = self.layout, self.topology.size, self.head_groups(shape, mask)
-        wide = self.partials == "float32", self.options.gradients == "float32"
+        of_all = self.layout, self.topology.size, self.head_groups(shape, mask), *self._wide
+        kind = self.kind(mask)
         # What is gathered is so in both passes, of which one plan is derived then.
         backward = phase == "backward" and kind is not GatheredPlacement
-        return kind(*of_all, *wide, grid=grid, backward=backward)
+        return kind(*of_all, grid=grid, backward=backward)
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         size, chunks = self.topology.size, self.options.chunks
@@ -288,11 +260,6 @@ class GridAlgorithm(PointToPoint):
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = gathered and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)
-
-    def slots(self, shape: Shape, size: int) -> int:
-        """See Algorithm.slots: a column's blocks are held until the last one of the row came."""
-        rows, cols = self.grid_shape(shape)
-        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
 
 @register("attention2d")
@@ -325,20 +292,12 @@ class Attention2D(GridAlgorithm):
         Attributes:
             variant: "zigzag" is Megatron's own layout, without transposes; "no" the paper's with
                 collective operations, exactly so with chunks=1; "overlap" the paper's with rings
-                in their place. The paper's need the cyclic layout.
+                in their place. The paper's need the cyclic layout, and have no transport "peer";
+                "overlap" has no chunks.
             rows, cols: R and C; 0: chosen so that forward and backward together move the fewest
                 bytes. Rows lie inside a node where they can ("zigzag" only).
             partials: dtype in which partial outputs travel: "model", that of q, in which kernels
                 give them, or "float32".
-            gradients: dtype in which partial gradients travel; they are summed in float32.
-            chunks: at most so many groups of heads, pipelined; 0: 4, or fewer where that would be
-                too little work for each; over peer memory with one row or column half of that, or 4
-                for fewer KV heads than query heads where there is much work.
-                "overlap" has none.
-            transport: "peer" (block by block, "zigzag" only; see PointToPoint), "group" (gathered
-                over the process group), or "auto": peer where that is possible, else group, but by
-                messages from rank to rank under windows, documents and spans, unless layout is
-                thd.
             layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 
@@ -352,9 +311,7 @@ class Attention2D(GridAlgorithm):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        check_grid(self.name, topology.size, options.rows, options.cols)
         self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
-        self.transposed = options.variant != "zigzag"
 
     def kind(self, mask: Mask) -> type[GridPlacement]:
         """See GridAlgorithm.kind; the paper's variants say it themselves."""
@@ -373,18 +330,23 @@ class Attention2D(GridAlgorithm):
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
         assert isinstance(options, cls.Options)
-        check_grid(cls.name, size, options.rows, options.cols)
-        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
-        for wrong, what, advice in (
-            (options.layout != "auto", f"with layout {options.layout}", "leave one of the two out"),
-            (options.transport == "peer", "transport peer", "use transport auto"),
-        ):
-            if wrong and options.variant != "zigzag":
-                raise ConfigError(
-                    f"attention2d {what} needs variant zigzag, got {options.variant}: {advice}"
-                )
-        if options.chunks > 1 and options.variant == "overlap":
+        if not grid_shapes(size, options.rows, options.cols):
+            allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
             raise ConfigError(
-                f"attention2d with variant overlap takes no chunks, got {options.chunks}: leave "
-                "the option out, or use variant zigzag or no"
+                f"attention2d needs rows * cols = context_parallel_size = {size}, got rows "
+                f"{options.rows} and cols {options.cols}: use one of {allowed}, or 0 to have it "
+                "chosen"
             )
+        variant, layout, chunks = options.variant, options.layout, options.chunks
+        needs = f"needs variant zigzag, got {variant}"
+        for wrong, message in (
+            (layout != "auto", f"with layout {layout} {needs}: leave one of the two out"),
+            (options.transport == "peer", f"transport peer {needs}: use transport auto"),
+            (
+                variant == "overlap" and chunks > 1,
+                f"with variant overlap takes no chunks, got {chunks}: leave the option out, or use "
+                "variant zigzag or no",
+            ),
+        ):
+            if wrong and variant != "zigzag":
+                raise ConfigError(f"attention2d {message}")

@@ -8,19 +8,19 @@ from dataclasses import field, fields, make_dataclass
 
 from megatron_cp_plugin.algorithms.attention2d import Attention2D
 from megatron_cp_plugin.algorithms.distflash import DistFlash
-from megatron_cp_plugin.algorithms.ring import BurstRing
+from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.registry import register
 
 _SETTINGS: dict[str, tuple[type[Algorithm], dict[str, object]]] = {
     # BurstAttention, Algorithms 1 to 4.
-    "burst": (BurstRing, {"backward": "query", "gradients": "model", "keep": "local", "chunks": 1}),
+    "burst": (Ring, {"backward": "query", "gradients": "model", "keep": "local", "chunks": 1}),
     # Attention2D, Algorithms 1 to 3 and 4 to 11.
     "attention2d-no": (Attention2D, {"variant": "no", "chunks": 1}),
     "attention2d-o": (Attention2D, {"variant": "overlap"}),
     # DISTFLASHATTN, Algorithm 2; and section 3.2, before its balance.
     "distflash-paper": (DistFlash, {"last_step": "owner", "helpers": "distance"}),
-    "distflash-unbalanced": (DistFlash, {"balanced": False}),
+    "distflash-unbalanced": (DistFlash, {"helpers": "none"}),
 }
 
 

@@ -1,12 +1,10 @@
 """Ring attention: blocks travel around a ring, and each rank computes the pairs it can see.
 
-Routes say where the ranks meet each other's blocks, and which way these take.
-
 B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
@@ -14,15 +12,14 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_cp_plugin.core.algorithm import PointToPoint
+from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
 from megatron_cp_plugin.core.blocks.rows import row_count
 from megatron_cp_plugin.core.blocks.visible_rows import rows_met, sees_all
 from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.layout import Contiguous, Layout
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
@@ -112,9 +109,8 @@ class DoubleRingPlacement(RingPlacement):
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """Of each rank the number of its node, and its place in there."""
-        places = {node: count() for node in self.nodes}
-        numbers = {node: number for number, node in enumerate(places)}
-        return tuple((numbers[node], next(places[node])) for node in self.nodes)
+        places = {node: (number, count()) for number, node in enumerate(dict.fromkeys(self.nodes))}
+        return tuple((places[node][0], next(places[node][1])) for node in self.nodes)
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
@@ -132,11 +128,10 @@ def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
         for other in others:
             rows[owner, (other - owner) % size] = row_count(met[owner][other])
     rows[:, 0] = 0
-    if not rows.any():
-        return False
+    hops = rows.any(0).nonzero()[0]
     sources = (distance[:, None] - distance) % size  # of each rank's blocks, by distance
     exchanges = ((rows > 0) | (rows[sources, distance] > 0)).sum(1).max()
-    if 2 * exchanges > rows.any(0).nonzero()[0].max():
+    if not len(hops) or 2 * exchanges > hops.max():
         return False
     # A ring passes on at least what any of the ranks behind needs.
     passed = np.maximum.accumulate(rows[:, :0:-1], 1)[:, ::-1]
@@ -147,19 +142,29 @@ def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
 
 
 def ring_placement(
+    algorithm: Algorithm,
     layout: Layout,
-    nodes: Sequence[int],
     groups: tuple[HeadGroup, ...],
     shape: Shape,
     mask: Mask,
     phase: Phase,
     rules: "Ring.Options",
+    members: int = 1,
 ) -> RingPlacement:
-    """A ring of ranks, or of teams. Args: nodes: of each; groups: of heads."""
-    size, e, backward, route = len(nodes), shape.element_bytes, rules.backward, rules.route
+    """A ring of ranks, or of teams. The first time a collective operation with route double.
+
+    Args:
+        algorithm: whose ranks they are.
+        groups: of heads.
+        members: consecutive ranks that are a team.
+
+    Raises: ConfigError if nodes have unequally many ranks, and the route does not serve that.
+    """
+    topology, e = algorithm.topology, shape.element_bytes
+    size = topology.size // members
+    backward, route = rules.backward, rules.route
     if route == "auto":
-        straight = goes_straight(layout, size, shape.seq_len, mask)
-        route = "straight" if straight else "ring"
+        route = "straight" if goes_straight(layout, size, shape.seq_len, mask) else "ring"
     passed_on = size > 2 and route != "straight"  # else gradients are no sums
     wide = passed_on and rules.gradients == "float32"
     if backward == "auto":
@@ -178,45 +183,29 @@ def ring_placement(
     )
     of_all = layout, size, groups, False, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"
-    if route == "double":
-        return DoubleRingPlacement(*of_pass, tuple(nodes))
-    return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)
-
-
-def nodes_for(name: str, topology: Topology, route: Route, teams_of: int = 1) -> Sequence[int]:
-    """The nodes of a ring's ranks; a collective operation the first time if the route needs them.
-
-    Args: teams_of: so many ranks of the topology are a team, and the ring is of each team's ranks
-        that have the same place in it.
-
-    Raises: ConfigError if nodes have unequally many ranks, and the route does not serve that.
-    """
     if route != "double":
-        return (0,) * (topology.size // teams_of)
-    nodes = topology.nodes[topology.rank % teams_of :: teams_of]
-    ranks = Counter(nodes)
-    if len(set(ranks.values())) > 1:
+        return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)
+    nodes = topology.nodes[topology.rank % members :: members]
+    if len(set(ranks := Counter(nodes).values())) > 1:
         raise ConfigError(
-            f"{name} route double needs as many ranks on one node as on another, got "
-            f"{', '.join(map(str, ranks.values()))}: use route ring"
+            f"{algorithm.name} route double needs as many ranks on one node as on another, got "
+            f"{', '.join(map(str, ranks))}: use route ring"
         )
-    return nodes
+    return DoubleRingPlacement(*of_pass, tuple(nodes))
 
 
+@register("ring")
 class Ring(PointToPoint):
-    """BurstAttention: GAO forward (Algorithm 1), either rule of backward, double-buffered.
+    """BurstAttention on contiguous chunks: no permutation, but unequal causal work.
 
     The next block arrives while a rank computes with the present one; it never holds more than two.
     Where every rank sees every block, a forward is P-1 hops of K, V; a backward P-1 hops of K, V,
     dK, dV (rule "kv") or of Q, dO, dQ, delta, lse (rule "query"). Memory: docs/algorithms.md.
 
-    Source: BurstAttention, Algorithms 1, 2 and 3. Differs: out and all gradients are summed in
-    float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel
+    Source: BurstAttention, Algorithms 1 (GAO), 2 and 3. Differs: out and all gradients are summed
+    in float32; blocks that are wholly in the causal future are not sent on; dQ travels on a channel
     of its own; a KV-rotating backward where that moves fewer bytes.
     """
-
-    name = "ring"
-    layout: Layout = Contiguous()
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
@@ -230,44 +219,25 @@ class Ring(PointToPoint):
                 which saves a hop of K and V.
             gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
                 dtype of q. Gradients that are no sums, as between two ranks, travel in that of q.
+            layout: "contiguous", or "thd": zigzag inside each document, all of lengths that are
+                multiples of 2P (`core.document_layout.PaddedDocuments`).
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
                 needs the block, and its gradients straight back; "double", once to each other node
-                and from rank to rank inside nodes; "auto", straight where a mask leaves so few
-                pairs of blocks that a rank then has at most half of the ring's exchanges and no
-                more bytes (`goes_straight`), else ring.
+                and from rank to rank inside nodes; "auto", straight where a mask leaves few pairs
+                of blocks, see `goes_straight`, else ring.
         """
 
         backward: BackwardRule = "auto"
         keep: Literal["auto", "local"] = "auto"
         gradients: Literal["float32", "model"] = "float32"
+        layout: Literal["contiguous", "thd"] = "contiguous"
         route: Route = "auto"
 
     options: Options
 
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self._nodes = nodes_for(self.name, topology, options.route)
-
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> RingPlacement:
-        of_ring = self.layout, self._nodes, self.head_groups(shape, mask)
-        return ring_placement(*of_ring, shape, mask, phase, self.options)
-
-
-@register("ring")
-class BurstRing(Ring):
-    """BurstAttention's ring on contiguous chunks: no permutation, but unequal causal work."""
-
-    @dataclass(frozen=True)
-    class Options(Ring.Options):
-        """Options of ring.
-
-        Attributes: layout: "contiguous", or "thd": zigzag inside each document, all of lengths
-            that are multiples of 2P (`core.document_layout.PaddedDocuments`).
-        """
-
-        layout: Literal["contiguous", "thd"] = "contiguous"
-
-    options: Options
+        groups = self.head_groups(shape, mask)
+        return ring_placement(self, self.layout, groups, shape, mask, phase, self.options)
 
 
 @register("zigzag")
@@ -283,6 +253,6 @@ class ZigzagRing(Ring):
             "contiguous".
         """
 
-        layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"
+        layout: Literal["zigzag", "documents", "thd", "contiguous"] = "zigzag"  # type: ignore[assignment]
 
     options: Options

@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, P ranks, U ranks
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_cp_plugin.algorithms.ring import Ring, nodes_for, ring_placement
+from megatron_cp_plugin.algorithms.ring import Ring, ring_placement
 from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
 from megatron_cp_plugin.core.call import (
     HeadGroup,
@@ -40,8 +40,6 @@ class Ulysses(Algorithm):
     HDe + 2VDe + Hw more in the backward. Memory: docs/algorithms.md.
 
     Source: DeepSpeed-Ulysses. Differs: pipelined by groups of heads; any number of heads.
-
-    Attributes: rules: of the ring between teams, if there are several.
     """
 
     @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Ulysses(Algorithm):
 
     options: Options
     windows = True
-    rules = Ring.Options(keep="local")
+    rules = Ring.Options(keep="local")  # of the ring between teams
 
     def degree(self, kv_heads: int) -> int:
         """U, for a number of KV heads."""
@@ -88,8 +86,8 @@ class Ulysses(Algorithm):
         self, layout: Grouped, groups: tuple[HeadGroup, ...], shape: Shape, mask: Mask, phase: Phase
     ) -> BlockPlacement:
         """The teams, as if each were one rank. Args: shape: of a group of heads."""
-        nodes = nodes_for(self.name, self.topology, self.rules.route, layout.members)
-        return ring_placement(layout, nodes, groups, shape, mask, phase, self.rules)
+        of_call = shape, mask, phase, self.rules, layout.members
+        return ring_placement(self, layout, groups, *of_call)
 
     def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""

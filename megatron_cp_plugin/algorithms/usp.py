@@ -5,7 +5,7 @@ from math import gcd
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.attention2d import GridBlocksPlacement, cheapest, row_major
-from megatron_cp_plugin.algorithms.ring import BackwardRule, Route
+from megatron_cp_plugin.algorithms.ring import BackwardRule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape
@@ -68,11 +68,8 @@ class Usp(Ulysses):
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        # A grid sends straight, too.
-        route: Route = "straight" if options.route == "grid" else options.route
-        self.rules = replace(
-            self.rules, backward=options.backward, gradients=options.gradients, route=route
-        )
+        given = {name: getattr(options, name) for name in ("backward", "gradients", "route")}
+        self.rules = replace(self.rules, **given)  # not used where teams are a grid
 
     def degree(self, kv_heads: int) -> int:
         return self.options.ulysses or gcd(self.topology.size, kv_heads)
@@ -84,16 +81,10 @@ class Usp(Ulysses):
         if self.options.route != "grid":
             return super().between_teams(layout, groups, shape, mask, phase)
         rows, cols = self.grid_shape(shape, layout.members)
-        nodes = (
-            self.topology.nodes[:: layout.members] if min(rows, cols) > 1 else (0,) * rows * cols
-        )
+        several = 1 not in (rows, cols)
+        nodes = self.topology.nodes[:: layout.members] if several else (0,) * rows * cols
         grid, backward = row_major(rows, cols, nodes), phase == "backward"
         return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
-
-    def slots(self, shape: Shape, size: int) -> int:
-        by_grid = self.options.route == "grid"
-        rows, cols = self.grid_shape(shape, self.degree(shape.kv_heads)) if by_grid else (1, 1)
-        return rows + cols - 2 if min(rows, cols) > 1 else super().slots(shape, size)
 
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
         """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
@@ -105,7 +96,6 @@ class Usp(Ulysses):
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
         assert isinstance(options, cls.Options)
-        super().check(options, size=size, heads=heads, kv_heads=kv_heads, causal=causal)
         if options.rows and options.route != "grid":
             raise ConfigError(
                 f"usp takes rows with route grid, got rows {options.rows} with route "

@@ -35,6 +35,8 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 
+_PACKAGE = __name__.partition(".")[0]  # placements of other packages are checked
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -121,11 +123,9 @@ class Algorithm(Registered):
 
     Attributes:
         windows: whether it supports masks with a window, documents or spans.
-        overlap: messages travel during computations.
     """
 
     windows: bool = False
-    overlap: bool = True
 
     def __init__(self, topology: Topology, options: Registered.Options) -> None:
         super().__init__(topology, options)
@@ -224,11 +224,13 @@ class Algorithm(Registered):
         Args: shape: its heads, head dims and dtypes are the same in all calls; every rank has
             equally many tokens.
         """
-        placement = self.placement(shape, Mask(), "backward")
-        teams = team_channels(placement, self.topology)
-        steps = self._steps(placement, shape, Mask(), "backward")
-        gathers = bool(teams) and isinstance(placement, BlockPlacement)
-        self._transport(placement).make(steps, gathers=gathers)
+        # Masks that hide rows may need other channels.
+        for mask in (Mask(), Mask(window=shape.seq_len))[: 1 + self.windows]:
+            placement = self.placement(shape, mask, "backward")
+            teams = team_channels(placement, self.topology)
+            steps = self._steps(placement, shape, mask, "backward")
+            gathers = bool(teams) and isinstance(placement, BlockPlacement)
+            self._transport(placement).make(steps, gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
         """Makes the executor of a rank's part in one pass of a call."""
@@ -237,16 +239,8 @@ class Algorithm(Registered):
         rectangular = call.kernel.rectangular_causal
         steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
         transport = self._transport(placement)
-        slots = self.slots(shape, transport.topology.size)
-        of_call = call, self.topology, transport, slots, self.overlap
-        return executor_of(placement, steps, *of_call)
-
-    def slots(self, shape: Shape, size: int) -> int:
-        """How many blocks of others a rank holds at most, over peer memory.
-
-        Args: size: number of ranks that exchange blocks step by step.
-        """
-        return min(2, size - 1)
+        overlap: bool = getattr(self.options, "overlap", True)
+        return executor_of(placement, steps, call, self.topology, transport, overlap)
 
     def _transport(self, placement: Placement) -> Transport:
         """How blocks go from rank to rank; a collective operation the first time."""
@@ -319,8 +313,13 @@ class Algorithm(Registered):
         rectangular: bool,
         rank: int | None,
     ) -> Plan:
-        """The plan of a placement that serves all calls. Args: as of `plan_of`."""
-        setting, steps = (mask, phase, rectangular), not placement.assembled
+        """The plan of a placement that serves all calls. Args: as of `plan_of`.
+
+        Placements of other packages are checked; this package's tests check its own.
+        """
+        setting = mask, phase, rectangular
+        foreign = not type(placement).__module__.startswith(f"{_PACKAGE}.")
+        steps = foreign and not placement.assembled
         if steps and phase not in self._checked:
             # The first plan is checked for all ranks, so that all ranks refuse a plan that is wrong
             # on one.

@@ -117,6 +117,11 @@ class BlockPlacement(ABC):
         """Steps that messages between node segments may take."""
         return 1
 
+    @property
+    def most_held(self) -> int:
+        """How many blocks of others a rank holds at most, over peer memory."""
+        return min(2, self.size - 1)
+
     def key_source(self, owner: int) -> int:
         """The rank from which others get a block of keys; a different one for each block.
 

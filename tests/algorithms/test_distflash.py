@@ -75,7 +75,7 @@ def test_idle_fraction_is_that_of_the_paper(size: int) -> None:
     plan = balanced(size)
     assert plan.steps == size // 2 + 1
     assert idle_fraction(plan) == (0 if size % 2 else Fraction(1, 2 * size))
-    ring = plan_of(size, balanced=False, last_step="owner")
+    ring = plan_of(size, helpers="none", last_step="owner")
     assert ring.steps == size
     assert idle_fraction(ring) == Fraction(size**2 - size, 2 * size**2)
 
@@ -100,9 +100,9 @@ def has_helpers(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("size", range(2, 10))
-@pytest.mark.parametrize("with_helpers", [True, False])
-def test_full_attention_is_the_plain_ring(size: int, with_helpers: bool) -> None:
-    plan = plan_of(size, Mask(causal=False), balanced=with_helpers, last_step="owner")
+@pytest.mark.parametrize("helpers", ["distance", "none"])
+def test_full_attention_is_the_plain_ring(size: int, helpers: str) -> None:
+    plan = plan_of(size, Mask(causal=False), helpers=helpers, last_step="owner")
     assert plan.steps == size
     assert idle_fraction(plan) == 0
     assert not has_helpers(plan)

@@ -21,7 +21,7 @@ PUBLISHED = {
     "attention2d-no": ("attention2d", {"variant": "no", "chunks": "1"}),
     "attention2d-o": ("attention2d", {"variant": "overlap"}),
     "distflash-paper": ("distflash", {"last_step": "owner", "helpers": "distance"}),
-    "distflash-unbalanced": ("distflash", {"balanced": "false"}),
+    "distflash-unbalanced": ("distflash", {"helpers": "none"}),
 }
 
 

@@ -206,8 +206,9 @@ def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
 
 def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualTopology, "nodes", property(lambda self: (0, 0, 0, 1)))
+    algorithm = create("zigzag", VirtualWorld(4).topology(0), {"route": "double"})
     with pytest.raises(ConfigError, match=r"zigzag route double needs as many .* got 3, 1: use"):
-        create("zigzag", VirtualWorld(4).topology(0), {"route": "double"})
+        algorithm.plan(Shape(1, 32, 4, 2, 8), Mask())
 
 
 def test_any_numbering_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_blocks_of_several_ranks_do_not_come_by_copy_engines(mask: Mask) -> None
     [
         ({}, True),
         ({"last_step": "owner"}, True),
-        ({"balanced": "false"}, False),
+        ({"helpers": "none"}, False),
         ({"helpers": "distance"}, False),
         ({"layout": "thd"}, False),
         ({"transport": "peer"}, False),

@@ -47,9 +47,9 @@ def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield "ring", {"backward": rule}
         yield "zigzag", {"backward": rule, "chunks": 2}
         yield "zigzag", {"backward": rule, "layout": "documents"}
-    for helped in (True, False):
+    for helpers in ("work", "none"):
         for last_step in ("owner", "shared"):
-            yield "distflash", {"balanced": helped, "last_step": last_step, "chunks": 2}
+            yield "distflash", {"helpers": helpers, "last_step": last_step, "chunks": 2}
     yield "distflash", {"helpers": "distance"}
     yield "allgather", {"chunks": 3}
     for rows in range(1, size + 1):

@@ -1,6 +1,7 @@
 """Plans are those that were made before there was one derivation of them: equal move for move.
 
-`plans_of_before.json` has a digest of each of the `cases`, by size, written at commit 19689a0 by
+`plans_of_before.json` has a digest of each of the `cases`, by size, written at commit 19689a0
+(those of distflash with layout thd later) by
 
     python -m tests.core.test_plans_of_before
 
@@ -70,10 +71,10 @@ def _variants(size: int) -> Iterator[tuple[str, Options]]:
             yield "zigzag", {"backward": rule, "layout": layout, "keep": "local"}
     yield "ring", {"layout": "thd"}
     yield "ring", {"keep": "local", "world": "peer"}
-    for balanced in (True, False):
+    for helpers in ("distance", "none"):
         for last_step in ("owner", "shared"):
-            yield "distflash", {"balanced": balanced, "last_step": last_step, "chunks": 2}
-        yield "distflash", {"balanced": balanced, "layout": "thd"}
+            yield "distflash", {"helpers": helpers, "last_step": last_step, "chunks": 2}
+        yield "distflash", {"helpers": helpers, "layout": "thd"}
     yield "distflash", {"world": "peer", "heads": (4, 4)}
     for world in ("", "peer"):
         yield "allgather", {"world": world}

@@ -163,7 +163,7 @@ CASES = [
     (Case("ring", (RING, ("backward", "kv"))), 5, ring),
     (Case("distflash", (DISTANCE,)), 3, helped),
     (Case("distflash", (DISTANCE,)), 5, helped),
-    (Case("distflash", (("balanced", False), ("last_step", "owner"))), 5, straight),
+    (Case("distflash", (("helpers", "none"), ("last_step", "owner"))), 5, straight),
     (Case("allgather"), 5, straight),  # over peer memory
     (Case("allgather", (("transport", "group"),)), 3, gathered(3)),
     (Case("allgather", (("transport", "group"), ("chunks", 2))), 5, gathered(5)),

@@ -183,7 +183,7 @@ def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_and_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--algo", "distflash", "--size", "3", "--option", "balanced=false"]
+    words = ["--algo", "distflash", "--size", "3", "--option", "helpers=none"]
     assert draw(*words) == 0
     assert "waiting in 3 of 9" in capsys.readouterr().out
     assert draw(*words, "--mask", "full") == 0

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self, overload
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.rows import Rows, row_count, union, united
+from megatron_cp_plugin.core.blocks.rows import Rows, union, united
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
 from megatron_cp_plugin.core.ranges import (
@@ -212,26 +212,6 @@ def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
         return False
     first, last = zip(*found, strict=True)
     return not mask.causal or min(last) >= max(first)
-
-
-@lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def rows_at_distances(
-    layout: Layout, size: int, seq_len: int, mask: Mask
-) -> list[tuple[list[int], list[int]]]:
-    """[t]: for ranks p = 0, 1, ..., how many rows of the queries of rank p + t, modulo `size`, see
-    keys of rank p, and how many rows these keys have; gaps are filled as in `rows_met`.
-    """
-    seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
-    # Most are the same long object.
-    distinct = {id(rows): rows for some in (*seeing, *seen) for rows in some.values()}
-    counts = {number: row_count(rows) for number, rows in distinct.items()}
-    found = []
-    for distance in range(size):
-        pairs = [((key + distance) % size, key) for key in range(size)]
-        of_queries = [counts.get(id(seeing[query].get(key)), 0) for query, key in pairs]
-        of_keys = [counts.get(id(seen[key].get(query)), 0) for query, key in pairs]
-        found.append((of_queries, of_keys))
-    return found
 
 
 def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:

@@ -301,21 +301,21 @@ def executor_of(
     call: Call,
     topology: Topology,
     transport: Transport,
-    slots: int,
     overlap: bool,
 ) -> Executor:
     """A rank's part of one pass.
 
     Args:
         steps: its plan; if teams split heads, the plan between teams.
-        transport: sends the messages of the steps, with so many `slots`; see `Transport.way`.
+        transport: sends the messages of the steps.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, overlap, None, steps, topology, transport)
-    way = transport.way(steps, slots)
+    blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
+    way = transport.way(steps, blocks.most_held)
     parts = program(steps, transport.topology.rank, call.kernel.windows)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
