@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.plans.plan import PHASES, check_steps
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
@@ -146,7 +146,9 @@ def test_plans_are_right_for_any_mask(seed: int, size: int) -> None:
     algorithm = made(size, source.choice([1, 2, size]))
     shape = Shape(1, seq_len, 4, source.choice([1, 2, 4]), 8)
     for phase in PHASES:
-        check(algorithm.plan(shape, mask, phase))
+        plan = algorithm.plan(shape, mask, phase)
+        check(plan)
+        check_steps(algorithm.name, plan)
 
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(3, 4), (5, 1), (8, 2)])

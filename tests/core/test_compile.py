@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import NAMED
-from megatron_cp_plugin.core.placement import BlockPlacement
+from megatron_cp_plugin.core.placement import BlockPlacement, check_placement
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, outside
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan, check_steps, outside
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
@@ -69,6 +69,11 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
         return
     for plan in plans:
         assert_right(plan, shape, topology.nodes)
+        placement = made.placement(shape, mask, plan.phase)
+        if isinstance(placement, BlockPlacement) and not placement.assembled:
+            # As of placements of others at their first use.
+            check_placement(made.name, placement, seq_len, mask)
+            check_steps(made.name, plan)
         part = made.plan(shape, mask, plan.phase, rectangular=rectangular, rank=topology.rank)
         rank = topology.rank
         assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
