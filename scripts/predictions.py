@@ -613,7 +613,9 @@ DETAILS = """## Where it is wrong, in detail
   Triton most of all. The last is in docs/data/h200_alone.yaml alone, because the rows over NVLink,
   of an older code on another host, contradict it: there an operation takes 6 us, here 62. So 77
   numbers came to 5.0% and 87%. All rows were measured again,
-  with kernels that compute windows and grids that send rows from rank to rank under masks.
+  with kernels that compute windows and grids that send rows from rank to rank under masks; and once
+  more (ca4202f5). Of these two runs each time is the shorter one, because what disturbs the host
+  only adds to it: 82% of the times of the two differ by at most 15%, and some by a factor of two.
 - Where the host is the limit (8K, 16K tokens and groups of heads) single rows are off by up to 40%:
   the same code differs by 12% from run to run there, and hosts differ by more.
 - Sockets: one rate of exchanges for all. Fewer messages at a time are faster (distflash 10 to 30%
