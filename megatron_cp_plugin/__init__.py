@@ -7,7 +7,7 @@
     out = c.attention(q, k, v)                   # differentiable
     whole = c.unshard(out)
 
-Importing this needs torch alone and changes nothing. All exceptions are those of `errors`.
+Importing this needs torch alone and changes nothing. All exceptions are in `errors`.
 """
 
 from megatron_cp_plugin import algorithms as algorithms  # registers them all

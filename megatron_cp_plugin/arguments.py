@@ -1,4 +1,4 @@
-"""What users give to the functional interface: read, or refused in one line."""
+"""Reads the arguments of the functional interface, or refuses them in one line."""
 
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,8 +22,8 @@ _LONGEST = 2**48  # tokens; products of two of them, and of bytes, stay within 6
 
 
 def check_tensors(function: str | None = None, /, **given: object) -> None:
-    """Raises: ContextParallelError unless all are plain tensors with elements; None is let pass
-    where a name ends in `_or_none`, which is not part of what is said.
+    """Raises: ContextParallelError unless all are plain tensors with elements; None is accepted
+    where a name ends in `_or_none`, which the error leaves out.
 
     Args: function: refuses transformations, which would run messages once for many ranks' calls:
         torch.func's vmap, grad, jvp and the like, and forward-mode differentiation.
@@ -71,9 +71,9 @@ def of_output_layer(
     sequence_parallel: object,
     into_main_grad: object,
 ) -> dict[str, Any]:
-    """Reads what functions share that take logits in chunks: settings of the output layer, by name.
+    """Reads the settings of the output layer that functions on chunks of logits share, by name.
 
-    Raises: ContextParallelError for what is not of its type.
+    Raises: ContextParallelError for a setting of a wrong type.
     """
     if not isinstance(tp_group, dist.ProcessGroup | None):
         raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
@@ -138,7 +138,7 @@ def dimension(x: Tensor, value: object) -> int:
 def on_host(name: str, given: Any) -> Any:
     """Numbers that can be read more than once: a tensor's as lists, which waits for a GPU.
 
-    Raises: ContextParallelError for what has no order, or no elements.
+    Raises: ContextParallelError for values without an order, or without elements.
     """
     if given is None:
         return None
@@ -163,7 +163,7 @@ def chosen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
 def followed_by(
     cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
-    """What layouts follow, of numbers that `on_host` has read."""
+    """The documents or spans that layouts follow, from numbers that `on_host` has read."""
     documents: tuple[int, ...] = ()
     if cu_seqlens is not None:
         documents = document_starts(cast(Sequence[int], cu_seqlens), seq_len)

@@ -1,4 +1,4 @@
-"""The table of what runs, derived from the code that decides at start-up.
+"""The table of supported combinations, derived from the code that decides at start-up.
 
 `markdown()` is docs/capabilities.md; a test holds the two together, and tests run every cell of
 the table of algorithms.

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: Command line without the program's name; default: that of the process.
+        argv: Command line without the program's name; default: the process's.
 
     Returns:
         The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if something
@@ -50,7 +50,7 @@ def _with_module(command: str, *words: str) -> int:
     with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
         if command == "check":
             need("megatron", "check", "megatron", "yaml")
-            # Megatron says at every import what is not installed.
+            # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
         name = COMMANDS[command]["module"]
         module: Any = import_module(f"megatron_cp_plugin.harness.{name}")
@@ -98,7 +98,7 @@ def _hooks(arguments: argparse.Namespace) -> int:
     if arguments.check:
         need("megatron", "hooks --check", "megatron")
         with warnings.catch_warnings():
-            # Megatron says at every import what is not installed.
+            # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
             from megatron_cp_plugin.harness.compatibility import report
 
@@ -138,9 +138,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple[int, int]:
     """Returns the numbers of query heads and of KV heads.
 
-    Args: otherwise: KV heads where nothing says them; None: as many as query heads.
+    Args: otherwise: number of KV heads if no flag gives it; None: the number of query heads.
 
-    Raises: ConfigError if they are said twice, or no attention has so many, or of such dims.
+    Raises: ConfigError if a number is given twice, or no attention has such heads.
     """
     (heads, said), given = arguments.heads, arguments.kv_heads
     if said is not None and given is not None:

@@ -27,12 +27,12 @@ COMMANDS: dict[str, dict[str, Any]] = _TABLE
 
 
 def parser_of(command: str) -> OneLineParser:
-    """The parser of a command alone, for those that take further flags."""
+    """The parser of a command alone, for commands that take further flags."""
     return add_flags(OneLineParser(prog=f"megatron-cp {command}", **settings_of(command)), command)
 
 
 def settings_of(command: str) -> dict[str, Any]:
-    """What a parser of a command is made with."""
+    """The arguments with which the parser of a command is made."""
     return {
         "description": COMMANDS[command]["description"].strip(),
         "formatter_class": argparse.RawDescriptionHelpFormatter,

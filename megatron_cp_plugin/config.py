@@ -21,7 +21,7 @@ class ContextParallelConfig:
         options: (name, value) pairs of the algorithm's own options.
         recompute_attention: whether activation checkpointing runs attention a second time.
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
-        linear_model: what layers of linear attention are, one of LINEAR_MODELS.
+        linear_model: the kind of the layers of linear attention, one of LINEAR_MODELS.
         chunked_loss: how many tokens' logits there are at a time; None: all.
         send_latents: whether ranks send latents of multi-latent attention in place of K and V.
         by_auto: whether `auto` has chosen the algorithm.

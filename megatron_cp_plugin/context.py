@@ -1,7 +1,7 @@
 """How a sequence is split among ranks, said once; and all that the functional interface does.
 
 B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
-queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
+queries and keys, E head dim of values, P ranks. Positions and lengths are in tokens.
 """
 
 import os
@@ -57,8 +57,8 @@ Group = dist.ProcessGroup | Topology | None
 def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """The function as torch.compile leaves it alone: a break between two graphs.
 
-    Nothing of it could be one: it plans in Python, and messages travel while kernels run. What it
-    refuses has a traceback of the caller's lines alone.
+    No part of it could be compiled: it plans in Python, and messages travel while kernels run. Its
+    errors have a traceback of the caller's lines alone.
     """
 
     @wraps(function)
@@ -74,7 +74,7 @@ def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Within(NamedTuple):
-    """A layout within documents, of which queries see the keys that slices allow, if there are any.
+    """A layout within documents; queries see the keys that slices allow, if there are slices.
 
     Attributes: documents: as of `document_starts`.
     """
@@ -86,10 +86,10 @@ class _Within(NamedTuple):
 
 
 class CallSettings:
-    """How sequences are split among the ranks of a group, and what is done with them.
+    """How sequences are split among the ranks of a group, and the functions on such sequences.
 
-    The methods are those of the functional interface. Settings are read within the first call: what
-    one rank refuses all of them do.
+    The methods are the functional interface's. Settings are read within the first call: if one rank
+    refuses them, all ranks do.
     """
 
     _algo: str
@@ -319,7 +319,7 @@ class CallSettings:
         v: Tensor,
         **others: Tensor | None,
     ) -> tuple[bool, Tensor, Tensor, Tensor]:
-        """Reads the settings, and notes what q, k and v of all ranks have in common.
+        """Reads the settings, and notes the properties of q, k and v that all ranks share.
 
         Args:
             others: further tensors, see `check_tensors`.
@@ -353,7 +353,7 @@ class CallSettings:
         self._unread = None
 
     def _within(self, seq_len: int) -> _Within:
-        """What follows from so many tokens in all."""
+        """The layout, documents and slices for a number of tokens in all."""
         if self._found is None or self._found.seq_len != seq_len:
             self._found = _Within(seq_len, self._layout, (), None)
             if self._cu_seqlens is not None or self._spans is not None:
@@ -366,7 +366,7 @@ class CallSettings:
         return self._within(seq_len).layout
 
     def _split(self, topology: Topology, seq_len: int) -> Layout:
-        """The layout by which so many tokens are split now."""
+        """The layout by which `seq_len` tokens are split now."""
         layout = self._layout_of(seq_len)
         self._last = seq_len
         topology.agreed.unequal |= seq_len % topology.size > 0
@@ -377,14 +377,15 @@ class CallSettings:
     def _held(
         self, topology: Topology, tokens: int, known: bool, heads: int = 0
     ) -> tuple[object, ...]:
-        """What is the same on all ranks that hold the tokens of one layout.
+        """Values that are equal on all ranks which hold the tokens of one layout.
 
         Args:
-            known: whether they are known to be split so.
-            heads: of all these tokens.
+            tokens: of this rank.
+            known: whether they are known to be split by the layout.
+            heads: of a token.
 
-        Raises: ContextParallelError if the layout cannot cut so many, or nobody has, or if heads
-        look like tokens.
+        Raises: ContextParallelError if the layout cannot give a rank this number of tokens, if no
+        sequence so far was split so, or if heads look like tokens.
         """
         seq_len = self._seq_len
         if seq_len is not None:
@@ -405,7 +406,7 @@ class CallSettings:
         return (tokens,)
 
     def _agreed(self, topology: Topology, tokens: int, unknown: Tensor | None = None) -> _Within:
-        """The global length, and what follows from it, once the ranks agree on their tokens.
+        """The global length with its layout and documents, once the ranks agree on their tokens.
 
         Args: unknown: as of `agreed_length`.
         """
@@ -483,9 +484,9 @@ class Context(CallSettings):
         tokens themselves.
 
         Args:
-            seq_len: N; None: that of the context, or of what it has split last.
+            seq_len: N; None: the context's, or the length of the tensor that it split last.
 
-        Returns: int64 [S]. Raises: ContextParallelError if nobody says how many there are.
+        Returns: int64 [S]. Raises: ContextParallelError if N is not known.
         """
         topology, known = topology_for(self._group), self._seq_len
         seq_len = length("seq_len", seq_len)
@@ -528,6 +529,6 @@ def topology_for(group: "Group | ref[dist.ProcessGroup]") -> Topology:
     return topology
 
 
-# As those of the registry, once for all calls; options are tuples of pairs.
+# As in the registry, made once for all calls; options are tuples of pairs.
 softmax_algorithm = lru_cache(maxsize=256)(registry.create)
 linear_algorithm = lru_cache(maxsize=256)(registry.create_linear)

@@ -1,10 +1,10 @@
 """Decoding with a cache of keys and values that is split among ranks.
 
 The prompt phase is `attention`: its K and V shards are the ranks' parts of the cache. Each new
-token is added to the cache of one rank, any; all ranks attend with it, each to its own part.
+token is added to the cache of any one rank; all ranks attend with it, each to its own part.
 
-B batch, H query heads, G KV heads, D head dim of queries and keys, E that of values, C tokens for
-which a rank's cache has room, P ranks.
+B batch, H query heads, G KV heads, D head dim of queries and keys, E head dim of values, P ranks,
+C tokens for which a rank's cache has room.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def decode_attention(
         group, scale, kernel: as in `attention`.
         window: the token sees the last `window` positions up to its own; needs the next two.
         position: the new token's in the whole sequence: one number, or B of them.
-        positions: those of this rank's entries, ascending, [C] or [B,C]; best a tensor on the
+        positions: of this rank's entries, ascending, [C] or [B,C]; best a tensor on the
             host, where each call reads some of them.
 
     Returns: out [B,1,H,E] in q's dtype, the same on all ranks; 0 where no rank has an entry.

@@ -42,7 +42,7 @@ PACKAGES = (
     "triton",
     "apex",
 )
-# What the lack of a package costs: anywhere, and on GPUs, the first from Hopper on.
+# What does not work without a package: anywhere, and on GPUs; the first on GPUs from Hopper on.
 _TRAINING = "no training: pip install 'megatron-cp-plugin[megatron]', or a checkout on PYTHONPATH"
 _ON_GPUS = {
     "flash-attn-4": "attention by another kernel",
@@ -60,7 +60,7 @@ class Finding:
 
     Attributes:
         right: whether the machine computes it right; None: nothing was computed.
-        costs: what it cannot do because this is missing.
+        costs: the functions that the machine lacks because this is missing.
     """
 
     topic: str
@@ -91,7 +91,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Returns in one line whether all is right, and what is missing at what cost."""
+    """Returns in one line whether all is right, and which packages and functions are missing."""
     failed = [f"{finding.topic} {finding.name}" for finding in findings if finding.failed]
     if failed:
         return f"verdict: WRONG: {', '.join(dict.fromkeys(failed))}: do not train with them here"
@@ -101,9 +101,9 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> dict[str, object]:
-    """What a report has beside the findings; a collective operation of all ranks.
+    """The measurements of a report; a collective operation of all ranks.
 
-    Returns: `machine`: what `megatron-cp calibrate` measures: links, kernels, memory, host.
+    Returns: `machine`: as `megatron-cp calibrate` measures it: links, kernels, memory, host.
         `ms`: by algorithm a causal forward and backward of `tokens` on each rank, the median of
         five, of the slowest rank; text where an algorithm refuses.
     """
@@ -207,7 +207,7 @@ def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
 
 
 def _worst(findings: list[Finding]) -> list[Finding]:
-    """Of each finding that of the first rank where it is wrong, or else of this rank."""
+    """Each finding from the first rank where it is wrong, or else from this rank."""
     worst = []
     for mine, *others in zip(findings, *topology_of(None).gather(findings), strict=True):
         wrong = [(rank, one) for rank, one in enumerate(others) if one.failed]

@@ -1,4 +1,4 @@
-"""Errors of this package. Each message is one line: what, got, allowed, what to do."""
+"""Errors of this package. A message is one line: setting, value, allowed values, advice."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -37,7 +37,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def brief(value: object) -> str:
-    """Returns what a value is in one line, however long it is."""
+    """Returns a value in one line, shortened if it is long."""
     text = repr(value)
     return shorten(text, 80, placeholder=" ...") if " " in text else text[:80]
 

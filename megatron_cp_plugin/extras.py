@@ -10,8 +10,8 @@ def need(extra: str, what: str, *modules: str) -> None:
 
     Args:
         extra: "megatron" or "report".
-        what: What needs them, as the error names it.
-        modules: Those of the extra that are needed.
+        what: The function that needs them, as the error names it.
+        modules: Modules of the extra that are needed.
 
     Raises:
         ConfigError: One is not installed.

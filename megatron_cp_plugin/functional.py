@@ -1,7 +1,7 @@
 """The functional interface, which needs torch but not Megatron.
 
 B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
-queries and keys, E that of values, P ranks. Positions and lengths are in tokens.
+queries and keys, E head dim of values, P ranks. Positions and lengths are in tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,18 +53,18 @@ def attention(
 
     `Context` has the same function, with settings that are said once.
 
-    Ranks compare what they call it with, documents and spans included, and how many tokens they
-    hold, and refuse on all of them what differs or what one of them refuses. Over gloo they do so
-    in each call, in a message of 16 bytes. Over NCCL, where the host would have to wait for it,
-    they do so at the first call with such settings and with such a number; later calls they compare
-    16 at a time without waiting, so that another call of one rank is refused up to 31 calls later,
-    or leaves the others waiting for the group's timeout.
+    Ranks compare their arguments, documents and spans included, and their numbers of tokens. If
+    these do not fit, or one rank refuses the call, all ranks refuse it. Over gloo they compare in
+    each call, in a message of 16 bytes. Over NCCL, where the host would have to wait for it, they
+    compare at the first call with given settings and numbers of tokens, and later calls 16 at a
+    time without waiting: a call that differs on one rank is then refused up to 31 calls later, or
+    leaves the others waiting for the group's timeout.
 
     Tensors that `shard`, this function or `linear_attention` have made, and their views, are known
     to be split by a layout until they are changed in place; a call with another one, or with tokens
-    in another dimension, is refused. Nothing is known of others, such as `proj(x)`: `check_layout`
-    compares which tokens a rank holds. At the first call with so many tokens and without seq_len
-    the same unknown q on all ranks is refused, because it cannot have been split.
+    in another dimension, is refused. The layout of other tensors, such as `proj(x)`, is not known:
+    `check_layout` compares which tokens a rank holds. The first call with a number of tokens and
+    without seq_len refuses an equal unknown q on all ranks, because it cannot have been split.
 
     Under torch.autocast q, k and v are cast to autocast's dtype, as torch's
     scaled_dot_product_attention does. Under torch.compile the call is a graph break.
@@ -72,7 +72,7 @@ def attention(
     Args:
         q: [B,S,H,D]; k: [B,S,G,D]; v: [B,S,G,E], G dividing H; of one dtype and on one device;
             this rank's shards as `shard` gives them. float16 or bfloat16; on CPUs also float32 and
-            float64. On GPUs only kernel "reference" takes those two, with quadratic memory.
+            float64. On GPUs only kernel "reference" takes these two, with quadratic memory.
         algo: a name of `available("softmax")`; or "auto": the planner chooses, once for each shape,
             among the algorithms for the layout that option `layout` names (default "zigzag"; give
             `shard` the same), on the machine that option `machine` names (default: rank 0's GPU).
@@ -89,7 +89,7 @@ def attention(
             CommunicationError.
         window: queries see the last `window` keys up to their own position, which counts: one more
             than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0). Beside
-            spans: of what these name no keys that are `window` or more positions earlier.
+            spans: keys that spans allow, unless they are `window` or more positions earlier.
         cu_seqlens: cumulative lengths of the documents in the whole sequence, 0, n1, n1 + n2, ...,
             N, the same for every entry of the batch: queries see keys of their own document only.
             A tensor on a GPU is copied to the host at every call.
@@ -109,8 +109,8 @@ def attention(
             the ranks' gradients.
         options: of the algorithm.
 
-    Returns: out [B,S,H,E] in q's dtype; differentiable: gradients of q, k and v are those of the
-    sum of all ranks' losses, for this rank's shards.
+    Returns: out [B,S,H,E] in q's dtype; differentiable: gradients of q, k and v are of the sum
+    of all ranks' losses, for this rank's shards.
     Raises: ConfigError for an unknown name or option, ContextParallelError for shapes that do not
     fit, KernelUnavailableError if the kernel cannot serve them, CommunicationError if another rank
     cannot be reached any more.
@@ -150,12 +150,12 @@ def linear_attention(
 
     as in flash-linear-attention's simple_gla and gla, gated_delta_rule and kda. Nothing is scaled
     or normalised: its functions scale q by D**-0.5. A collective operation: all ranks of the group
-    call it with the same settings. What ranks call it with is compared, and autocast and
-    torch.compile served, as in `attention`.
+    call it with the same settings. Arguments are compared, and autocast and torch.compile are
+    served, as in `attention`.
 
-    H is the largest number of heads of q, k and v, and G, that of states, the larger one of k's and
-    v's; each number divides H. A head serves H divided by its number heads that follow each other,
-    as in Mamba-2 (q and k of groups) and in grouped queries.
+    H is the largest number of heads of q, k and v; G, the number of heads of states, is the larger
+    one of k's and v's; each number divides H. Consecutive heads share a head of a tensor with fewer
+    heads, as in Mamba-2 (q and k of groups) and in grouped queries.
 
     Args:
         q, k: [B,S,*,D]; v: [B,S,*,E]: this rank's shards as `shard` gives them.
@@ -177,8 +177,8 @@ def linear_attention(
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,G,D,E] float32
-    (float64 for float64), the same on all ranks. Differentiable; gradients are those of the sum of
-    the ranks' losses; the whole one of initial_state is the sum of the ranks' gradients.
+    (float64 for float64), the same on all ranks. Differentiable; gradients are of the sum of the
+    ranks' losses; the whole gradient of initial_state is the sum of the ranks' gradients.
     Raises: ConfigError for an unknown name or option or a rate out of range, ContextParallelError
     for shapes that do not fit, KernelUnavailableError if the kernel cannot serve them.
     """
@@ -211,7 +211,7 @@ def chunked_cross_entropy(
     """Cross entropy of `hidden @ weight.T` and labels, without ever holding all the logits.
 
     With context parallelism each rank gives its own tokens, in any order; nothing is sent between
-    those ranks. With reduction "none" a loss is the negative log-probability of its label.
+    these ranks. With reduction "none" a loss is the negative log-probability of its label.
     H hidden size, V vocabulary.
 
     Args:
@@ -294,8 +294,8 @@ def unshard(
         x: S tokens along `dim`.
         seq_len, cu_seqlens, spans: as in `attention` and `shard`.
 
-    Returns: N tokens along `dim`, the same on all ranks; differentiable: the gradient is that of
-    the sum of all ranks' losses, for this rank's part, summed in float32 or wider.
+    Returns: N tokens along `dim`, the same on all ranks; differentiable: the gradient is of the
+    sum of all ranks' losses, for this rank's part, summed in float32 or wider.
     Raises: ConfigError for an unknown name or option, ContextParallelError if the ranks' numbers of
     tokens do not fit, or if x is known to be split in another way, see `attention`.
     """
@@ -324,14 +324,14 @@ def check_layout(
         algo, group, seq_len, cu_seqlens, spans, options: as in `attention`, of either kind.
 
     Raises: ContextParallelError on all ranks, with the same words: which rank is the first with
-    other tokens, what it has, and whose tokens they look like.
+    other tokens, its tokens, and whose tokens they look like.
     """
     CallSettings(algo, group, seq_len, cu_seqlens, spans, options).check_layout(positions)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Within this context, around a whole program, what the package refuses ends the process with
+    """Within this context, around a whole program, an error of the package ends the process with
     one line and exit code 2; under torchrun once for all ranks, at the end of its report.
     """
     with process_exit.one_line_errors():

@@ -10,7 +10,7 @@ from megatron_cp_plugin.errors import ConfigError
 def load_installed() -> None:
     """Imports the modules that installed packages list as entry points of "megatron_cp_plugin".
 
-    What they register has its name from then on.
+    Algorithms that they register have their names from then on.
 
     Raises: ConfigError that names the package, if one of them cannot be imported.
     """

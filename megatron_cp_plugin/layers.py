@@ -78,7 +78,7 @@ def options_by_name(layers: Sequence[str], algo: str, options: Options) -> Mappi
 
 
 def check_balance(layers: Sequence[str], algo: str, options: Options) -> None:
-    """Checks that no layers lose by the others' layout what they are chosen for.
+    """Checks that no layers lose their balance by the layout of the others.
 
     Args: options: of `algo`, whose layout all have.
 

@@ -128,7 +128,7 @@ class LogProbReport:
         return f"what one rounding is taken for ({self._base:.1e})"
 
     def _found(self) -> Iterator[str]:
-        """What rounding does not explain."""
+        """Differences that rounding does not explain."""
         if self.noise is not None and not self.noise.rms <= NOISE_FACTOR * self.rounding:
             yield (
                 f"the noise: {self.noise.rms:.1e} (root mean square), "
@@ -172,13 +172,13 @@ def log_prob_report(
 ) -> LogProbReport:
     """Compares log-probabilities of the same tokens, computed in several ways.
 
-    B samples, S tokens of each, in their order: gather what ranks hold first (`cp.unshard`).
+    B samples, S tokens of each, in their order: gather the ranks' tokens first (`cp.unshard`).
 
     Args:
-        reference: [B,S], such as without context parallelism.
-        runs: [B,S] each, such as with it, by name.
-        noise: [B,S], such as without context parallelism and with another kernel: what differs
-            between it and the reference counts as rounding. None: see `LogProbReport.rounding`.
+        reference: [B,S], for example without context parallelism.
+        runs: [B,S] each, by name, for example with context parallelism.
+        noise: [B,S], for example without context parallelism and with another kernel: differences
+            from the reference count as rounding. None: see `LogProbReport.rounding`.
         counts: [B,S], 0 for tokens that do not count; None: all count.
         ranks: [B,S] each: the ranks that held the tokens, for some of the runs.
         dtype: in which the model computes.
@@ -357,7 +357,7 @@ def _decades(runs: Sequence[Spread | None], limit: float) -> tuple[float, float]
 
 
 def _curves(run: Spread) -> tuple[list[float], list[float], list[float]]:
-    """Middles of parts, and what to draw there; 0 has no logarithm."""
+    """Middles of parts, and the values to draw there; 0 has no logarithm."""
     parts = [part for part in run.positions if 0 < part.rms < math.inf]
     middles = [(part.start + part.stop - 1) / 2 for part in parts]
     return middles, [part.rms for part in parts], [part.largest for part in parts]

@@ -61,19 +61,20 @@ def chunked_log_probs(
     between context-parallel ranks.
 
     There is no `top_k`, because programs mean different things by it: NeMo-RL the softmax of the k
-    largest logits of each token, slime (for top-p) that of the ids which the rollout kept, and verl
-    the log-probabilities of a teacher's k ids for distillation. The first needs the whole
+    largest logits of each token, slime (for top-p) the softmax of the ids that the rollout kept,
+    and verl the log-probabilities of a teacher's k ids for distillation. The first needs the whole
     vocabulary of a token on one rank; the others need ids that the caller has.
 
     Args:
         hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as of
             `chunked_cross_entropy`.
-        temperature: what the logits are divided by, positive: a number, or one a token, [...] as
+        temperature: positive divisor of the logits: a number, or one a token, [...] as
             labels. Not differentiable.
         entropy: returns the entropies too.
 
     Returns: the log-probabilities, [...] as labels, in float32 (float64 for float64); with
-    `entropy` also the entropies in nats, likewise. Both are differentiable, once.
+    `entropy` also the entropies in nats, of the same shape and dtype. Both are differentiable,
+    once.
     Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
     """
     settings = of_output_layer(

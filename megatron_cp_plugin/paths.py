@@ -9,7 +9,7 @@ from megatron_cp_plugin.errors import ConfigError
 def check_folder(flag: str, path: str | Path) -> None:
     """Refuses a folder to which nothing can be written, be it there or yet to be made.
 
-    Args: flag: what asked for it, as the error names it.
+    Args: flag: The flag that names it, for the error.
 
     Raises: ConfigError if it is no folder, or nothing can be written in it.
     """

@@ -1,4 +1,4 @@
-"""Writes what matplotlib has drawn."""
+"""Writes figures of matplotlib."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_picture(path: Path) -> None:
 
 
 def write_picture(figure: Figure, path: Path, *, tight: bool = False) -> None:
-    """Writes what matplotlib has drawn.
+    """Writes a figure of matplotlib.
 
     Args:
         path: as `check_picture` takes it.
-        tight: with what stands beyond the edges, and no more.
+        tight: cut to the drawing, with parts of it beyond the edges.
     """
     import matplotlib
 

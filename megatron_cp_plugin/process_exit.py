@@ -49,7 +49,7 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
     Under torchrun the line stands at the end of torchrun's own report, once for each node.
 
     Args:
-        program: What the line begins with.
+        program: The beginning of the line.
     """
     try:
         yield
@@ -70,13 +70,13 @@ def for_a_reader() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # What is still in the buffer is for nobody.
+        # Nobody reads the rest of the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def refusals_in_one_line() -> Iterator[None]:
-    """Turns what Megatron refuses of a command line, by an exception, into an error of one line."""
+    """Turns an exception of Megatron's about a command line into an error of one line."""
     try:
         yield
     except ContextParallelError:
@@ -89,7 +89,7 @@ def refusals_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def model_errors_in_one_line() -> Iterator[None]:
-    """Turns what is refused when a model and its optimizer are built into an error of one line."""
+    """Turns an exception from building a model and its optimizer into an error of one line."""
     try:
         yield
     except ContextParallelError:
@@ -146,7 +146,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """Does what `sys.exit(code)` does, except that Python is not finalized.
+    """Ends the process as `sys.exit(code)`, except that Python is not finalized.
 
     So nothing that threads of gloo do can abort it, see core.communication.process_groups. Megatron
     holds some process groups to the end, and may use them until then.

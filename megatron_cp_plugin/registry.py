@@ -32,7 +32,7 @@ _unlisted: set[str] = set()
 def register[A: AnyClass](name: str, *, listed: bool = True) -> Callable[[A], A]:
     """Class decorator: makes an algorithm available under a name.
 
-    Its base class says what it computes: Algorithm (softmax attention) or LinearAlgorithm. From
+    Its base class says which attention it is: Algorithm (softmax) or LinearAlgorithm (linear). From
     then on `cp.attention` or `cp.linear_attention` accepts the name.
 
     Args: listed: `available` has the name, and `auto` tries it.
@@ -74,8 +74,8 @@ def _check_class(name: str, cls: AnyClass) -> None:
 
 
 def available(kind: Kind | None = None) -> tuple[str, ...]:
-    """Names of all algorithms, those of other installed packages included, but not those of the
-    papers' own settings (`algorithms.published`).
+    """Names of all algorithms, other installed packages' included, without the papers' settings
+    (`algorithms.published`).
 
     Args: kind: of attention that they compute; None: either.
     """
@@ -135,7 +135,7 @@ def _made(kind: Kind, name: str, topology: Topology, options: Given, instead: st
 def layout_of(name: str, options: Mapping[str, object]) -> Layout:
     """The layout that an algorithm will have; needs no processes. Raises: as `create`.
 
-    With `AUTO` that of its option "layout", for the tokens are split before there is a choice.
+    With `AUTO` it is the layout of option "layout", because tokens are split before the choice.
     """
     if name == AUTO:
         return _layout_of_auto(options)
@@ -168,7 +168,7 @@ def _layout_of_auto(options: Mapping[str, object]) -> Layout:
 
 
 def layouts() -> dict[str, Layout]:
-    """All layouts by name, those that algorithms of other packages have by default included."""
+    """All layouts by name, also the default layouts of algorithms of other packages."""
     found = (layout_of(name, {}) for name in available())
     return NAMED | {layout.name: layout for layout in found}
 

@@ -36,8 +36,8 @@ class Pack:
         labels: int64 [N]: the token that each one predicts.
         positions: int64 [N]: of each token in its rollouts, for rotary embeddings.
         weights: float64 [N]: of each token's loss, summed over the rollouts that share the term.
-        spans: what each token sees: what precedes it in its rollouts, and itself. Padding is in
-            none, and has token, label, position and weight 0.
+        spans: a token sees the earlier tokens of its rollouts, and itself. Padding is in none, and
+            has token, label, position and weight 0.
         rollouts: numbers of the rollouts, ascending.
         places: int64 [L - 1] for each of these rollouts, of L tokens: where in the pack the tokens
             are that predict its second token to its last.
@@ -54,7 +54,7 @@ class Pack:
     def per_rollout(self, x: Tensor) -> list[Tensor]:
         """Numbers of the pack's tokens, such as log-probs of labels, for each rollout.
 
-        Differentiable: what rollouts share gets the sum of their gradients.
+        Differentiable: tokens that rollouts share get the sum of their gradients.
 
         Args:
             x: N numbers, [N] or [1,N].
@@ -108,28 +108,28 @@ def pack_rollouts(
 
     The sum of `weights` times the losses -log p(label) over all packs is that sum over all rollouts
     one by one, and so are its gradients. A loss that is not linear in the log-probs, such as a
-    clipped one, takes those that `Pack.per_rollout` gives back.
+    clipped one, takes the log-probs that `Pack.per_rollout` gives back.
 
     Args:
         rollouts: tokens of each, prompt included; prompts may differ.
         weights: for each token of each rollout, of the loss that it has as a label: 0 for prompts
-            and for what tools wrote, advantage / length for a mean that counts by its reward. The
+            and for text of tools, advantage / length for a mean that counts by its reward. The
             first token is nobody's label, so its weight counts nowhere. None: 1 everywhere.
         budget: tokens that a pack has at most, with padding. A prefix is computed once in each pack
             that needs it. None: one pack.
         multiple: of the lengths of packs, which are padded to it: P for layouts that need equal
             parts, 2P for batches that are split by zigzag (`layout="thd"`).
-        ranks: data-parallel ranks. Their number divides that of the packs, and `packs[r::ranks]`,
+        ranks: data-parallel ranks. Their number divides the number of packs, and `packs[r::ranks]`,
             which are rank r's, are about the same work for all, and the largest first: the n-th of
             all ranks are alike, too. Where rollouts are too few, some packs have none, and a
             short one's tokens with weights 0.
-        token_work: what a token costs beside attention, in pairs of a query and a key: six times
+        token_work: cost of a token beside attention, in pairs of a query and a key: six times
             the hidden size. Only with `ranks`.
 
     Returns: packs; every rollout is in one of them.
 
-    Raises: ContextParallelError for what is no list of tokens, a rollout of fewer than 2, weights
-        that do not fit, and a budget that is too small for one of the rollouts.
+    Raises: ContextParallelError for a rollout that is no list of 2 or more tokens, weights that do
+        not fit, and a budget that is too small for one of the rollouts.
 
     Source: best fit, the largest subtrees first, each into the pack with which it shares most. For
     ranks the longest packs first, each to the rank with the least work.
@@ -142,7 +142,7 @@ def pack_rollouts(
     tokens = [_tokens(number, rollout) for number, rollout in enumerate(rollouts)]
     weighed = _weights(weights, tokens)
     room = _room(tokens, budget, multiple)
-    # Big-endian, so that bytes are in the order of tokens: what begins alike is side by side.
+    # Big-endian, so that bytes are in the order of tokens: equal beginnings are side by side.
     order = sorted(range(len(tokens)), key=lambda number: tokens[number].astype(">i8").tobytes())
     ordered = [tokens[number] for number in order]
     terms = np.array([len(each) - 1 for each in ordered], np.int64)
@@ -253,7 +253,7 @@ class _Tree:
         pack_of = np.full(len(terms), -1)
         sizes: list[int] = []
         for start, stop in units:
-            # What each rollout that was placed has in common with this unit.
+            # Tokens that each rollout which was placed shares with this unit.
             before = np.minimum.accumulate(shared[start:0:-1])[::-1]
             after = np.minimum.accumulate(shared[stop:])
             common = np.concatenate((before, np.zeros(stop - start, np.int64), after))
@@ -277,7 +277,7 @@ class _Tree:
         Returns: bins; [] where there are too few rollouts.
         """
         wanted = -(-len(bins) // ranks) * ranks
-        # As small as so many packs can be, which are then about equal.
+        # The smallest size for this number of packs, which are then about equal.
         least = int(self.terms.max())
         most = int((self.terms - self.shared).sum()) if room is None else room
         while most - least > max(1, most // 64):
@@ -307,13 +307,13 @@ class _Tree:
         return [members for step in zip(*of_ranks, strict=True) for members in step]
 
     def _works(self, members: Sequence[int]) -> NDArray[np.float64]:
-        """What each rollout of a pack adds to its work."""
+        """The work that each rollout adds to its pack."""
         common = [0] + [int(self.shared[a + 1 : b + 1].min()) for a, b in pairwise(members)]
         known, all_of = np.array(common, float), self.terms[list(members)].astype(float)
         return self._prefix(all_of) - self._prefix(known)
 
     def _prefix(self, length: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The work of so many terms, from the first one on."""
+        """The work of the first `length` terms of a rollout."""
         return self.token_work * length + length * (length + 1) / 2
 
     def _halves(self, members: list[int]) -> tuple[list[int], list[int]]:
@@ -386,10 +386,10 @@ class _Node(NamedTuple):
 
 
 def _spans(runs: Iterable[tuple[int, int]]) -> Iterator[Slice]:
-    """What each token sees, of a tree in the order of its rollouts.
+    """Spans of the tokens that each token sees, of a tree in the order of its rollouts.
 
-    Args: runs: of each rollout, tokens that it shares with the one before, and new ones, 1 or more,
-        which follow those of the ones before.
+    Args: runs: of each rollout, the number of tokens that it shares with the rollout before, and
+        of new tokens, 1 or more, which follow all earlier ones.
     """
     path: list[_Node] = []  # of the last rollout, from the root
     here = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.masks.slices import Slice
 from megatron_cp_plugin.errors import ContextParallelError, whole_number
 
-# A number of tokens, or of those that several trees share, and these.
+# A number of tokens; or a number of tokens that several trees share, and these trees.
 type Tree = SupportsIndex | tuple[SupportsIndex, Sequence[Tree]]
 
 
@@ -55,7 +55,7 @@ def documents(
 
 
 def prefix_lm(prefix: int, length: int, *, start: int = 0) -> list[Slice]:
-    """A prefix that sees all of itself, and later tokens that see what comes before them.
+    """A prefix that sees all of itself, and later tokens that see all tokens before them.
 
     `prefix_lm(2, 4)`:
 
@@ -79,7 +79,7 @@ def prefix_lm(prefix: int, length: int, *, start: int = 0) -> list[Slice]:
 def shared_prefix(tree: Tree, *, start: int = 0) -> list[Slice]:
     """Sequences that share prefixes, each of which is there once: a tree, parents before children.
 
-    Every token sees those of its own node up to itself, and all of the nodes above, as if each path
+    Every token sees its node up to itself, and all of the nodes above, as if each path
     from the root to a leaf were a sequence of its own. `shared_prefix((2, [1, 2]))`:
 
         x . . . .    the prefix
@@ -134,7 +134,7 @@ def _positions(tree: Tree, first: int) -> Iterator[int]:
 
 
 def image_blocks(length: int, images: Sequence[tuple[int, int]], *, start: int = 0) -> list[Slice]:
-    """Text that sees what comes before it, and images whose tokens see each other too.
+    """Text that sees all tokens before it, and images whose tokens see each other too.
 
     `image_blocks(5, [(1, 3)])`:
 

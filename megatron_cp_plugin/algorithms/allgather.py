@@ -42,7 +42,7 @@ class KvAllGather(GridAlgorithm):
     cols = 1
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
-        """See GridAlgorithm.head_groups: as many as the bound on the K and V of others needs.
+        """See GridAlgorithm.head_groups: more groups if the bound on gathered K and V needs them.
 
         Raises: ContextParallelError if it cannot be kept.
         """

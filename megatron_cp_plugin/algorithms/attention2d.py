@@ -1,7 +1,7 @@
 """Attention2D: queries gathered in the rows of a grid of ranks, keys in its columns.
 
-Every 1D scheme moves O(N) elements a rank whatever the number of ranks; the grid moves
-O(N / sqrt(P)). Of R rows and C columns queries of a row meet keys of a column.
+Every 1D scheme moves O(N) elements a rank, for any number of ranks; the grid moves O(N / sqrt(P)).
+In a grid of R rows and C columns the queries of a row meet the keys of a column.
 """
 
 from collections.abc import Iterator
@@ -226,7 +226,7 @@ class GridAlgorithm(PointToPoint):
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C: as set, or those for which both passes together move the fewest bytes."""
+        """R and C as set; where they are 0, the grid whose two passes move the fewest bytes."""
         transposes = isinstance(self.layout, Cyclic) * 2 * shape.kv_width * shape.element_bytes
         of_grid = self.topology.size, self.rows, self.cols
         return cheapest(*of_grid, shape.travel_bytes(*self._wide), transposes)
@@ -240,7 +240,7 @@ class GridAlgorithm(PointToPoint):
             grid = row_major(rows, cols, nodes)
         of_all = self.layout, self.topology.size, self.head_groups(shape, mask), *self._wide
         kind = self.kind(mask)
-        # What is gathered is so in both passes, of which one plan is derived then.
+        # Gathered placements are equal in both passes, so that one plan serves both.
         backward = phase == "backward" and kind is not GatheredPlacement
         return kind(*of_all, grid=grid, backward=backward)
 
@@ -252,8 +252,8 @@ class GridAlgorithm(PointToPoint):
         if size == 1 or kind is GridRingPlacement:
             count = 1
         elif not (gathered or chunks) and 1 in self.grid_shape(shape):
-            # Blocks overlap within a group too, and two are all that is held at a time. With fewer
-            # KV heads most of the memory is that of queries: few groups would save none.
+            # Blocks overlap within a group too, and a rank holds two at a time. With fewer KV
+            # heads the queries take most of the memory: few groups would save none.
             shared = shape.kv_heads < shape.heads
             more = group_count(0, shape.flop(size) // 4) if shared else 1
             count = 1 if mask.special else max(more, count // 2)
@@ -267,7 +267,7 @@ class Attention2D(GridAlgorithm):
     """Attention on a grid of R rows and C columns, P = R * C.
 
     A rank computes the queries of its row against the keys of its column. cols=1 is exactly the
-    all-gather of K and V, rows=1 exactly that of Q.
+    all-gather of K and V, rows=1 exactly the all-gather of Q.
 
     With S = N/P tokens a rank, elements of e bytes, partial outputs and gradients of the same, and
     lse and delta of w bytes, a rank sends B*S times
@@ -296,8 +296,8 @@ class Attention2D(GridAlgorithm):
                 "overlap" has no chunks.
             rows, cols: R and C; 0: chosen so that forward and backward together move the fewest
                 bytes. Rows lie inside a node where they can ("zigzag" only).
-            partials: dtype in which partial outputs travel: "model", that of q, in which kernels
-                give them, or "float32".
+            partials: dtype in which partial outputs travel: "model", the dtype of q, in which
+                kernels return them, or "float32".
             layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 

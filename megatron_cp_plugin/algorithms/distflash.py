@@ -22,9 +22,9 @@ from megatron_cp_plugin.registry import register
 class HelpedPlacement(BlockPlacement):
     """In step t rank p takes the keys of rank p - t, straight from there.
 
-    Where those are in its future, so that it has nothing of its own to do, it helps: it takes the
+    Where these keys are in its future, so that it has no work of its own, it helps: it takes the
     queries of rank p - t (mod P) against its own keys. So floor(P/2) + 1 steps are enough; without
-    helpers it is P. With an even P, the helpers of the last step would do what the owners do then.
+    helpers there are P. With an even P helpers and owners would do the same pairs in the last step.
 
     Source: DISTFLASHATTN, Algorithm 2 (ranks there count from 1). Differs: line 14 as printed
     lets nobody help in the last step of an odd P either, which would leave pairs out; Figure 1 and
@@ -56,8 +56,8 @@ class DistFlash(PointToPoint):
 
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
-    Everything goes straight from rank to rank. A returned gradient is that of one pair of blocks,
-    as the kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
+    Everything goes straight from rank to rank. A returned gradient is of one pair of blocks, as the
+    kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
 
     Under windows, documents and spans ranks help by work, see WorkPlacement. With layout "thd", in
     which all pairs of blocks are equal work, nobody helps: keys travel, in P steps.
@@ -78,9 +78,9 @@ class DistFlash(PointToPoint):
                 KV heads: two need less memory, and 1 to 2% more time.
             overlap: the next step's blocks come during the present one; false, for measurements:
                 every message is waited for where it is posted.
-            helpers: "work": ranks with more than the mean of what a window, documents or spans
-                leave give some of it to ranks with less, see `WorkPlacement`; "distance": who helps
-                whom follows from their distance, as in the paper; "none": the paper's unbalanced
+            helpers: "work": under a window, documents or spans, ranks with more than the mean work
+                give some of it to ranks with less, see `WorkPlacement`; "distance": who helps whom
+                follows from their distance, as in the paper; "none": the paper's unbalanced
                 ring (Algorithm 1). Under other masks "work" is "distance", and also with transport
                 "peer", for which blocks must come from one rank at a time. Without a causal mask,
                 and with layout "thd", no rank waits and none helps.

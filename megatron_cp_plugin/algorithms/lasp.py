@@ -36,7 +36,7 @@ class Lasp(StatePassing):
     def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
         super().__init__(topology, options)
         self._states = topology.channel("states")
-        # What is under way, and the state.
+        # The message that is under way, and the state.
         self._sent: tuple[Pending[None], Tensor] | None = None
 
     def carry(
@@ -91,7 +91,7 @@ class Lasp(StatePassing):
             yield source, target, tuple(chain[: place + 1])
 
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
-        """Sends to the first of the later ranks; what was sent before has long arrived."""
+        """Sends to the first of the later ranks; the message before this one has long arrived."""
         if capturing(state):
             self._sent = None  # sent before the capture, which began when all that was done
         self._finish_sending()

@@ -29,7 +29,7 @@ class Lasp2(StatePassing):
         (P-1) * n * B*H * (D*E + t) * wide bytes
 
     for any number of tokens; t is of a run's transition: 0 with constant rates, 1 with gates of
-    heads, D with those of channels, D*D for the delta rule.
+    heads, D with decays of channels, D*D for the delta rule.
 
     Source: LASP, section 2.2, equation 11. Differs: one collective instead of P - 1 hops;
     transitions other than constant rates.

@@ -38,7 +38,7 @@ class LinearUlysses(LinearAlgorithm):
     the backward: the exchanged q, k, v, gates and their states. Not pipelined: linear attention is
     too fast to hide an exchange of its inputs. Heads that are shared are repeated before.
 
-    Where P does not divide H, heads of zeros are added to what is exchanged and computed, and taken
+    Where P does not divide H, heads of zeros are added, exchanged and computed, and taken
     off again: H is then the next multiple of P, 36 for 33 heads on 4 ranks.
 
     Source: DeepSpeed-Ulysses, as in LASP, section 4.1. Differs: any number of heads.
@@ -145,7 +145,7 @@ class LinearUlysses(LinearAlgorithm):
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
 
     def _of(self, call: LinearCall, heads: PaddedHeads) -> LinearCall:
-        """The same attention of this rank's heads, those of zeros without decay."""
+        """The same attention of this rank's heads; heads of zeros have no decay."""
         rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
         return replace(call, decay=Decay(rates[self._mine(heads)]), shared=1)
 

@@ -1,7 +1,7 @@
 """The settings of the papers, by name: algorithms of this package with other defaults.
 
 They are for comparisons with the papers. `available` does not list them and `auto` does not try
-them; their options can be given as those of the algorithms that they are of.
+them; they take the options of the algorithms that they are settings of.
 """
 
 from dataclasses import field, fields, make_dataclass

@@ -39,10 +39,10 @@ class RingPlacement(BlockPlacement):
     layout the ranks that need a block come first.
 
     Attributes:
-        travelling: what goes round.
-        retains: of K and V every rank keeps the block that its forward has last; the backward
+        travelling: the blocks that go round.
+        retains: every rank keeps the block of K and V that its forward has last; the backward
             begins with it, and blocks take the same hops in reverse.
-        reverse: it is that backward.
+        reverse: the placement is of such a backward.
     """
 
     travelling: Travelling = "kv"
@@ -117,8 +117,8 @@ class DoubleRingPlacement(RingPlacement):
 def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether a rank has at most half of the exchanges, and no more bytes, if blocks go straight.
 
-    Rows of keys are counted, of the rank that sends most and of those that cross nodes of any size
-    up to `_NODE` consecutive ranks, in the mean over where the first node begins.
+    Counts rows of keys: those that the busiest rank sends, and those that cross nodes of `_NODE`
+    consecutive ranks, in the mean over all ranks with which the first node may begin.
     """
     if not mask.special:
         return False
@@ -133,7 +133,7 @@ def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     exchanges = ((rows > 0) | (rows[sources, distance] > 0)).sum(1).max()
     if not len(hops) or 2 * exchanges > hops.max():
         return False
-    # A ring passes on at least what any of the ranks behind needs.
+    # A ring passes on at least the rows that any of the ranks behind needs.
     passed = np.maximum.accumulate(rows[:, :0:-1], 1)[:, ::-1]
     passing = (distance[:, None] + distance[:-1]) % size
     most = np.bincount(passing.ravel(), passed.ravel()).max()
@@ -168,7 +168,7 @@ def ring_placement(
     passed_on = size > 2 and route != "straight"  # else gradients are no sums
     wide = passed_on and rules.gradients == "float32"
     if backward == "auto":
-        # What moves fewer bytes a hop: K, V, dK, dV; or Q, dO, dQ and rows of lse and delta.
+        # The blocks with fewer bytes a hop: K, V, dK, dV; or Q, dO, dQ and rows of lse and delta.
         g = shape.wide_bytes if wide else e
         of_queries = (shape.query_width + shape.out_width) * e + shape.query_width * g
         of_queries += 2 * shape.heads * shape.wide_bytes
@@ -212,13 +212,13 @@ class Ring(PointToPoint):
         """Options of the ring, beside those of PointToPoint.
 
         Attributes:
-            backward: what travels in the backward: "kv" (K, V, dK, dV), "query" (Q, dO, delta,
-                lse, dQ), or "auto", the one with fewer bytes for this ratio of heads.
-            keep: what stays for the backward: "local", the rank's own tensors; "auto", also K and V
+            backward: blocks that travel then: "kv" (K, V, dK, dV), "query" (Q, dO, delta, lse, dQ),
+                or "auto", the one with fewer bytes for this ratio of heads.
+            keep: tensors that stay for the backward: "local", the rank's own; "auto", also K and V
                 of the block that came last, where that pays: the backward begins with that block,
                 which saves a hop of K and V.
             gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
-                dtype of q. Gradients that are no sums, as between two ranks, travel in that of q.
+                dtype of q. Gradients that are no sums, as between two ranks, travel in q's dtype.
             layout: "contiguous", or "thd": zigzag inside each document, all of lengths that are
                 multiples of 2P (`core.document_layout.PaddedDocuments`).
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
@@ -248,7 +248,7 @@ class ZigzagRing(Ring):
     class Options(Ring.Options):
         """Options of zigzag.
 
-        Attributes: layout: "zigzag"; "documents": equal work whatever the documents, or spans;
+        Attributes: layout: "zigzag"; "documents": equal work for any documents or spans;
             documents are whole, or on few ranks (`core.balance`); "thd": as for ring;
             "contiguous".
         """

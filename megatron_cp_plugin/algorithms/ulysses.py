@@ -32,8 +32,8 @@ class Ulysses(Algorithm):
     same way. It is done by groups of heads: while one is computed, the next one comes and the last
     one's output leaves. KV heads that several ranks of a team need are sent to each, and their
     gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
-    zeros are added to what is exchanged and computed, and taken off again: 33:33 are 36:36 on 4
-    ranks, 33:11 are 36:12, 2:2 are 8:8 on 8. H and G are those with them.
+    zeros are added, exchanged and computed, and taken off again: 33:33 are 36:36 on 4 ranks, 33:11
+    are 36:12, 2:2 are 8:8 on 8. H and G count these heads too.
 
     With S = N/P tokens a rank, elements of e bytes, rows of w, and V = lcm(G, P) KV heads sent, a
     rank sends B*S*(P-1)/P times 2HDe + 2VDe + Hw, forward and backward alike; with keep=local
@@ -49,7 +49,7 @@ class Ulysses(Algorithm):
         Attributes:
             chunks: groups of heads that are pipelined, at most; 0: 4, or fewer where that would be
                 too little work for each.
-            keep: what is kept for the backward: q, k, v as "exchanged", or the "local" ones, which
+            keep: tensors kept for the backward: q, k, v as "exchanged", or the "local" ones, which
                 are exchanged again. Local ones cost nothing where checkpointing recomputes them.
             layout: "contiguous", where nothing needs to be put in order; "zigzag", Megatron's own;
                 or "thd", see ring.

@@ -25,11 +25,11 @@ class Usp(Ulysses):
 
     With route "grid" the teams are a grid of R rows and C columns, R * C = P/U, in place of the
     ring: queries meet keys as in `attention2d`, for each rank's share of the heads. With teams that
-    are nodes, what crosses between nodes falls with the root of their number.
+    are nodes, the bytes between nodes fall with the root of the number of nodes.
 
     The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
-    of the sequence, so the ring between teams is the ordinary one, and the layout of the tokens
-    that of the ring on all P ranks. Where U does not divide H heads of zeros are added, as in
+    of the sequence, so the ring between teams is the ordinary one, and tokens have the layout of
+    the ring on all P ranks. Where U does not divide H heads of zeros are added, as in
     `ulysses`.
 
     With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
@@ -51,7 +51,7 @@ class Usp(Ulysses):
             layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
             route: of the ring, see there; or "grid".
             backward, gradients: of the ring, see there.
-            rows: R; 0: whatever sends the fewest bytes.
+            rows: R; 0: the number of rows that sends the fewest bytes.
             transport: see PointToPoint.
         """
 
@@ -87,7 +87,7 @@ class Usp(Ulysses):
         return GridBlocksPlacement(layout, rows * cols, groups, grid=grid, backward=backward)
 
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
-        """R and C of teams of so many. Args: shape: with any number of heads of the same ratio."""
+        """R and C of the grid of teams. Args: members: of a team."""
         teams = self.topology.size // members
         return cheapest(teams, self.options.rows, 0, shape.travel_bytes())
 

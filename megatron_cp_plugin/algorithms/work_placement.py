@@ -2,7 +2,7 @@
 
 DISTFLASHATTN's helpers are known by their distance from who is helped, which suits a causal mask.
 Under documents, spans and windows work lies anywhere: here it is counted first, and ranks that have
-little compute what is too much for others, down to some rows of a rank's own block. Tokens stay in
+little compute pairs of ranks with much, down to some rows of a rank's own block. Tokens stay in
 their order, on contiguous chunks.
 
 Source: none for the greedy choice; that idle ranks help is DISTFLASHATTN's.
@@ -24,19 +24,19 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.ranges import Numbers, expanded
 from megatron_cp_plugin.core.tiles import Mask
 
-# A rank keeps what is up to this much of the mean work, and takes up to it.
+# A rank gives work away above this multiple of the mean work, and takes work up to it.
 _CEILING = 1.03
-# What is too little to be sent, of the mean work.
+# Less work than this part of the mean is not given away.
 _TRIFLE = 0.01
-# Pieces of a block of queries have about so much of the mean work. At most so many: pieces, times
-# the blocks of keys that they see.
+# A piece of a block of queries has about this part of the mean work. Upper bound of the number of
+# pieces times the number of blocks of keys that they see.
 _GRAIN, _MOST_PIECES = 0.005, 1024
-# So many blocks of others come to a rank together. Whoever gives work away sends it before its own
-# first step: what it sent later would wait until that step is done.
+# Number of blocks of others that come to a rank together. A rank that gives work away sends the
+# blocks before its own first step: later messages would wait until that step is done.
 _AT_ONCE = 8
 # Where keys begin if there are none.
 _NONE = 1 << 40
-# Bytes between nodes count as so many.
+# Cost of a byte between nodes, in bytes inside one.
 _BETWEEN = 2.0
 
 Works = NDArray[np.float64]
@@ -61,10 +61,10 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkPlacement(BlockPlacement):
-    """Ranks compute their own queries, and others take rows of those that have too much.
+    """Ranks compute their own queries, and take rows of the queries of ranks with too much work.
 
     Attributes:
-        seq_len, mask: of which the work is.
+        seq_len, mask: they define the work.
         nodes: of each rank.
         row_bytes: of a row of queries, and of keys, as of `Shape.travel_bytes`.
     """
@@ -139,7 +139,7 @@ def _counted(pieces: Numbers, blocks: Numbers, bands: Numbers) -> _Counted:
 
     Args:
         pieces: where pieces of queries begin, ascending, and the last one ends.
-        blocks: the same of blocks of keys.
+        blocks: where blocks of keys begin, ascending, and the last one ends.
         bands: the table of the mask's.
     """
     q_start, q_stop, k_start, k_stop, low, high = bands
@@ -174,7 +174,7 @@ class _Queries:
         edges: where pieces begin, and the last one ends.
         keys: owners of the keys that they see.
         counted: [keys, pieces]: work.
-        work: the same, of what the owner still computes.
+        work: [keys, pieces]: work that the owner still computes.
         first, last: [keys, pieces]: which keys.
         who: [keys, pieces]: who computes them.
     """
@@ -193,7 +193,7 @@ class _Queries:
         self.who = np.full(shape, rank)
 
     def densest(self, keys: Numbers, amount: float) -> "_Some":
-        """Successive pieces whose rows see many keys, with about so much work if they have it.
+        """Successive pieces whose rows see many keys, of about the given work if they have it.
 
         Args: keys: some of the blocks, by their place in `keys`.
         """
@@ -248,7 +248,7 @@ class _Some(NamedTuple):
 
 
 class Assignment:
-    """Who computes what.
+    """Which rank computes which pairs.
 
     Attributes:
         load: work of each rank.
@@ -320,7 +320,7 @@ class Assignment:
         return edges
 
     def _relieve(self, queries: _Queries) -> None:
-        """Gives away what is too much of a rank's queries."""
+        """Gives away rows of a rank's queries until its work is below the ceiling."""
         while (excess := float(self.load[queries.rank]) - self.ceiling) > self.trifle:
             most = self.ceiling + 2 * self.trifle
             moves = [
@@ -334,7 +334,7 @@ class Assignment:
             self._give(queries, to, some)
 
     def _moves(self, queries: _Queries, excess: float) -> Iterator[tuple[float, int, _Some]]:
-        """What a rank may give away: bytes for each pair of a query and a key; to whom; what."""
+        """Moves of a rank: (bytes for each pair of a query and a key, helper, pieces)."""
         own = queries.work.sum(1)
         room = np.minimum(self.ceiling - self.load, excess)
         room[queries.rank] = 0
@@ -343,7 +343,7 @@ class Assignment:
         best = amounts.argmax(keepdims=True)
         if amounts[best] > self.trifle:
             yield self._cheapest(queries, best, queries.keys[best], amounts[best])
-        # To any rank that has much room, with all keys, or those that they see most of.
+        # To any rank that has much room, with all keys, or with the block that they see most of.
         seen = np.flatnonzero(own)
         for keys in (seen, own.argmax(keepdims=True))[: len(seen)]:
             amounts = np.minimum(room, own[keys].sum())
@@ -354,7 +354,7 @@ class Assignment:
     def _cheapest(
         self, queries: _Queries, keys: Numbers, ranks: Numbers, amounts: Works
     ) -> tuple[float, int, _Some]:
-        """To the rank for which the fewest bytes travel, those of busy senders counting more.
+        """The move for which the fewest bytes travel; bytes of busy senders count more.
 
         Args:
             keys: see `_Queries.densest`.
