@@ -27,9 +27,10 @@ _PATIENCE_S = 10.0
 
 @contextmanager
 def whole_program() -> Iterator[None]:
-    """Runs the body as all that this process does; where there is no accelerator, ends the process.
+    """Runs the body as all that this process does, and ends the process.
 
-    Errors of the plugin become one line, as in `one_line_errors`.
+    Errors of the plugin become one line, as in `one_line_errors`; others have their traceback, and
+    exit code 1.
     """
     code: str | int | None = None
     try:
@@ -37,8 +38,9 @@ def whole_program() -> Iterator[None]:
             yield
     except SystemExit as end:
         code = end.code
-    if torch.accelerator.is_available():
-        sys.exit(code)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
     _end(code)
 
 
@@ -148,12 +150,15 @@ def _leave(code: int) -> NoReturn:
 def _end(code: str | int | None) -> NoReturn:
     """Ends the process as `sys.exit(code)`, except that Python is not finalized.
 
-    So nothing that threads of gloo do can abort it, see core.communication.process_groups. Megatron
-    holds some process groups to the end, and may use them until then.
+    Finalization would destroy the process groups, which Megatron holds to the end. Threads of gloo
+    can abort the process then, see core.communication.process_groups, and NCCL waits forever if
+    its operations are in CUDA graphs, as with `--cuda-graph-impl full_iteration`.
     """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
+    if not code and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # other ranks may need what this one still sends
     # The rest of an orderly end: threads, exit handlers, buffers.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
