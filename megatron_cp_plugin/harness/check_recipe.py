@@ -1,4 +1,4 @@
-"""`megatron-cp check`: says offline whether a recipe is served, by what, and whether it fits."""
+"""`megatron-cp check`: says offline whether a recipe is served, how, and whether it fits."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # of a model's at
 
 @dataclass
 class Finding:
-    """What is to be said of a recipe.
+    """The findings about a recipe.
 
     Attributes:
-        lines: (what, text) of each.
-        refused: What training would refuse.
-        unknown: What is not understood.
+        lines: (topic, text) of each.
+        refused: Settings that training would refuse.
+        unknown: Settings that are not understood.
     """
 
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def code(self) -> int:
-        """The exit code: a refusal is certain, whatever else is not understood."""
+        """The exit code: a refusal is certain, even if other settings are not understood."""
         return REFUSED if self.refused else NOT_UNDERSTOOD if self.unknown else SERVED
 
     def text(self, name: str) -> str:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
-    """Returns what is to be said of a recipe."""
+    """Returns the findings about a recipe."""
     finding = Finding(unknown=list(recipe.unknown))
     beyond = recipe.beyond
     if recipe.model is not None and recipe.model.beyond:
@@ -136,7 +136,7 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
 
 
 def _complete(recipe: Recipe) -> None:
-    """Adds what rules ask for and recipes leave to the job: the number of processes."""
+    """Adds the number of processes, which rules ask for and recipes leave to the job."""
     given, s = recipe.settings, Settings(SimpleNamespace(**recipe.settings))
     given |= {
         "tensor_model_parallel_size": int(s.tensor),
@@ -187,7 +187,7 @@ def _is_sparse(recipe: Recipe) -> bool:
 
 
 def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
-    """What would be in force, with an algorithm."""
+    """The settings that would be in force, with an algorithm."""
     if recipe.flags is not None:
         flags = recipe.flags
         if flags.algo is None or flags.is_auto:
@@ -234,7 +234,7 @@ def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
 
 
 def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
-    """What a model that a program builds lets the plugin see."""
+    """The part of a program's model that the plugin sees."""
     places = {"config", "latent config", "nowhere for sure"}
     seen = {setting.name for setting in SETTINGS if places.intersection(setting.places)}
     # Of the model itself, which is looked at once it is built.
@@ -245,7 +245,7 @@ def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
 
 
 def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Shape | None]:
-    """The algorithm that is named, or that the planner takes; with it the shape of attention."""
+    """The algorithm that is named, or that the planner takes; and the shape of attention."""
     settings = Settings(SimpleNamespace(**recipe.settings))
     flags = recipe.flags
     named = flags.algo if flags is not None and not flags.is_auto else None

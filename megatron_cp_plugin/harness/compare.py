@@ -43,7 +43,7 @@ _KERNELS = (
 
 @dataclass(frozen=True)
 class Printed:
-    """What Megatron printed in one run.
+    """The lines that Megatron printed in one run.
 
     Attributes:
         losses: By name, one value an iteration.
@@ -131,7 +131,7 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, words: Sequence[str], folder: Path) -> Printed:
-    """Trains as `megatron-cp train` does; what it prints goes to a file."""
+    """Trains as `megatron-cp train` does; its output goes to a file."""
     for path in (folder / name).glob("rank*"):  # of an earlier recording, of more ranks perhaps
         path.unlink()
     print(f"{name}: megatron-cp train {' '.join(words)}", flush=True)
@@ -201,7 +201,7 @@ def _summary(reference: Printed, ours: Printed, names: Sequence[str]) -> Iterato
 
 
 def _compare_gradients(folder: Path) -> int:
-    """Prints what gradients are off by. Returns: 0, or 1 if that is not rounding."""
+    """Prints the errors of gradients. Returns: 0, or 1 if they are more than rounding."""
     reference, ours = (Recording.load(folder / name) for name in ("reference", "ours"))
     unit = _ROUNDING.get(ours.settings["params_dtype"])
     bounds = Tolerances() if unit is None else Tolerances(unit, 5 * unit, 20 * unit, 40 * unit)

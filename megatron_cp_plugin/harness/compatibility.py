@@ -19,7 +19,7 @@ from megatron_cp_plugin.integration.contract import SINCE, USED, Name, Part
 
 
 def problems(*parts: Part) -> list[str]:
-    """Returns what of the running Megatron is not as the tables say, one line each."""
+    """Returns differences of the running Megatron from the tables, one line each."""
     version, _ = compat.running_version()
     found = compat.problems(*parts)
     for used in USED:

@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What a job computed.
+    """The results of a job.
 
     Attributes:
         weights: norms of parameters, by rank.
@@ -82,7 +82,7 @@ class LogProbs:
 
     @classmethod
     def load(cls, folder: Path) -> LogProbs:
-        """Puts together what all ranks wrote.
+        """Joins the results of all ranks.
 
         Raises:
             ContextParallelError: They wrote nothing, or a token is not there exactly once.
@@ -232,7 +232,7 @@ def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | No
 
     Args:
         name: of the run.
-        split: what is in the names of parameters that ranks have parts of.
+        split: substrings of the names of parameters that are split among ranks.
 
     Raises: ContextParallelError if something differs.
     """
@@ -253,7 +253,7 @@ def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | No
 
 
 def _computed(run: Run, dtype: str, line: CommandLine, known: Namespace) -> LogProbs:
-    """Starts a job, and reads what it wrote."""
+    """Starts a job, and reads its results."""
     name = f"{run.file}-{dtype}"
     folder = known.output / name
     folder.mkdir(exist_ok=True)

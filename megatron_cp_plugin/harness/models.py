@@ -1,6 +1,6 @@
-"""Public models as Megatron's settings: what `check` takes a recipe's model for, and cards tell of.
+"""Public models as Megatron's settings, for `check` and model cards.
 
-The numbers of `models.yaml` are those of the models' published configurations. Settings that say
+The numbers of `models.yaml` are from the models' published configurations. Settings that say
 neither how tokens meet nor how large a model is are left out.
 """
 
@@ -29,7 +29,7 @@ class PublicModel:
 
     Attributes:
         name: Of its card.
-        known_as: What names of it contain, in lower case, without anything but letters and digits.
+        known_as: A substring of its names, in lower case, of letters and digits only.
         settings: Megatron's.
         beyond: Why no GPTModel or HybridModel is built of it; empty: one is.
     """

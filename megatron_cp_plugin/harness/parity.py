@@ -30,13 +30,13 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank recorded.
+    """The record of one rank.
 
     Attributes:
         weights: Digests by parameter name.
         gradients: Digests by iteration and parameter name.
         replays: By iteration, how many CUDA graphs were replayed.
-        sent_bytes: By iteration, what was sent for attention outside of CUDA graphs.
+        sent_bytes: By iteration, sent for attention outside of CUDA graphs.
     """
 
     settings: dict[str, Any]
@@ -51,7 +51,7 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Recording:
-    """What all ranks of a run recorded.
+    """The records of all ranks of a run.
 
     Attributes:
         ranks: By global rank.
@@ -105,7 +105,7 @@ class Recording:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the run was."""
+        """The settings of the run."""
         return self.ranks[0].settings
 
     def losses(self) -> dict[str, list[float]]:

@@ -34,7 +34,7 @@ _OUTSIDE_STDLIB = {
 
 
 def find_files(paths: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Lists files, and those of folders with one of the suffixes, in the order of their names.
+    """Lists files, and files in folders with one of the suffixes, in the order of their names.
 
     Raises: ConfigError if a path does not exist, or no file was found.
     """
@@ -75,13 +75,13 @@ def fingerprint(files: Iterable[Path]) -> str:
 def write_dataset(
     files: Sequence[Path], prefix: Path, document_bytes: int | None = None
 ) -> dict[str, object]:
-    """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which says what is in them.
+    """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which describes them.
 
     Args:
         files: in the order of their documents.
         document_bytes: of a document at most.
 
-    Returns: what was written to PREFIX.json.
+    Returns: the contents of PREFIX.json.
     """
     # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
     with warnings.catch_warnings():

@@ -58,7 +58,7 @@ def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | N
         step, datasets: In the place of `forward_step` and `build_datasets`.
 
     Raises:
-        ConfigError: A flag asks for what this program does not do.
+        ConfigError: A flag asks for something that this program does not do.
     """
     with refusals_in_one_line():
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
@@ -111,7 +111,7 @@ def output_of(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """What Megatron's models are told of the documents of a batch."""
+    """Arguments of Megatron's models that describe the documents of a batch."""
     if batch["cu_seqlens"] is None:
         return None
     bounds, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"])

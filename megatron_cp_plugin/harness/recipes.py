@@ -37,7 +37,7 @@ _READ = {setting.name for setting in SETTINGS}
 # The plugin reads them for the planner's memory alone.
 _OF_MEMORY = {"moe_layer_freq", "vocab_size", "ffn_hidden_size", "rampup_batch_size"}
 
-# What a program has of its own.
+# Settings of a program alone.
 _PROGRAMS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("programs.yaml").read_text()
 )
@@ -53,7 +53,7 @@ def _is_ignored(program: Program, name: str) -> bool:
 
 @dataclass
 class Recipe:
-    """What a recipe says.
+    """The settings of a recipe.
 
     Attributes:
         settings: Megatron's, by name.
@@ -64,8 +64,8 @@ class Recipe:
         gpus: How many it starts on; None: it does not say.
         tokens: Of a micro-batch, on all context-parallel ranks.
         beyond: Why the plugin has no part in it; empty: it may have.
-        unknown: What is not understood, one line each.
-        notes: What else to say.
+        unknown: Settings that are not understood, one line each.
+        notes: Further remarks.
     """
 
     program: Program
@@ -312,7 +312,7 @@ def _value(word: Word) -> Any:
 
 
 def _last(values: Mapping[str, Any], pattern: str) -> Any:
-    """What the last key has in which a pattern is found; None: there is none."""
+    """The value of the last key that matches a pattern; None: no key does."""
     found = [value for key, value in values.items() if re.search(pattern, key)]
     return found[-1] if found else None
 
@@ -405,7 +405,7 @@ def _leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _of_python(path: Path, function: str) -> Command:
-    """What a function of Bridge assigns to `cfg`, as KEY=VALUE."""
+    """The assignments of a function of Bridge to `cfg`, as KEY=VALUE."""
     tree = ast.parse(path.read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if function not in functions:

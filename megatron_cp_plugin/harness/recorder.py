@@ -1,4 +1,4 @@
-"""Records what a training run computes: `--cp-record DIR`. `harness.parity` reads and compares it.
+"""Records a training run: `--cp-record DIR`. `harness.parity` reads and compares records.
 
 Every rank writes into DIR
 
@@ -34,7 +34,7 @@ from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.settings import Settings
 
-# What identifies a run, by the names of Megatron's arguments.
+# Megatron's arguments that identify a run.
 _SETTINGS = (
     "context_parallel_size",
     "tensor_model_parallel_size",
@@ -116,7 +116,7 @@ class Recorder:
                 "--use-distributed-optimizer: leave one of them out"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Those of an earlier run must not stay.
+        # Files of an earlier run must not stay.
         for path in self._folder.glob(f"{self._path('.').name}*"):
             path.unlink()
 
@@ -179,7 +179,7 @@ class Recorder:
 
 @contextmanager
 def _all_reduced(model: Any) -> Iterator[None]:
-    """Lets every rank have all gradients, where it would get those that its optimizer needs.
+    """Gives every rank all gradients, not only the gradients that its optimizer needs.
 
     Megatron's own switch for it, `force_all_reduce`, is not heeded by the reductions that a
     pipeline schedule starts while others still compute.
@@ -227,7 +227,7 @@ def _bucket_groups(model: Any) -> list[Any]:
 
 @contextmanager
 def _counted_replays() -> Iterator[list[None]]:
-    """An entry for each CUDA graph that is replayed within this context, whoever captured it."""
+    """An entry for each CUDA graph that is replayed within this context."""
     replays: list[None] = []
     original = torch.cuda.CUDAGraph.replay
 
@@ -243,7 +243,7 @@ def _counted_replays() -> Iterator[list[None]]:
 
 
 def _auxiliary_losses() -> dict[str, Tensor]:
-    """Returns what is added to the loss of a micro-batch, without its coefficient.
+    """Returns the auxiliary term of the loss of a micro-batch, without its coefficient.
 
     By the routers of a mixture of experts, summed over the layers, and by multi-token prediction.
     """

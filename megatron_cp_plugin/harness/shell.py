@@ -1,8 +1,8 @@
-"""Reads what a shell script would run, without running anything.
+"""Reads the commands that a shell script would run, without running anything.
 
 Variables, arrays, defaults, whole-number arithmetic, sourced files and conditions on known values
-are followed. Whatever else a value comes from, such as the environment, a command or a loop, makes
-it unknown; so does a branch of which nobody knows whether it is taken.
+are followed. Any other source of a value, such as the environment, a command or a loop, makes
+it unknown; so does a branch if it is not known whether it is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Word:
     """A word of a command.
 
     Attributes:
-        text: With `UNKNOWN` in the place of what is not known.
+        text: With `UNKNOWN` in place of unknown parts.
         place: File and line where it was written.
         known: Whether all of it is.
     """
@@ -42,7 +42,7 @@ _PREFIXES = ("export", "local", "readonly", "declare", "then", "else", "do", "ex
 
 
 def _bracketed(opening: str, closing: str) -> str:
-    """A pattern of what is in brackets, with further ones inside."""
+    """A pattern of text in brackets, with further brackets inside."""
     other, inner = rf"[^\{opening}\{closing}]", ""
     for _ in range(6):
         inner = rf"\{opening}(?:{other}{'|' + inner if inner else ''})*+\{closing}"
@@ -50,7 +50,7 @@ def _bracketed(opening: str, closing: str) -> str:
 
 
 _ROUND, _CURLY = _bracketed("(", ")"), _bracketed("{", "}")
-# What words are made of, in double quotes and outside of them.
+# Parts of words, in double quotes and outside of them.
 _QUOTED_PARTS = rf"""\\(?P<escaped>.)
     |\$\((?P<arithmetic>{_ROUND})\)|(?P<command>\${_ROUND}|`[^`]*`)
     |\$(?P<braces>{_CURLY})|\$(?P<name>\w+|[@*\#?])"""
@@ -69,7 +69,7 @@ _TOKEN = re.compile(
 
 
 def commands(path: Path) -> tuple[list[Command], list[str]]:
-    """Returns the commands that a script would run, and what of it was not understood."""
+    """Returns the commands that a script would run, and lines that were not understood."""
     script = _Script(path)
     script.read(path)
     return script.commands, script.problems
@@ -215,7 +215,7 @@ class _Script:
         ]
 
     def _meant(self, kind: str, text: str, word: Word) -> tuple[list[Word], bool]:
-        """What a part of a word stands for, and whether its words stay as they are."""
+        """The text for a part of a word, and whether its words stay as they are."""
         match kind:
             case "double" if text:
                 return self._expand(replace(word, text=text), quoted=True), True
@@ -246,7 +246,7 @@ class _Script:
 
 
 def _after_pattern(words: list[Word]) -> list[Word]:
-    """A statement of a loop or a case, without what comes before it on its line."""
+    """A statement of a loop or a case, without the text before it on its line."""
     texts = [word.text for word in words]
     if texts[:1] == ["case"] or (")" in texts and "(" not in texts):
         return words[texts.index(")") + 1 :] if ")" in texts else []

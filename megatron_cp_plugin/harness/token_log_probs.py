@@ -1,7 +1,7 @@
 """Log-probabilities of the labels of some samples: `token_log_probs FOLDER BATCH [flags]`.
 
-The model is that of `megatron-cp train` with the same flags, before its first step of training;
-samples are those of the training data, or of a file BATCH ("-": none). Every rank that has losses
+The model is the one of `megatron-cp train` with the same flags, before its first training step;
+samples are from the training data, or from a file BATCH ("-": none). Every rank that has losses
 writes `rank00000.pt` into FOLDER, see `Recorded`.
 """
 
@@ -31,7 +31,7 @@ _OF_SPANS = ("attention_spans", "attention_positions")
 
 @dataclass
 class Recorded:
-    """What one rank had.
+    """The results of one rank.
 
     Attributes:
         mask: Spans of a file of samples, as a batch has them.
@@ -73,7 +73,7 @@ class Recorded:
             batch["numbers"] = numbers.view_as(labels)
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's file, on one rank of those that have the same losses."""
+        """Writes this rank's file, on one of the ranks that have the same losses."""
         from megatron.core import parallel_state
 
         if self.parts and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -87,7 +87,7 @@ def read_batch(path: str | Path) -> tuple[list[dict[str, Tensor]], dict[str, Any
     """Samples of a file, as Megatron's datasets have them; and the spans that all of them have.
 
     Args:
-        path: What `torch.save` wrote: a dict of "tokens" [b,s], int64, and, if they are not simply
+        path: A file of `torch.save`: a dict of "tokens" [b,s], int64, and, if they are not simply
             what follows, "labels" [b,s] and "loss_mask" [b,s]; with "attention_spans", as
             `Pack.batch()`, also "attention_positions" [s] or [b,s].
 
@@ -134,7 +134,7 @@ def record(folder: Path, batch: str, words: Sequence[str]) -> None:
         def datasets(counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
             if samples:
                 return None, [samples], None  # a list of datasets
-            # Of the data for training, whatever the others have.
+            # Of the training data only.
             return None, pretrain.build_datasets([counts[1]] * 3, vp_stage)[0], None
 
         pretrain.run(found.step, datasets)

@@ -112,7 +112,7 @@ class CommandLine:
 
     Attributes:
         words: All of them.
-        rest: Those but --config.
+        rest: The other flags, without --config.
         flags: The plugin's.
         of_megatron: Megatron's.
         content: The run file as it is written; {}: there is none.
@@ -133,7 +133,7 @@ class CommandLine:
 
     @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:
-        """The same, for another command that starts runs with it.
+        """As `of`, for another command that starts runs with these flags.
 
         Raises:
             ConfigError: It chooses no algorithm of the plugin, or cannot be read.
@@ -164,11 +164,11 @@ class CommandLine:
 
     @property
     def ranks(self) -> int:
-        """As many as these need; one is enough to say which size is wrong."""
+        """The number of ranks that these flags need; 1 if a size is wrong: a rank refuses it."""
         return max(1, prod(self.sizes.values()))
 
     def of_plugin(self, name: str, default: Any = None) -> Any:
-        """What a flag of the plugin gives, else the run file."""
+        """The value of a flag of the plugin, else of the run file."""
         given = getattr(self.flags, name)
         is_unset = given == {"kernel": "auto", "layers": ()}.get(name)
         return self.section.get(name, default) if is_unset else given
@@ -180,7 +180,7 @@ class CommandLine:
         return [*self.of_megatron, "--context-parallel-algo", algo, *of_platform]
 
     def given(self, name: str, default: Any) -> Any:
-        """What a flag of Megatron gives, of default's type, else the run file."""
+        """The value of a flag of Megatron, of default's type, else of the run file."""
         parser = OneLineParser(add_help=False, allow_abbrev=False)
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest="value", nargs="?", const=True, type=type(default))

@@ -1,6 +1,6 @@
 """Fused weights as their parts, and sharded ones as wholes, for the parity harness.
 
-Gradients of Q and K are often far smaller than those of V: in the error of a whole fused projection
+Gradients of Q and K are often far smaller than of V: in the error of a whole fused projection
 an error in them would be lost.
 """
 
@@ -21,7 +21,7 @@ from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamb
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a weight are.
+    """The meaning of the rows of a weight.
 
     Attributes:
         groups: So often do the parts follow one another.
@@ -44,7 +44,7 @@ class Rows:
 
 
 def rows_of_weights(model: Any) -> dict[str, Rows]:
-    """Returns what the rows of every fused weight of this rank are, by the parameter's name.
+    """Returns the parts of the rows of every fused weight of this rank, by the parameter's name.
 
     Of the weights only: a bias of K moves all scores of a query alike, so its gradient is nothing
     but rounding, and has no relative error.
@@ -107,7 +107,7 @@ def _of_mamba(module: Any) -> dict[str, Rows]:
 
 
 def gathered(parameter: DTensor, part: Tensor | None) -> Tensor:
-    """Puts together what belongs to the rows of a sharded parameter, on the CPU.
+    """Joins values of the rows of a sharded parameter, on the CPU.
 
     A collective operation of the data-parallel ranks, context parallelism included. The rows
     of a rank are as many as they are: Megatron-FSDP does not shard as DTensor has it.
@@ -117,7 +117,7 @@ def gathered(parameter: DTensor, part: Tensor | None) -> Tensor:
         part: Of these rows, such as their gradient; None if there are none.
 
     Returns:
-        [N, ...]. With tensor parallelism N is what a tensor-parallel rank has.
+        [N, ...]. With tensor parallelism N counts the rows of a tensor-parallel rank.
     """
     local = parameter.to_local()
     if isinstance(part, DTensor):

@@ -1,1 +1,1 @@
-"""What runs would take and be, told without them: time, memory, bytes, pictures. Needs torch."""
+"""Predicts runs without running them: time, memory, bytes, pictures. Needs torch."""

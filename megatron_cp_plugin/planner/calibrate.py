@@ -193,7 +193,7 @@ class _Calibration:
         return median(times[2:])
 
     def _together(self, body: Callable[[], object]) -> float:
-        """The same of something that all ranks do: the time of the slowest."""
+        """The same for an operation of all ranks: the time of the slowest rank."""
         self._meet()
         return max(self.topology.gather(self._seconds(body)))
 
@@ -325,7 +325,7 @@ class _Calibration:
 
     def _rate_of_exchange(self, ranks: Sequence[int], *, idle: bool = False) -> Rate:
         """Of pairs of these ranks, both ways. Args: idle: this rank only looks on."""
-        # One channel of all ranks: those that look on make no groups of their own either.
+        # One channel of all ranks: ranks that take no part make no groups of their own either.
         comm, place = self.topology.channel("pairs"), ranks.index(self.topology.rank)
         alone = idle or place == len(ranks) // 2 * 2  # the last of an odd number
         other = None if alone else ranks[place ^ 1]
@@ -364,7 +364,7 @@ class _Calibration:
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         return comm.exchange([(x, after)], [(y, before)])
 
-    # -- the host, and what the process group takes of a GPU
+    # -- the host, and the part of a GPU that the process group takes
 
     def _share(self) -> float:
         """Of a kernel's speed that is left while the process group moves data."""
@@ -420,7 +420,7 @@ class _Calibration:
         return Host(*(max(times) for times in zip(*self.topology.gather(found), strict=True)))
 
     def _calls(self, machine: Machine) -> Host:
-        """What a call of attention costs the host beside what it launches."""
+        """Seconds of the host for a call of attention, without its launches."""
         heads, kv_heads, dim = self.dims
         tokens = 256
         q, k, v, dout = self._inputs(tokens, tokens)

@@ -1,8 +1,8 @@
 """Peak memory of an attention call, found by following its plan on one rank without computing.
 
 Tensors are on torch's meta device, where they have sizes but no storage, and each is counted as
-long as it lives: outputs, partial sums, blocks that came, what is sent until it has left, what is
-saved for the backward, and what kernels need within (`SoftmaxKernel.workspace`). So no algorithm
+long as it lives: outputs, partial sums, blocks that came, messages until they have left, tensors
+saved for the backward, and workspaces of kernels (`SoftmaxKernel.workspace`). So no algorithm
 has a formula of its own for it.
 """
 
@@ -35,12 +35,12 @@ _USUAL = "flash4"  # whose memory stands for that of kernels that are not among 
 
 
 class Peak(NamedTuple):
-    """Bytes of a rank beside q, k, v and dout, and what all layers share, from the second call on.
+    """Bytes of a rank beside q, k, v, dout and buffers of all layers, from the second call on.
 
     Attributes:
-        forward, backward: the most at a time in either pass. Each has its results, what is saved
+        forward, backward: the most at a time in either pass. Each has its results, tensors saved
             for the backward and the receive buffers in peer memory, which live on, among them.
-        saved: what lives between the two passes, out among it.
+        saved: tensors that live between the two passes, out among them.
         peer: receive buffers in peer memory, which torch's own statistics do not show.
     """
 

@@ -125,7 +125,7 @@ def linear_candidates(
 def _combinations(
     cls: registry.AnyClass, size: int
 ) -> tuple[tuple[Algorithm.Options, Options], ...]:
-    """Of all values of all options, those with the fewest options first; and which are given."""
+    """All combinations of options, with the fewest options first; and which options are given."""
     hints, options = registry.option_types(cls.Options), fields(cls.Options)
     names = [option.name for option in options]
     values = [_values(option, hints[option.name], size) for option in options]

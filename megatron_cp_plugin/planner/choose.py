@@ -1,4 +1,4 @@
-"""Chooses an algorithm: the fastest in simulation of those that support a model and fit.
+"""Chooses an algorithm: the fastest in simulation that supports a model and fits.
 
 The choice depends on the arguments alone, so that all ranks with the same arguments choose the
 same.
@@ -253,7 +253,7 @@ _Classes = tuple[registry.AnyClass, ...]
 
 
 def _registered() -> _Classes:
-    """On what candidates depend beside the question."""
+    """Settings on which candidates depend beside the question."""
     return tuple(map(registry.algorithm_class, registry.available("softmax")))
 
 
@@ -298,7 +298,7 @@ def _table(kind: Kind, looked_at: _LookedAt, site: Site, work: int) -> Table:
     ratios = _Ratios()
     most = max(_FEWEST, _SHARE // len(site.nodes))
     while left and len(simulated) < most + _CHECKS:
-        # The best of several algorithms and layouts, then what may yet be the best of all.
+        # The best of several algorithms and layouts, then the others that may be the best.
         new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
         fastest = min((row.seconds for row in simulated.values()), default=inf)
         if new and len(seen) < _ALGORITHMS and len(simulated) < most:

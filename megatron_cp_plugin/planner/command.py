@@ -23,7 +23,7 @@ from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.text_table import text_table
 
 _PROPOSALS = 10
-# What a step may be off, without experts and with them, from docs/predictions.md.
+# Errors of a step, without experts and with them, from docs/predictions.md.
 _ERROR, _EXPERTS_ERROR = 0.05, 0.3
 _QUIET_SECONDS = 1.0  # between two lines of progress
 
@@ -173,7 +173,7 @@ def _of_documents(mask: Mask) -> dict[str, bool]:
 
 
 def megatron_settings(job: Job, split: Split) -> dict[str, object]:
-    """Flags of Megatron for a model and its split, but for those of data and tokenizer."""
+    """Flags of Megatron for a model and its split, without data and tokenizer."""
     model = job.model
     settings: dict[str, object] = {
         "num_layers": model.layers,
@@ -253,9 +253,9 @@ def write_run_file(
     options: Options,
     linear_model: str | None = None,
 ) -> None:
-    """Writes what was chosen as a run file, and says so.
+    """Writes the choice as a run file, and says so.
 
-    Args: linear_model: what layers of linear attention are.
+    Args: linear_model: the kind of layers of linear attention.
     """
     need("megatron", "--yaml", "yaml")
     import yaml

@@ -21,7 +21,7 @@ from megatron_cp_plugin.planner.plan_json import to_json
 
 @dataclass(frozen=True)
 class Cost:
-    """What one attention layer costs.
+    """The cost of one attention layer.
 
     Attributes:
         layout: Name of the layout.
@@ -31,7 +31,7 @@ class Cost:
             block.
         grid: Rows and columns, if there are any.
         heads: Query heads that are computed: more than there are where ranks could not split them,
-            filled up with zeros. Bytes are those of all.
+            filled up with zeros. Bytes are of all heads.
     """
 
     layout: str
@@ -50,7 +50,7 @@ def cost(
     mask: Mask | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Cost:
-    """Works out what a layer of softmax attention costs.
+    """Works out the cost of a layer of softmax attention.
 
     Args:
         algo: A name of `available("softmax")`.
@@ -147,7 +147,7 @@ def document(
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another way to split a layer; bytes are those of a rank in rings, which a collective
+    """Another way to split a layer; bytes are of a rank in rings, which a collective
     operation cannot undercut: (P-1)/P of the tensor.
 
     Attributes:
@@ -160,7 +160,7 @@ class Baseline:
     backward: int
 
     def cost(self, size: int, shape: Shape) -> Cost:
-        """What a layer costs, the hidden states being as wide as the output of attention.
+        """The cost of a layer whose hidden states are as wide as the output of attention.
 
         Args:
             size: Number of ranks.
@@ -187,7 +187,7 @@ BASELINES = (
     Baseline("tensor + sequence parallel", 4, 6),
     Baseline("the same, full recompute", 4, 10),
     # K and V go round; in the backward again, and dK and dV of all tokens are all-reduced. It
-    # computes all scores whatever the mask, of as many KV heads as query heads. Sources: Li et al.,
+    # computes all scores under any mask, of as many KV heads as query heads. Sources: Li et al.,
     # section 3.2.2; BurstAttention, section 3.2: 2 and 6 B Z N d.
     Baseline("Ring Self-Attention", 2, 6),
 )

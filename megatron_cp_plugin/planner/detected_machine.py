@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def machine_named(name: str) -> Machine:
-    """A machine by a GPU's name, by that of its file or by a path.
+    """A machine by a GPU's name, by its file's name or by a path.
 
     Raises: ConfigError if there is none.
     """
@@ -81,7 +81,7 @@ class Example:
     Examples are equal where choices would be: of documents where the statistics are, of spans
     where about the same share of the pairs is seen.
 
-    Attributes: words: what is assumed; empty: nothing.
+    Attributes: words: the assumptions; empty: none.
     """
 
     mask: Mask = field(compare=False)
@@ -113,7 +113,7 @@ def statistics_of(documents: Sequence[int], seq_len: int) -> LogNormal:
 
     The mean over tokens says how many keys a query sees. A log-normal length is exp(sigma^2) times
     as long in the mean over tokens as in the mean over documents; that ratio is a power of two, or
-    the root of two for lengths that differ by less. Lengths are equal only if those of the call
+    the root of two for lengths that differ by less. Lengths are equal only if the call's
     are: equal ones may all end where ranks do, so that no algorithm sends anything.
 
     Args: documents: as of `document_starts`.
@@ -135,7 +135,7 @@ def documents_like(
     one that comes nearest to the mean of all.
 
     Args: over_tokens: the length to come near to in the mean over tokens, not over documents; 0:
-        that of all draws.
+        the mean of all draws.
     """
     multiple = layout.multiple(size) if layout.name == PaddedDocuments.name else 1
     drawn = [

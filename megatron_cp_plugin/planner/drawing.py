@@ -34,7 +34,7 @@ Kind = Literal["keys", "queries", "results", "states"]
 
 @dataclass(frozen=True)
 class Cell:
-    """What one rank computes in one step.
+    """The computation of one rank in one step.
 
     Attributes:
         text: which blocks meet, such as "q7 k2"; of several ranks and a part of the heads
@@ -51,7 +51,7 @@ class Cell:
 
 
 class DrawnTransfer(NamedTuple):
-    """What one rank sends to another.
+    """A message from one rank to another.
 
     Attributes:
         before: the step that needs it, or, of results, the one after which it is sent, plus one.
@@ -66,7 +66,7 @@ class DrawnTransfer(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What some ranks exchange, each with all others.
+    """An exchange of several ranks, each with all others.
 
     Attributes:
         before: as in DrawnTransfer.
@@ -90,8 +90,8 @@ class Picture:
         subtitle: ranks, mask, tokens, pass.
         size: number of ranks.
         steps: cells by step and rank; None: the rank waits.
-        transfers, collectives: what travels.
-        kinds: what each kind of it is.
+        transfers, collectives: the messages.
+        kinds: the meaning of each kind of message.
         head_groups: of heads, which are computed one after another in equally many steps each.
     """
 
@@ -214,14 +214,14 @@ def plan_of(
     Raises: ConfigError as `picture`.
     """
     _check(algo, seq_len, mask)
-    # So many heads that every algorithm can divide them, and each part again.
+    # A number of heads that every algorithm can divide, and each part again.
     heads = _HEADS_PER_RANK * size
     layer = Shape(1, seq_len, heads, heads, 1)
     return planned(algo, size, layer, mask, options).plan(layer, mask, phase)
 
 
 def travelling_of(plan: Plan) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
-    """What the ranks of a plan send: messages, and exchanges of several ranks."""
+    """The messages of a plan, and exchanges of several ranks."""
     return _travelling([_message(plan, move) for move in plan.moves])
 
 
@@ -237,7 +237,7 @@ def _words_of(mask: Mask) -> str:
 
 
 def _kinds(plan: Plan) -> dict[Kind, str]:
-    """What travels in a pass, in words."""
+    """The messages of a pass, in words."""
     partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
     kinds: dict[Kind, str] = {
         "keys": "keys and values",
@@ -303,7 +303,7 @@ def _of_linear(
 def _travelling(
     messages: Sequence[_Message],
 ) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
-    """Exchanges of all ranks of a group with all others, and what else goes from rank to rank."""
+    """Exchanges of all ranks of a group with all others, and other messages."""
     alike: dict[tuple[int, Kind, tuple[str, ...]], list[_Message]] = {}
     for message in messages:
         alike.setdefault((message.before, message.kind, message.tensors), []).append(message)
@@ -331,7 +331,7 @@ def _travelling(
 
 
 def _meshes(messages: Iterable[_Message]) -> Iterator[tuple[int, ...]]:
-    """Groups of three ranks or more, each of which sends something to all others."""
+    """Groups of three ranks or more in which each rank sends to all others."""
     targets: dict[int, set[int]] = {}
     for message in messages:
         targets.setdefault(message.source, set()).add(message.target)
@@ -345,7 +345,7 @@ def _meshes(messages: Iterable[_Message]) -> Iterator[tuple[int, ...]]:
 
 
 def _operation(messages: Sequence[_Message]) -> str:
-    """What it is called if each of some ranks sends to all others."""
+    """The name of a collective operation in which each rank sends to all others."""
     if messages[0].kind == "results":
         target = messages[0].target
         shares = {message.share for message in messages if message.target == target}
@@ -471,7 +471,7 @@ def collective_lines(collectives: Iterable[Collective], steps: int) -> Iterator[
 
 
 def _travel(drawn: Picture, step: int, rank: int) -> Iterator[str]:
-    """What a rank receives for a step, or sends back after it."""
+    """The messages that a rank receives for a step, or sends back after it."""
     inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
     now = [f"{t.text} from {t.source}" for t in inputs if t.before == step]
     if now:

@@ -24,7 +24,7 @@ class Post(NamedTuple):
         channel, number: which, and its how many-th.
         operation: None: by copy engines.
         sends, receives: (global rank, bytes) of each message.
-        bytes: of a collective operation, what this rank sends.
+        bytes: that this rank sends in a collective operation.
     """
 
     channel: ChannelId
@@ -36,7 +36,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Waits for what was posted."""
+    """Waits for the posted messages."""
 
     channel: ChannelId
     number: int
@@ -78,12 +78,12 @@ class Memory(NamedTuple):
 
 
 Event = Tile | Linear | Memory | Post | Wait
-# What is being recorded in this thread, if anything.
+# The record of this thread, if it is recording.
 recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
 
 
 def note(event: Event) -> None:
-    """Records what a rank does."""
+    """Records the operations of a rank."""
     events = recording.get()
     if events is not None:
         events.append(event)
@@ -162,7 +162,7 @@ class DryRunGroup(Topology):
 
 
 class _Posting:
-    """Notes the operations of a channel. What is sent lives until the wait."""
+    """Notes the operations of a channel. Tensors that are sent live until the wait."""
 
     def __init__(self, channel: ChannelId) -> None:
         self.channel = channel

@@ -53,7 +53,7 @@ class _Met(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a rank does in a step.
+    """The operations of a rank in a step.
 
     Attributes: queries, keys: tokens of the blocks that arrive for the step, from the rank's own
         node and from other nodes.
@@ -475,7 +475,7 @@ class Estimator:
     # -- parts of both
 
     def _launching(self, kernels: int, messages: int, phase: Phase) -> float:
-        """Seconds of the host. Args: messages: exchanges, each with what puts it in place."""
+        """Seconds of the host. Args: messages: exchanges, each with its copies."""
         host = self.machine.host
         kernel = host.kernel if phase == "forward" else host.kernel_backward
         message = (host.peer if self.peer else host.group) + 3 * host.operation

@@ -279,7 +279,7 @@ class _Run:
         assert not stuck, f"ranks {stuck} wait for messages that nobody sends"
         return self._summary()
 
-    # -- what a rank does by itself
+    # -- operations of one rank
 
     def _advance(self, number: int, rank: _Rank) -> None:
         """Runs the rank until it waits for an operation that is not scheduled yet."""
@@ -343,7 +343,7 @@ class _Run:
             now = end
         return now + left
 
-    # -- what ranks do together
+    # -- operations of several ranks
 
     def _post(self, number: int, rank: _Rank, post: Post) -> None:
         peer = post.operation is None
@@ -455,7 +455,7 @@ class _Run:
         end = begin + rate.time(size)
         for one in resources[:2]:
             self.free[one] = end
-        # What comes from ranks that are not simulated is in the others' part of what is sent.
+        # Messages from ranks that are not simulated are in the others' part of the bytes sent.
         if ("fabric", 0) in resources and machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
             self.free["fabric", 0] = begin + size * others / machine.between_total
@@ -512,7 +512,7 @@ class _Run:
     def _collective_seconds(
         self, members: Sequence[int], operation: Operation, size: int
     ) -> tuple[float, float]:
-        """Seconds, and those for which it takes all that nodes share between them.
+        """Seconds, and the seconds in which it takes all that nodes share between them.
 
         Args: size: bytes that a rank sends.
         """

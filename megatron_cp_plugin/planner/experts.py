@@ -1,7 +1,7 @@
 """Time and bytes of sending tokens to the experts of a layer.
 
 Megatron counts the GPUs of a pipeline stage a second time for experts: expert tensor parallelism
-first, then expert and expert data parallelism, whatever tensor and context parallelism are. Two of
+first, then expert and expert data parallelism, for any tensor and context parallelism. Two of
 its dispatchers are counted (`--moe-token-dispatcher-type`):
 
 - alltoall: a copy of each token goes to each of its experts, among the expert-parallel ranks, and
@@ -25,7 +25,7 @@ _ELEMENT = 2  # bytes in bfloat16
 
 
 class ExpertMessage(NamedTuple):
-    """A collective operation of `ranks` that stand `stride` apart, and what each of them sends."""
+    """A collective operation of `ranks` that are `stride` apart, and the bytes that each sends."""
 
     operation: Operation
     ranks: int

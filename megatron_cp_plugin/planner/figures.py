@@ -1,7 +1,7 @@
 """Pictures of plans and of timelines as files.
 
 Of a plan: a lane for each rank, a column for each step, arrows for messages. Widths are inches, and
-every column is as wide as what is written in it; heights are lanes.
+every column is as wide as its text; heights are lanes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def save(drawn: Picture, path: Path) -> None:
     """Writes a picture.
 
     Args:
-        drawn: What to draw.
+        drawn: The drawing.
         path: Ends in .png or .svg.
 
     Raises:
@@ -117,7 +117,7 @@ def figure(drawn: Picture) -> Figure:
 
 @dataclass(frozen=True)
 class _Part:
-    """A step, and before it what travels: messages, and collectives of one name side by side.
+    """A step, and before it its messages, with collectives of one name side by side.
 
     Attributes:
         head: lines above the step.
@@ -257,7 +257,7 @@ def _legend(drawn: Picture) -> Iterator[Artist]:
 
 
 def _notes(drawn: Picture) -> str:
-    """What the letters in this picture mean."""
+    """The meaning of the letters in this picture."""
     cells = [cell.text for step in drawn.steps for cell in step if cell]
     words = " ".join([*cells, *(transfer.text for transfer in drawn.transfers)])
     meanings = {

@@ -82,7 +82,7 @@ class Layer:
 
         Args: options: further options of that layer.
 
-        Raises: ConfigError for spans, of which the first tokens may see others than later ones.
+        Raises: ConfigError for spans, whose first tokens may see other keys than later ones.
         """
         if self.mask.slices is not None:
             raise ConfigError(

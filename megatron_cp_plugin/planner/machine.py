@@ -21,10 +21,10 @@ _FOLDER = Path(__file__).parent.parent / "configs" / "machines"
 
 @dataclass(frozen=True)
 class Rate:
-    """What a message takes: alpha + bytes / beta.
+    """The time of a message: alpha + bytes / beta.
 
     Attributes:
-        seconds: alpha, of a message whatever its size.
+        seconds: alpha, of a message of any size.
         bytes_per_second: beta.
     """
 
@@ -32,7 +32,7 @@ class Rate:
     bytes_per_second: float
 
     def time(self, size_bytes: float) -> float:
-        """Seconds of so many bytes."""
+        """Seconds of a message of this many bytes."""
         return self.seconds + size_bytes / self.bytes_per_second
 
 
@@ -50,7 +50,7 @@ class Links:
     collective: Mapping[Operation, Mapping[int, Rate]] = field(default_factory=dict)
 
     def rate(self, operation: Operation, ranks: int) -> Rate:
-        """Of an operation; that of exchanges where it is not known."""
+        """The rate of an operation; where it is not known, of exchanges."""
         known = self.collective.get(operation)
         if not known:
             return self.exchange
@@ -62,9 +62,9 @@ class KernelSpeed:
     """How fast an attention kernel is: seconds + flop / flops * (1 + rows / r + columns / c).
 
     Attributes:
-        flops: of long tiles, of what is asked for.
+        flops: a second, of long tiles, counting only pairs that the mask allows.
         rows, columns: of a tile at which it is half as fast.
-        seconds: of a call, whatever its size.
+        seconds: of a call of any size.
     """
 
     flops: float
@@ -73,7 +73,7 @@ class KernelSpeed:
     seconds: float = 0.0
 
     def time(self, flop: float, rows: float, columns: float) -> float:
-        """Seconds of a tile with so many operations."""
+        """Seconds of a tile with a number of operations."""
         return self.seconds + flop / self.flops * (1 + self.rows / rows + self.columns / columns)
 
 
@@ -92,7 +92,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of the host, which launches what GPUs do.
+    """Seconds of the host, which launches the GPUs' operations.
 
     Attributes:
         operation: a kernel of torch.
@@ -160,11 +160,11 @@ class Machine:
         return hash(self.name)  # mappings have none
 
     def nodes(self, size: int) -> tuple[int, ...]:
-        """The node of each of so many ranks, filled one after another."""
+        """The node of each rank; nodes are filled one after another."""
         return tuple(rank // self.gpus_per_node for rank in range(size))
 
     def between_bytes(self, operation: Operation, ranks: int, stride: int, sent: float) -> float:
-        """What a rank sends to other nodes in a collective operation.
+        """The bytes that a rank sends to other nodes in a collective operation.
 
         Args:
             ranks: that take part.
@@ -215,7 +215,7 @@ class Machine:
         return self.kernels[name]
 
     def values(self) -> dict[str, Any]:
-        """All of it as YAML has it: what `of` reads."""
+        """All values as in YAML, as `of` reads them."""
         return dict(_plain(asdict(self)))
 
     def save(self, path: str | Path) -> None:
@@ -250,7 +250,7 @@ class Machine:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Reads `values`. Raises: KeyError, TypeError or ValueError for what does not fit."""
+        """Reads `values`. Raises: KeyError, TypeError or ValueError for values that do not fit."""
         known = {one.name for one in fields(cls)}
         if unknown := set(values) - known:
             found = min(unknown)
@@ -283,7 +283,7 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-# What may be 0: times, and rows and columns of tiles that are no slower.
+# Values that may be 0: times, and rows and columns of tiles that are no slower.
 _FROM_ZERO = frozenset(("seconds", "operation_seconds", "rows", "columns"))
 _COUNTS = frozenset(("gpus_per_node", "cards_per_node", "ranks_per_gpu"))
 _SPEEDS = tuple(f"{one} {shape}" for one in get_args(Phase) for shape in ("causal", "full"))

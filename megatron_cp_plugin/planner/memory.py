@@ -1,4 +1,4 @@
-"""The memory of a GPU in a step of training, by what it is for, roughly."""
+"""The memory of a GPU in a step of training, by purpose, roughly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.planner.model import Model, Split
 
 _GIB = 2**30
-# Of Megatron-FSDP, in elements: further layers are gathered until they have so many, and gradients
+# Of Megatron-FSDP, in elements: layers are gathered ahead up to this size, and gradients
 # wait for their reduce-scatter as long as they have no more; or one layer, and two, if larger.
 _GATHERED_AHEAD, _GRADIENTS_WAITING = 5e8, 1e9
 
@@ -90,7 +90,7 @@ def activation_bytes(model: Model, split: Split) -> float:
     width += model.query_rank + model.key_rank + model.rotary_dim
     out = model.heads * value_dim
     if model.linear:
-        # The projections, gates among them, are kept beside what attention is given; so is the
+        # The projections, gates among them, are kept beside attention's inputs; so is the
         # output beside that which is normalised and gated.
         width, out = 2 * width + out, 2 * out
     of_ffn = 3 if model.gated else 2

@@ -1,7 +1,7 @@
-"""Records what a rank does in an attention layer by running its own code without data.
+"""Records the operations of a rank in an attention layer by running its code without data.
 
-The executors run as they are, on torch's meta device, where tensors have no storage. So what is
-simulated launches, copies, posts and waits as the real thing does, whatever the algorithm.
+The executors run as they are, on torch's meta device, where tensors have no storage. So a rank
+launches, copies, posts and waits there as on a GPU, with any algorithm.
 
 Each operation is run once for all tensors that are laid out alike: most are written in Python
 there and take up to a millisecond, though nothing is computed.
@@ -47,7 +47,7 @@ class _Other(NamedTuple):
 
 
 class _Effect(NamedTuple):
-    """What an operation does.
+    """The effect of an operation.
 
     Attributes:
         made: a tensor of its own; None: something else.
@@ -69,9 +69,9 @@ class OnMeta(TorchDispatchMode):
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    """What an operation returns, and the bytes of all tensors that it takes and returns.
+    """The results of an operation, and the bytes of all tensors that it takes and returns.
 
-    Args: those of a `__torch_dispatch__`. Tensors elsewhere than on meta are computed with.
+    Args: as of `__torch_dispatch__`. Tensors on other devices than meta are computed with.
     """
     try:
         keys = _key(args), tuple((name, _key(x)) for name, x in kwargs.items())
@@ -100,7 +100,7 @@ def _key(x: Any) -> Any:
 
 
 def _like(key: Any) -> Any:
-    """What has this key."""
+    """The entry of this key."""
     if isinstance(key, _Laid):
         return key.empty()
     return key.value if isinstance(key, _Other) else [_like(one) for one in key]
@@ -145,7 +145,7 @@ class Trace(NamedTuple):
 
 
 def trace_of(algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask) -> Trace:
-    """What a rank does in both passes. Args: algorithm: on a `DryRunGroup`."""
+    """The operations of a rank in both passes. Args: algorithm: on a `DryRunGroup`."""
     both = passes(algorithm, shape, mask, SizesOnly())
     forward, (*_, saved) = _recorded(both.forward)
     backward, _ = _recorded(lambda: both.backward(saved))

@@ -121,7 +121,7 @@ class Model:
         return with_experts + self.dense * self.dense_parameters + self.embedding_parameters
 
     def flop(self, tokens: int, pairs: float) -> float:
-        """Of forward and backward of a sequence, without what is recomputed.
+        """FLOP of forward and backward of a sequence, without recomputation.
 
         Args: pairs: of a query and a key that see each other.
         """

@@ -78,7 +78,7 @@ def _sent(move: Move, shape: Shape, nodes: Sequence[int]) -> Json:
 
 
 def _plain(x: Any) -> Any:
-    """An object of what has names, a list of other tuples."""
+    """An object for a tuple with names, a list for other tuples."""
     if isinstance(x, HeadGroup):
         return {one.name: _plain(getattr(x, one.name)) for one in fields(x)}
     if isinstance(x, slice):

@@ -1,8 +1,8 @@
-"""What matrix products of a layer take: of few rows, as experts have them, more than by their FLOP.
+"""Times of a layer's matrix products: with few rows, as of experts, longer than by their FLOP.
 
 A product of m rows with a matrix [k, n] computes 2 m k n FLOP and moves its operands and its
 result. The two go on at a time, but not perfectly: it takes the root of the sum of their squares.
-The gradient of a matrix is added to a sum in float32, which is read and written whatever the rows.
+The gradient of a matrix is added to a sum in float32, read and written for any number of rows.
 
 Source of that rule: DeepGEMM's published figures of dense and grouped products on H800
 (docs/data/products.csv), beside which docs/predictions.md has it; nothing but the peak is fitted.

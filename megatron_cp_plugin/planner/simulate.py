@@ -1,6 +1,6 @@
-"""Simulates an attention layer on a machine: what each rank does and waits for.
+"""Simulates an attention layer on a machine: operations and waits of each rank.
 
-What a rank does is what its own code does without data (`planner.meta`), which follows the plan.
+The operations are recorded from a rank's own code without data (`planner.meta`).
 How long that takes is played on the machine (`planner.event_simulation`).
 """
 
@@ -86,7 +86,7 @@ def _simulated(layer: Layer, machine: Machine, kernel: str, *, captured: bool) -
 def _smaller(layer: Layer) -> tuple[int, int] | None:
     """Two numbers of ranks that stand for more; none where all have to be simulated.
 
-    Raises: ConfigError if those are too many.
+    Raises: ConfigError if there are too many ranks to simulate.
     """
     size, per_node = layer.size, layer.nodes.count(layer.nodes[0])
     team = layer.number("ulysses")
@@ -106,7 +106,7 @@ def _smaller(layer: Layer) -> tuple[int, int] | None:
 
 
 def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int) -> Timeline:
-    """What two numbers of ranks say of a third one."""
+    """The extrapolation from two numbers of ranks to a third one."""
     factor = (size - counts[1]) / (counts[1] - counts[0])
 
     def line(a: float, b: float) -> float:
@@ -124,7 +124,7 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
 
 
 def host_seconds(layer: Layer, machine: Machine) -> tuple[float, float]:
-    """Seconds of the host for what rank 0 launches in forward and backward."""
+    """Seconds of the host for the launches of rank 0 in forward and backward."""
     forward, backward = traces_of(layer, (0,))[0]
     return launched(machine, forward), launched(machine, backward)
 

@@ -1,6 +1,6 @@
 """Kernels and fused operations that compute nothing: they make their results, and are noted.
 
-B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
+B batch, S local tokens, H query heads, G KV heads, D head dim, E head dim of values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _bytes(*tensors: Tensor) -> int:
 
 
 class SizesOnly(SoftmaxKernel):
-    """Makes what a kernel would make, of tensors without storage."""
+    """Makes the results of a kernel, of tensors without storage."""
 
     name = "sizes"
     rectangular_causal = windows = packs = gaps = True
     places_outputs = places_gradients = True
 
     def called(self, call: KernelCall, statistics: Statistics | None) -> None:
-        """What there is to a call beside its results. Args: statistics: None: it is a forward."""
+        """Allocations of a call beside its results. Args: statistics: None in a forward."""
         if recording.get() is None:
             return
         (batch, rows, heads, dim), (columns, kv_heads, value_dim) = call.q.shape, call.v.shape[1:]
@@ -160,7 +160,7 @@ register_fused("meta", OnePass)
 
 
 def _states(q: Tensor, v: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
-    """So many for each batch entry."""
+    """As many for each batch entry."""
     batch, _, heads, dim = q.shape
     shape = (count, batch, heads, dim, v.shape[3])
     return q.new_empty(shape, dtype=dtype or accumulation_dtype(q.dtype))

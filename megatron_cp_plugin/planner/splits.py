@@ -134,7 +134,7 @@ def _worth_it(found: Iterable[tuple[TrainingStep, Split]]) -> Iterator[tuple[Tra
 
 
 def _nearest(job: Job) -> str:
-    """Flags of what can be split: by context parallelism alone, at least."""
+    """Flags of the ways to split a model: by context parallelism alone, at least."""
     gpus = 2 ** (job.gpus.bit_length() - 1)
     found = [f"--gpus {gpus}"] if gpus != job.gpus else []
     if job.tokens % (2 * gpus):

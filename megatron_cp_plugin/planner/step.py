@@ -5,10 +5,10 @@ Around attention, which is simulated, everything is counted: matrix products by 
 links, the bubble of a pipeline. It is enough to say what fits, and which way of splitting a model
 is worth to be tried.
 
-What is left out: dropout, padding of the vocabulary, routers, imbalance between experts and between
+Left out are dropout, padding of the vocabulary, routers, imbalance between experts and between
 stages of a pipeline (the stage with the embedding or the logits has more to do), the host, overlap
-of tensor-parallel and expert-parallel messages with computation, and that messages of attention and
-of sharded parameters share the network.
+of tensor-parallel and expert-parallel messages with computation, and contention for the network
+between messages of attention and of sharded parameters.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LOGIT_BYTES = 40  # that are read and written for each logit, forward and backw
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What a step takes.
+    """The time and memory of a step.
 
     Attributes:
         seconds: of a step.
         tokens: of it, on all ranks.
-        parts: seconds of which it consists.
-        memory: GiB of the GPU that needs most, by what it is for.
+        parts: seconds of its parts.
+        memory: GiB of the GPU that needs most, by purpose.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class TrainingStep:
         return sum(self.memory.values())
 
     def fits(self, machine: Machine) -> bool:
-        """Whether it fits, beside a tenth of the memory for what is not counted."""
+        """Whether it fits, with a tenth of the memory left for buffers that are not counted."""
         return self.gib <= machine.memory_gib * 0.9
 
 
@@ -77,13 +77,13 @@ def step(
     attention: float | None = None,
     attention_gib: float = 0.0,
 ) -> TrainingStep:
-    """A step of training on sequences of so many tokens.
+    """A step of training.
 
     Args:
         algo, options: of attention.
         mask: default: causal.
         attention: seconds of one layer's, if they are known already.
-        attention_gib: what it needs beside its inputs and results.
+        attention_gib: memory that it needs beside its inputs and results.
 
     Raises: ConfigError if the model cannot be split like this.
     """

@@ -40,7 +40,7 @@ _LINE = 18
 
 
 class StepPart(NamedTuple):
-    """What some ranks compute in one step; each of them for its share of the heads."""
+    """Computations of some ranks in one step; each rank computes its share of the heads."""
 
     step: int
     ranks: tuple[int, ...]
@@ -138,7 +138,7 @@ def token_picture(
         subtitle += f" · 1 of {len(plan.groups)} head groups"
     steps = plan.steps // len(plan.groups)
     transfers, collectives = travelling_of(plan)
-    # Those of the first head group; results leave one step later.
+    # Messages of the first head group; results leave one step later.
     return TokenPicture(
         title,
         subtitle,
@@ -187,7 +187,7 @@ def _parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart,
 
 
 def color(rank: int, size: int) -> str:
-    """A colour of a rank, as #rrggbb, that differs from those of the others."""
+    """A colour of a rank, as #rrggbb, other than the other ranks' colours."""
     light = 0.62 if rank % 2 == 0 else 0.45
     red, green, blue = colorsys.hls_to_rgb(rank / size + 0.58, light, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
@@ -359,7 +359,7 @@ _PAGE = Template(Path(__file__).with_suffix(".html").read_text())
 
 
 def page(drawn: TokenPicture) -> str:
-    """A page that plays the steps: what each rank computes, and the messages before the step."""
+    """A page that plays the steps: computations of each rank, and the messages before them."""
     sent = {one.before for one in drawn.transfers} | {one.before for one in drawn.collectives}
     steps = max(1, drawn.steps) + (drawn.steps in sent)
     return _PAGE.substitute(
