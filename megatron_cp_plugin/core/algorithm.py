@@ -225,7 +225,7 @@ class Algorithm(Registered):
             equally many tokens.
         """
         # Masks that hide rows may need other channels.
-        for mask in (Mask(), Mask(window=shape.seq_len))[: 1 + self.windows]:
+        for mask in (Mask(), Mask(window=2))[: 1 + self.windows]:
             placement = self.placement(shape, mask, "backward")
             teams = team_channels(placement, self.topology)
             steps = self._steps(placement, shape, mask, "backward")
