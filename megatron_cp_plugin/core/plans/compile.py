@@ -28,6 +28,7 @@ from megatron_cp_plugin.core.blocks.visible_rows import (
     longest_gap,
     rows_met,
     rows_of_parts,
+    sees_all,
 )
 from megatron_cp_plugin.core.call import together
 from megatron_cp_plugin.core.comm import Phase
@@ -376,7 +377,7 @@ class _Routes:
         """
         if side not in self._met:
             others: Sequence[Iterable[int]] = [range(self.size)] * self.size
-            if self.masked:
+            if self.selective or (self.masked and not sees_all(*self.tokens, self.mask)):
                 others = self._met[side] = rows_met(*self.tokens, self.mask, side.value)
             if not self.selective:
                 blocks = enumerate(others)
