@@ -66,9 +66,12 @@ class Grid:
         return {owner: rank for rank, owner in enumerate(self.key_owners)}
 
 
-@lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know their rows and columns
+@lru_cache(maxsize=256)  # grids of a thousand ranks are long, and know the places of ranks
 def row_major(rows: int, cols: int, nodes: tuple[int, ...]) -> Grid:
-    """Rows of consecutive ranks, of one of the `nodes` if that has a multiple of `cols` ranks."""
+    """Rows of consecutive ranks, inside a node wherever its ranks are a multiple of `cols`.
+
+    Args: nodes: the node of each rank.
+    """
     place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     order = sorted(range(rows * cols), key=lambda rank: (place[nodes[rank]], rank))
     return Grid(tuple(batched(order, cols)), tuple(range(rows * cols)))
@@ -101,16 +104,13 @@ def cheapest(
         travel_bytes: see Shape.
         transposes: further bytes of each token in a grid with several rows and columns.
     """
-    costs = [
-        (
-            (c - 1) * travel_bytes[0] + (r - 1) * travel_bytes[1] + (min(r, c) > 1) * transposes,
-            -r,
-            c,
-        )
-        for r, c in grid_shapes(size, rows, cols)
-    ]
-    _, r, c = min(costs)
-    return -r, c
+    of_query, of_key = travel_bytes
+
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        r, c = shape
+        return (c - 1) * of_query + (r - 1) * of_key + (min(shape) > 1) * transposes, -r
+
+    return min(grid_shapes(size, rows, cols), key=cost)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class DistFlash(PointToPoint):
     kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
 
     Under windows, documents and spans ranks help by work, see WorkPlacement. With layout "thd", in
-    which all pairs of blocks are equal work, nobody helps: keys travel, in P steps.
+    which all pairs of blocks are equal work but under spans, nobody helps: keys travel, in P steps.
 
     Source: DISTFLASHATTN, Algorithms 1 and 2, section 3.2. Differs: helpers by work; the paper has
     causal masks alone.
@@ -82,8 +82,8 @@ class DistFlash(PointToPoint):
                 give some of it to ranks with less, see `WorkPlacement`; "distance": who helps whom
                 follows from their distance, as in the paper; "none": the paper's unbalanced
                 ring (Algorithm 1). Under other masks "work" is "distance", and also with transport
-                "peer", for which blocks must come from one rank at a time. Without a causal mask,
-                and with layout "thd", no rank waits and none helps.
+                "peer", for which blocks must come from one rank at a time. No rank helps without
+                a causal mask, under which ranks would wait, or with layout "thd".
             layout: "contiguous", or "thd", see ring.
         """
 

@@ -1,6 +1,8 @@
 """DISTFLASHATTN's schedule: who does what, how much idles, what travels, in which order."""
 
 from fractions import Fraction
+from itertools import accumulate, product
+from random import Random
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Communicator, record_communication
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
-from megatron_cp_plugin.core.plans.plan import Compute, Plan
+from megatron_cp_plugin.core.plans.plan import PHASES, Compute, Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
+from tests.plan_check import check
 
 CAUSAL = Mask(causal=True)
 # Figure 1 (b): queries and keys by worker and step, counted from 1; "" waits.
@@ -221,3 +224,63 @@ def test_fetches_and_returns_are_flows_of_their_own() -> None:
         journals(overlap=True)
     forward = {row.channel for row in log.rows if row.phase == "forward"}
     assert forward == {"fetches", "returns"}
+
+
+def pack(size: int) -> tuple[int, Mask]:
+    """Tokens and mask of four documents, of which a rank has 12 tokens each."""
+    *starts, seq_len = accumulate(2 * size * n for n in (1, 3, 0, 2))
+    return seq_len, Mask(documents=tuple(sorted(set(starts))))
+
+
+HEADS = {"MHA": (8, 8), "MQA": (8, 1)}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("size", range(2, 10))
+def test_every_step_is_equal_work_in_layout_thd(size: int, heads: str, causal: bool) -> None:
+    seq_len, mask = pack(size)
+    mask = Mask(causal, documents=mask.documents)
+    made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
+    for phase in PHASES:
+        plan = made.within(mask.followed).plan(Shape(1, seq_len, *HEADS[heads], 8), mask, phase)
+        check(plan)
+        assert plan.steps == size
+        for step in steps(plan):
+            (work,) = {plan.pairs(compute) for compute in step if compute is not None}
+            assert None not in step
+            assert work > 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("size", range(2, 10))
+def test_bytes_by_hand_in_layout_thd(size: int, heads: str) -> None:
+    """Keys travel, whatever their heads: a half of them to later ranks, all to earlier ones."""
+    seq_len, mask = pack(size)
+    rows, (n, g) = seq_len // size, HEADS[heads]
+    shape, keys = Shape(1, seq_len, n, g, 16), g * 2 * 16 * 2
+    made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
+    made = made.within(mask.followed)
+    for phase in PHASES:
+        sent = [0] * size
+        for q, k in product(range(size), repeat=2):
+            if q != k:
+                seen = (rows // 2 if q > k else rows) * keys
+                sent[k] += seen
+                sent[q] += seen * (phase == "backward")  # dK and dV
+        plan = made.plan(shape, mask, phase)
+        assert [plan.sent(rank, shape).bytes for rank in range(size)] == sent
+        assert phase == "backward" or not has_helpers(plan)
+
+
+def test_random_documents_in_layout_thd_are_right() -> None:
+    """Of any lengths that divide, by the mask's definition; windows too."""
+    source = Random(0)
+    for size in (2, 3, 4):
+        made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
+        for _ in range(5):
+            lengths = [2 * size * source.randint(0, 3) for _ in range(source.randint(1, 5))]
+            *starts, seq_len = accumulate([*lengths, 2 * size])
+            mask = Mask(True, source.choice([None, 3, 9]), tuple(sorted(set(starts) - {0})))
+            for heads, phase in product(HEADS.values(), PHASES):
+                check(made.within(mask.followed).plan(Shape(1, seq_len, *heads, 8), mask, phase))
