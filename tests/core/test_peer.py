@@ -331,6 +331,43 @@ def cuda(gpus: Gpus) -> Iterator[None]:
         yield
 
 
+class Group(tuple[int, int]):
+    """A rank, and the number of ranks."""
+
+    group_name = "group"
+
+
+def test_no_rank_writes_to_memory_that_is_still_being_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that were offered a slot write to it as soon as it has memory."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    events: list[str] = []
+    cleared: list[Tensor] = []
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        events.append("memory")
+        cleared.append(torch.full((size,), 255, dtype=dtype))
+        return cleared[-1]
+
+    def synchronize() -> None:
+        assert not cleared or not cleared[-1].any()
+        events.append("wait for the GPU")
+
+    with cuda(Gpus(Random(0), "streams")):
+        monkeypatch.setattr(symmetric_memory, "empty", empty)
+        handle = SimpleNamespace(buffer_ptrs=[0, 4096])
+        monkeypatch.setattr(symmetric_memory, "rendezvous", lambda memory, name: handle)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        monkeypatch.setattr(dist, "barrier", lambda group: events.append("wait for ranks"))
+        channel = PeerCommunicator("test", Group((0, 2)), 2, Stream())  # type: ignore[arg-type]
+        made = ["memory", "wait for the GPU", "wait for ranks"]
+        assert events == made
+        channel.reserve([FLOAT])
+        assert events == [*made, *made[1:], *made]
+
+
 What = Literal["expect", "post", "wait"]
 
 

@@ -175,13 +175,10 @@ class PeerCommunicator(SlottedCommunicator):
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
         self._flag_addresses = list(self._flags_handle.buffer_ptrs)
-        self._flags.zero_()
         self._slab = self._flags
         self._slab_handle: Any = None
         self._captured = False
         self._of_graphs: list[tuple[Tensor, Any]] = []  # former slabs, which replays write to
-        torch.cuda.synchronize()
-        dist.barrier(group)
 
     def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers. Raises: ContextParallelError for tensors on another device."""
@@ -270,11 +267,16 @@ class PeerCommunicator(SlottedCommunicator):
         self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
-        """Memory that all ranks of the group can write to, and the handle to all ranks' parts."""
+        """Zeros that all ranks of the group can write to, and the handle to all ranks' parts."""
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        return memory, symmetric_memory.rendezvous(memory, self._group.group_name)
+        memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device).zero_()
+        handle = symmetric_memory.rendezvous(memory, self._group.group_name)
+        # `empty` also writes zeros and does not wait for them, while a rank that was offered a slot
+        # before it had memory writes to it at once.
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        return memory, handle
 
     def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
         """Sets a flag of a rank once the stream has come here."""
