@@ -17,7 +17,14 @@ from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
 from megatron_cp_plugin.core.execution.team import Named, Tensors, Waits
-from megatron_cp_plugin.core.kernel import KernelCall, Statistics, run_backward, run_forward
+from megatron_cp_plugin.core.kernel import (
+    KernelCall,
+    KernelSum,
+    SoftmaxKernel,
+    Statistics,
+    run_backward,
+    run_forward,
+)
 from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -70,11 +77,72 @@ def attend_block(
         del found, tile
 
 
+class SumsWithin:
+    """Sums of a base block's gradients within the kernel, each in as much memory as a float32 sum.
+
+    Of queries, those of half of the block or more: two at most, as in zigzag, where all rows see
+    earlier blocks and half of them the others. Of keys, one of the first keys of the block.
+
+    Attributes: of_keys: the sums are of dk and dv, not of dq.
+    """
+
+    def __init__(self, kernel: SoftmaxKernel, total: GradientSum, *, of_keys: bool) -> None:
+        """Args: total: gets the sums in the end."""
+        self.of_keys = of_keys
+        self._kernel, self._total = kernel, total
+        self._sums: dict[tuple[int, int], KernelSum] = {}  # by the first row and the one behind
+
+    def of(
+        self, tile: Tile, call: KernelCall, dout: Tensor, statistics: Statistics, tokens: int
+    ) -> KernelSum | None:
+        """The sum that a tile belongs to; None: it belongs to none.
+
+        Args:
+            call, dout, statistics: of the tile.
+            tokens: of the block of queries.
+        """
+        new: KernelSum | None = None
+        rows = tile.kv if self.of_keys else tile.q
+        if rows.step not in {None, 1}:
+            return None
+        if self.of_keys:
+            # Kernels have float32 sums where several query heads share a KV head.
+            if rows.start or call.q.shape[2] == call.k.shape[2]:
+                return None
+            if self._sums:
+                (((_, stop), found),) = self._sums.items()
+                return found if rows.stop <= stop else None
+            new = self._kernel.key_sum(call)
+        else:
+            if tile.causal or 2 * tile.rows < tokens:
+                return None
+            if (rows.start, rows.stop) in self._sums:
+                return self._sums[rows.start, rows.stop]
+            if len(self._sums) < 2:
+                new = self._kernel.query_sum(call, dout, statistics)
+        if new is not None:
+            self._sums[rows.start, rows.stop] = new
+        return new
+
+    def close(self) -> None:
+        """Adds the sums to the total."""
+        while self._sums:
+            rows, found = self._sums.popitem()
+            start, stop = rows
+            place = self._total.place_of_first(stop - start)
+            self._total.add(slice(start, stop), *found.total(place))
+            del found
+
+
 class Gradients(NamedTuple):
-    """Running sums of dq of one block of queries, and of dk and dv of one block of keys."""
+    """Running sums of dq of one block of queries, and of dk and dv of one block of keys.
+
+    Attributes: within: sums of either of them within the kernel; None: there are none.
+    """
 
     dq: GradientSum
     dkv: GradientSum
+    within: SumsWithin | None = None
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Memory into which the kernel writes the gradients of a tile's q, k and v: the first
@@ -128,10 +196,19 @@ def differentiate_block(
             found = kernel.backward(tile, tile_dout.flip(1), of_tile.flipped())
             dq, dk, dv = [x.flip(1) for x in found]
         else:
-            places = None
+            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, window=each.window)
+            if sums.within is not None and not each.window:
+                within = sums.within.of(each, tile, tile_dout, of_tile, q.shape[1])
+                if within is not None:
+                    if sums.within.of_keys:
+                        if call.places_gradients:
+                            tile = tile._replace(into=sums.dq.place_of_first(each.rows))
+                        sums.dq.add(each.q, *within.add(tile, tile_dout, of_tile))
+                    else:
+                        sums.dkv.add(each.kv, *within.add(tile, tile_dout, of_tile))
+                    continue
             if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
-                places = sums.places(tile_q, tile_k, tile_v)
-            tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, None, places, each.window)
+                tile = tile._replace(into=sums.places(tile_q, tile_k, tile_v))
             dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
         sums.dq.add(each.q, dq)
         sums.dkv.add(each.kv, dk, dv)
@@ -283,6 +360,11 @@ class Backward(Pass):
         # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups:
         # the heads' slice in the base block, and the sum of dq or of dk and dv.
         self._sums: dict[tuple[int, Side], tuple[slice | None, GradientSum]] = {}
+        # Under special masks tiles are of many different rows.
+        self._summed = part.program.shared
+        if self._summed and (part.call.mask.special or not part.call.kernel.sums):
+            self._summed = frozenset()
+        self._within: dict[tuple[int, Side], SumsWithin] = {}  # as _sums
         self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
@@ -315,37 +397,56 @@ class Backward(Pass):
             if heads.first:
                 dkv = GradientSum(*self.keys, few=self._few)
                 self._sums[heads.kv.start, KEYS] = None, dkv
+                if KEYS in self._summed:
+                    self._sum_within(heads, KEYS)
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
-        dq = GradientSum(self.queries[0], few=self._few, place=place)
+        few = self._few
+        if QUERIES in self._summed:  # the last partials are the kernel's sums
+            few = (heads.q.start, QUERIES) not in self._program.awaited
+        dq = GradientSum(self.queries[0], few=few, place=place)
         self._sums[heads.q.start, QUERIES] = of_q, dq
+        if QUERIES in self._summed:
+            self._sum_within(heads, QUERIES)
         if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, place = self._few and whole.last, None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
         self._sums[heads.kv.start, KEYS] = of_kv, GradientSum(*self.keys, few=few, place=place)
+        if KEYS in self._summed:
+            self._sum_within(heads, KEYS)
+
+    def _sum_within(self, heads: HeadGroup, side: Side) -> None:
+        """Has the kernel sum gradients of a base block, whose sum has been opened."""
+        key = (heads.kv if side else heads.q).start, side
+        _, total = self._sums[key]
+        self._within[key] = SumsWithin(self._call.kernel, total, of_keys=bool(side))
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
     ) -> tuple[object, ...]:
         """See Pass.operands: of `differentiate_block`."""
         (q, dout), (k, v), statistics = self.queries[:2], self.keys, self._statistics
+        within = None
         if task.rows is not None:
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
             _, dq = self._sums[task.heads.q.start, QUERIES]
+            if keys is not None:
+                within = self._within.get((task.heads.q.start, QUERIES))
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
             _, dkv = self._sums[task.heads.kv.start, KEYS]
+            within = self._within.get((task.heads.kv.start, KEYS))
         else:
             k, v = keys
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
-        return Gradients(dq, dkv), dout, q, k, v, statistics
+        return Gradients(dq, dkv, within), dout, q, k, v, statistics
 
     def leave(self, rows: slice, found: object) -> None:
         if self._leaving is not None:
@@ -392,7 +493,10 @@ class Backward(Pass):
                 plus = others.tensors
             else:
                 self.accept(heads, side, others)
-        some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
+        key = (heads.kv if side else heads.q).start, side
+        some, total = self._sums.pop(key)
+        if key in self._within:
+            self._within.pop(key).close()
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:
@@ -418,6 +522,8 @@ class Backward(Pass):
         """Takes dK and dV of the base block; this object drops its references to them."""
         if self._program.parted:
             _, total = self._sums.pop((heads.kv.start, KEYS))
+            if (heads.kv.start, KEYS) in self._within:
+                self._within.pop((heads.kv.start, KEYS)).close()
             return tuple(total.final(self._travelling))
         found = self._of_keys.whole
         del self._of_keys

@@ -216,6 +216,8 @@ class Program:
         rows: rows of other ranks' blocks that this rank has, by block.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
+        shared: sides whose base block several tasks have, queries with blocks of other ranks; none
+            in two steps.
         relay: results for a block go from rank to rank.
         idle: number of exchanges left out before the first one of a channel, by (carries results,
             is slow).
@@ -231,6 +233,7 @@ class Program:
     receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
+    shared: frozenset[Side] = frozenset()
     relay: bool = False
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
@@ -270,6 +273,12 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         (move.heads.q.start, move.side) for move in of_own if move.target == rank and move.result
     )
     whole = together(plan.groups)
+    first = [task for step in steps[:each] for task in step.tasks]
+    queries, keys = (own[QUERIES], QUERIES), (own[KEYS], KEYS)
+    uses = Counter(
+        [QUERIES for task in first if task.query == queries and task.key != keys]
+        + [KEYS for task in first if task.key == keys]
+    )
     return Program(
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
         each <= 2,
@@ -279,6 +288,7 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
         next(iter(retained), None),
         rows,
         all_exchanges(plan)[0],
+        shared=frozenset([side for side, count in uses.items() if count > 1 and each > 2]),
         relay=plan.relay,
     )
 
@@ -348,6 +358,7 @@ def gathering_program(
         own=(rank, rank),
         parted=True,
         wide=any(move.wide for move in plan.moves),
+        shared=frozenset([KEYS] if len(found) > 1 else []),
     )
 
 
