@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.products import product_seconds
-from megatron_cp_plugin.planner.simulate import simulate, traces_of
+from megatron_cp_plugin.planner.simulate import simulate, sums_in, traces_of
 from megatron_cp_plugin.planner.step import TrainingStep, step
 from megatron_cp_plugin.tokens import tokens_of
 
@@ -136,12 +136,13 @@ def rank_alone(
         machine, inside=arrival, between=arrival, copy=None, group_share=1.0, between_total=None
     )
     layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access=False)
-    traces = traces_of(layer, (rank,))
+    kernel = next(iter(machine.kernels))
+    traces = traces_of(layer, (rank,), sums_in(kernel))
     # No rank of the node shares a network card with it. An arrival is launched as a copy for each
     # block, and an event.
     host = replace(machine.host, group=2 * machine.host.operation)
     machine = replace(machine, cards_per_node=len(nodes), host=host)
-    return play(machine, nodes, traces, next(iter(machine.kernels)), captured=captured)
+    return play(machine, nodes, traces, kernel, captured=captured)
 
 
 def rank_rows() -> list[RankRow]:

@@ -444,7 +444,8 @@ class _Calibration:
         nodes = self.topology.nodes
         peer_access = machine.copy is not None and len(set(nodes)) == 1
         layer = Layer("zigzag", (), shape, Mask(), nodes, peer_access)
-        known = host_seconds(layer, machine)
+        name = resolve("auto", Problem(self.device, self.dtype, *self.dims)).name
+        known = host_seconds(layer, machine, name)
         call, backward = (
             max(0.0, median(column) - one)
             for column, one in zip(zip(*times, strict=True), known, strict=True)

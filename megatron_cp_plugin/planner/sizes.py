@@ -36,7 +36,10 @@ class SizesOnly(SoftmaxKernel):
 
     name = "sizes"
     rectangular_causal = windows = packs = gaps = True
-    places_outputs = places_gradients = sums = True
+    places_outputs = places_gradients = True
+
+    def __init__(self, *, sums: bool = True) -> None:
+        self.sums = sums
 
     def called(self, call: KernelCall, statistics: Statistics | None, held: int = 0) -> None:
         """Allocations of a call beside its results.
