@@ -126,7 +126,6 @@ class _Buffers:
 
     It sums dQ, and dK and dV of shared heads, in such tensors, and converts each behind its kernel.
     Here they are converted in the end.
-
     """
 
     def __init__(self, make: Callable[..., Tensor], convert: Callable[..., None]) -> None:
