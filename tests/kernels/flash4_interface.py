@@ -36,6 +36,7 @@ def _bwd_postprocess_convert(wide, out, factor, *, name):
 
 
 def _added(wide, x):
+    assert wide.shape == (x.shape[0], x.shape[2], _rounded(x) * x.shape[3])
     wide.unflatten(2, (-1, x.shape[3]))[:, :, : x.shape[1]] += x.transpose(1, 2)
 
 
