@@ -95,30 +95,36 @@ class Flash4(PackingKernel):
         if statistics is None:
             return 0
         sequences = 1 if call.packing is None else len(call.packing)
-        batch, rows, heads, dim = call.q.shape
-        (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
-        tile, key_tile, multiple = _tiles(call)
+        (batch, rows), cols = call.q.shape[:2], call.k.shape[1]
+        tile, key_tile, _ = _tiles(call)
         if sequences > 1:  # each is padded by itself, in the end of its place
             rows, cols = batch * rows, batch * cols
             rows += (batch * sequences + 1) * tile - 1
             cols += (batch * sequences + 1) * key_tile - 1
             batch, rows, cols = 1, rows // tile * tile, cols // key_tile * key_tile
-        numbers = heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
-        if heads > kv_heads:
-            widths = rounded(dim, multiple) + rounded(value_dim, multiple)
-            numbers += kv_heads * rounded(cols, key_tile) * widths
-        return 4 * batch * numbers + _made_bytes(statistics)
+        found = self._query_bytes(call, batch, rows) + _made_bytes(statistics)
+        if call.q.shape[2] > call.k.shape[2]:
+            found += self._key_bytes(call, batch, cols)
+        return found
 
     def sum_bytes(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.sum_bytes: float32 dQ, delta and lse; or float32 dK and dV."""
-        batch, rows, heads, dim = call.q.shape
-        (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
-        tile, key_tile, multiple = _tiles(call)
+        (batch, rows), cols = call.q.shape[:2], call.k.shape[1]
         if statistics is None:
-            widths = rounded(dim, multiple) + rounded(value_dim, multiple)
-            return 4 * batch * kv_heads * rounded(cols, key_tile) * widths
-        numbers = batch * heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
-        return 4 * numbers + _made_bytes(statistics)
+            return self._key_bytes(call, batch, cols)
+        return self._query_bytes(call, batch, rows) + _made_bytes(statistics)
+
+    def _query_bytes(self, call: KernelCall, batch: int, rows: int) -> int:
+        """Bytes of dQ, delta and lse in float32, of so many queries."""
+        tile, _, multiple = _tiles(call)
+        heads, dim = call.q.shape[2:]
+        return 4 * batch * heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
+
+    def _key_bytes(self, call: KernelCall, batch: int, cols: int) -> int:
+        """Bytes of dK and dV in float32, of so many keys."""
+        _, tile, multiple = _tiles(call)
+        widths = rounded(call.k.shape[3], multiple) + rounded(call.v.shape[3], multiple)
+        return 4 * batch * call.k.shape[2] * rounded(cols, tile) * widths
 
 
 class _Buffers:

@@ -221,7 +221,7 @@ def _summed(
             (
                 whole._replace(q=whole.q[:, rows], k=whole.k[:, cols], v=whole.v[:, cols]),
                 dout[:, rows],
-                Statistics(statistics.lse[:, :, rows], out=(statistics.out_for(dout))[:, rows]),
+                statistics.rows(rows),
             )
             for rows, cols in blocks
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from time import perf_counter
 
@@ -211,9 +211,13 @@ class _Calibration:
 
     # -- one GPU
 
+    @cached_property
+    def _kernel(self) -> SoftmaxKernel:
+        """The kernel that is measured."""
+        return resolve("auto", Problem(self.device, self.dtype, *self.dims))
+
     def _kernels(self) -> tuple[str, Kernels]:
-        heads, kv_heads, dim = self.dims
-        kernel = resolve("auto", Problem(self.device, self.dtype, heads, kv_heads, dim))
+        (heads, _, dim), kernel = self.dims, self._kernel
         measured: dict[str, list[tuple[float, int, int, float]]] = {}
         for rows, columns in self.sizes.tiles:
             for causal in (False, True):
@@ -370,8 +374,7 @@ class _Calibration:
         """Of a kernel's speed that is left while the process group moves data."""
         if self.topology.size == 1:
             return 1.0
-        comm, rows = self.topology.channel("share"), 4096
-        kernel = resolve("auto", Problem(self.device, self.dtype, *self.dims))
+        comm, rows, kernel = self.topology.channel("share"), 4096, self._kernel
         q, k, v, _ = self._inputs(rows, rows)
         scale = q.shape[3] ** -0.5
         x, y = (torch.zeros(2**28, dtype=torch.uint8, device=self.device) for _ in "ab")
@@ -399,7 +402,7 @@ class _Calibration:
         return min(1.0, max(0.3, share))
 
     def _host(self, peer: bool) -> Host:
-        kernel = resolve("auto", Problem(self.device, self.dtype, *self.dims))
+        kernel = self._kernel
         q, k, v, dout = self._inputs(64, 64)
         scale = q.shape[3] ** -0.5
         call = KernelCall(q, k, v, scale, causal=True)
@@ -444,8 +447,7 @@ class _Calibration:
         nodes = self.topology.nodes
         peer_access = machine.copy is not None and len(set(nodes)) == 1
         layer = Layer("zigzag", (), shape, Mask(), nodes, peer_access)
-        name = resolve("auto", Problem(self.device, self.dtype, *self.dims)).name
-        known = host_seconds(layer, machine, name)
+        known = host_seconds(layer, machine, self._kernel.name)
         call, backward = (
             max(0.0, median(column) - one)
             for column, one in zip(zip(*times, strict=True), known, strict=True)

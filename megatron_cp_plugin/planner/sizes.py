@@ -117,12 +117,15 @@ class SizesWithin(SizesOnly):
         self.packs, self.gaps = kernel.packs, kernel.gaps
         self.places_outputs = kernel.places_outputs
         self.places_gradients = kernel.places_gradients
-        self.sums, self.sum_bytes = kernel.sums, kernel.sum_bytes  # type: ignore[method-assign]
+        self.sums = kernel.sums
         self._kernel = kernel
 
     def called(self, call: KernelCall, statistics: Statistics | None, held: int = 0) -> None:
         size = self._kernel.workspace(call, statistics) - held
         call.q.new_empty(size, dtype=torch.uint8)
+
+    def sum_bytes(self, call: KernelCall, statistics: Statistics | None) -> int:
+        return self._kernel.sum_bytes(call, statistics)
 
 
 _InPlace = Callable[..., None]

@@ -127,11 +127,14 @@ class SumsWithin:
     def close(self) -> None:
         """Adds the sums to the total."""
         while self._sums:
-            rows, found = self._sums.popitem()
-            start, stop = rows
+            (start, stop), found = self._sums.popitem()
             place = self._total.place_of_first(stop - start)
             self._total.add(slice(start, stop), *found.total(place))
             del found
+
+
+# The heads' slice in the base block, the sum of their gradients, and sums within the kernel.
+_OpenSum = tuple[slice | None, GradientSum, SumsWithin | None]
 
 
 class Gradients(NamedTuple):
@@ -357,14 +360,12 @@ class Backward(Pass):
             self._held[part.program.retained] = retained
         if part.teams:
             self._targets = dict(like)
-        # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups:
-        # the heads' slice in the base block, and the sum of dq or of dk and dv.
-        self._sums: dict[tuple[int, Side], tuple[slice | None, GradientSum]] = {}
+        # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups.
+        self._sums: dict[tuple[int, Side], _OpenSum] = {}
         # Under special masks tiles are of many different rows.
         self._summed = part.program.shared
         if self._summed and (part.call.mask.special or not part.call.kernel.sums):
             self._summed = frozenset()
-        self._within: dict[tuple[int, Side], SumsWithin] = {}  # as _sums
         self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
@@ -385,6 +386,7 @@ class Backward(Pass):
 
     def open(self, step: Step) -> None:
         self._take_heads(step, (self.q, self._dout))
+        kernel, summed = self._call.kernel, self._summed
         heads, whole, within = step.heads, self._round.base.heads, step.within
         of_q, of_kv = (None, None) if within is None else (within.q, within.kv)
         statistics = self._all if of_q is None else self._all.heads(of_q)
@@ -396,32 +398,24 @@ class Backward(Pass):
         if self._program.parted:
             if heads.first:
                 dkv = GradientSum(*self.keys, few=self._few)
-                self._sums[heads.kv.start, KEYS] = None, dkv
-                if KEYS in self._summed:
-                    self._sum_within(heads, KEYS)
+                inside = SumsWithin(kernel, dkv, of_keys=True) if KEYS in summed else None
+                self._sums[heads.kv.start, KEYS] = None, dkv, inside
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
         few = self._few
-        if QUERIES in self._summed:  # the last partials are the kernel's sums
+        if QUERIES in summed:  # the last partials are the kernel's sums
             few = (heads.q.start, QUERIES) not in self._program.awaited
         dq = GradientSum(self.queries[0], few=few, place=place)
-        self._sums[heads.q.start, QUERIES] = of_q, dq
-        if QUERIES in self._summed:
-            self._sum_within(heads, QUERIES)
+        inside = SumsWithin(kernel, dq, of_keys=False) if QUERIES in summed else None
+        self._sums[heads.q.start, QUERIES] = of_q, dq, inside
         if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, place = self._few and whole.last, None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
-        self._sums[heads.kv.start, KEYS] = of_kv, GradientSum(*self.keys, few=few, place=place)
-        if KEYS in self._summed:
-            self._sum_within(heads, KEYS)
-
-    def _sum_within(self, heads: HeadGroup, side: Side) -> None:
-        """Has the kernel sum gradients of a base block, whose sum has been opened."""
-        key = (heads.kv if side else heads.q).start, side
-        _, total = self._sums[key]
-        self._within[key] = SumsWithin(self._call.kernel, total, of_keys=bool(side))
+        dkv = GradientSum(*self.keys, few=few, place=place)
+        inside = SumsWithin(kernel, dkv, of_keys=True) if KEYS in summed else None
+        self._sums[heads.kv.start, KEYS] = of_kv, dkv, inside
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
@@ -433,16 +427,14 @@ class Backward(Pass):
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
-            _, dq = self._sums[task.heads.q.start, QUERIES]
-            if keys is not None:
-                within = self._within.get((task.heads.q.start, QUERIES))
+            _, dq, within = self._sums[task.heads.q.start, QUERIES]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
-            _, dkv = self._sums[task.heads.kv.start, KEYS]
-            within = self._within.get((task.heads.kv.start, KEYS))
+            # A block with itself is among the sums of keys.
+            _, dkv, within = self._sums[task.heads.kv.start, KEYS]
         else:
             k, v = keys
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
@@ -480,7 +472,7 @@ class Backward(Pass):
         return total.result(dtype)
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
-        _, total = self._sums[(heads.kv if side else heads.q).start, side]
+        _, total, _ = self._sums[(heads.kv if side else heads.q).start, side]
         rows = between(0, (self.k if side else self.q).shape[1])
         _add(total, came, rows, lent=self.lent)
 
@@ -493,10 +485,9 @@ class Backward(Pass):
                 plus = others.tensors
             else:
                 self.accept(heads, side, others)
-        key = (heads.kv if side else heads.q).start, side
-        some, total = self._sums.pop(key)
-        if key in self._within:
-            self._within.pop(key).close()
+        some, total, within = self._sums.pop(((heads.kv if side else heads.q).start, side))
+        if within is not None:
+            within.close()
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:
@@ -521,9 +512,9 @@ class Backward(Pass):
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object drops its references to them."""
         if self._program.parted:
-            _, total = self._sums.pop((heads.kv.start, KEYS))
-            if (heads.kv.start, KEYS) in self._within:
-                self._within.pop((heads.kv.start, KEYS)).close()
+            _, total, within = self._sums.pop((heads.kv.start, KEYS))
+            if within is not None:
+                within.close()
             return tuple(total.final(self._travelling))
         found = self._of_keys.whole
         del self._of_keys
