@@ -297,12 +297,15 @@ def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> l
     multiple = layout.multiple(size)
     tokens = -(-batches.tokens // multiple) * multiple
     lengths = document_lengths(batches.mean_document, "mean_document")
-    documents = documents_like(lengths, tokens, layout, size)
+    drawn = documents_like(lengths, tokens, layout, size)
     settings = Settings(model)
     shape = settings.shape(tokens)
+
+    def masks_of(window: int | None) -> list[Mask]:
+        return [Mask(True, window, documents) for documents in drawn]
+
     return counted(
-        _softmax(settings, number, shape, lambda window: Mask(True, window, documents))
-        for number in range(model.num_layers)
+        _softmax(settings, number, shape, masks_of) for number in range(model.num_layers)
     )
 
 
@@ -312,12 +315,16 @@ def counted(layers: Iterable[Kind]) -> list[Kind]:
 
 
 def _softmax(
-    settings: Settings, number: int, shape: Shape, mask_of: Callable[[int | None], Mask]
+    settings: Settings, number: int, shape: Shape, masks_of: Callable[[int | None], Sequence[Mask]]
 ) -> Kind:
-    """The kind of a layer, counted from 0. Args: mask_of: of its window, None for all."""
+    """The kind of a layer, counted from 0.
+
+    Args: masks_of: of its window, None for all: the mask to simulate, then those to measure.
+    """
     window = settings.window_of_layer(number + 1)
     name = "full attention" if window is None else f"windows of {window} tokens"
-    return Kind(name, shape, mask_of(window))
+    mask, *measured = masks_of(window)
+    return Kind(name, shape, mask, measured=tuple(measured))
 
 
 def check_same(flags: PluginFlags) -> None:
@@ -365,25 +372,27 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
             raise ConfigError(
                 f"auto needs the size of the model, got no {flag}: give it, or name an algorithm"
             )
-    shape, documents = settings.shape(seq_length), tuple[int, ...]()
+    shape = settings.shape(seq_length)
+    drawn: tuple[tuple[int, ...], ...] = ((),)  # documents of some batches
     if settings.packing and not pattern:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")
-        documents = documents_like(lengths, seq_length, Contiguous(), settings.ranks)
+        drawn = documents_like(lengths, seq_length, Contiguous(), settings.ranks)
 
-    def mask_of(window: int | None) -> Mask:
+    def masks_of(window: int | None) -> list[Mask]:
         if flags.example_spans:
-            return example_spans.mask_of(flags.example_spans, seq_length, documents, window)
-        return Mask(True, window, documents)
+            of_file = flags.example_spans, seq_length, drawn[0], window
+            return [example_spans.mask_of(*of_file)]
+        return [Mask(True, window, documents) for documents in drawn]
 
     if pattern:
-        softmax = Kind("full attention", shape, mask_of(None))
+        softmax = Kind("full attention", shape, masks_of(None)[0])
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
     linear = _linear(flags, settings, seq_length)
     return [
         linear
         if kinds[number % len(kinds)] == "linear"
-        else _softmax(settings, number, shape, mask_of)
+        else _softmax(settings, number, shape, masks_of)
         for number in range(settings.num_layers)
     ]
 

@@ -56,13 +56,16 @@ class Kind:
 
     Attributes:
         shape: sizes of the whole sequence.
+        mask: of a typical batch.
         count: number of layers.
+        measured: masks of several batches, which a measurement takes; empty: `mask`.
     """
 
     name: str
     shape: Shape | LinearShape
     mask: Mask
     count: int = 1
+    measured: tuple[Mask, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,26 @@
 """Measures the candidates that are best in simulation, on the GPUs that will run them.
 
-All ranks of a group measure the same candidates in the same order; the slowest rank's time counts
-for each candidate.
+All ranks of a group measure the same candidates in turns; the slowest rank's time counts for each
+candidate. A step is measured among others, launched one behind another as layers are, and with the
+documents of several batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from math import ceil
+from operator import mul
+from statistics import mean, median
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import unrecorded
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.planner.candidates import Options
@@ -31,8 +36,9 @@ from megatron_cp_plugin.planner.layer import DTYPES
 
 _FEWEST, _MOST = 4, 6  # candidates
 _NEAR = 1.3  # times the best simulated time: slower candidates are taken only to reach the minimum
-_SECONDS = 0.2  # time for which a candidate is repeated
-_TIMES = 3, 20  # least and largest number of repetitions
+_SERIES = 0.02  # seconds of steps that are timed together, at least
+_SECONDS = 1.5  # of all series together, about
+_ROUNDS = 2, 15  # least and largest number of series of a step
 _SPARE = 1.2  # memory that must be free, in times of the computed peak
 
 Timer = Callable[[Callable[[], object]], float]
@@ -61,7 +67,7 @@ def timer_on(device: torch.device) -> Timer | None:
 
 
 def _on_gpu(body: Callable[[], object]) -> float:
-    """Seconds of a call that begins on an idle GPU, until the GPU is done."""
+    """Seconds of calls that begin on an idle GPU, until the GPU is done."""
     torch.cuda.synchronize()
     start = perf_counter()
     body()
@@ -139,22 +145,28 @@ def measure(
     fitting = [one for one in combinations if _needed(one, kinds, topology.size) <= room]
     if len(fitting) < 2:
         return None
-    found = []
+    steps: dict[tuple[str, Options, int], list[_Step]] = {}  # of each batch
+    for one in fitting:
+        for number, (row, kind) in enumerate(zip(one.rows, kinds, strict=True)):
+            if (row.algo, row.options, number) not in steps:
+                steps[row.algo, row.options, number] = [
+                    _Step(row, kind.shape, mask, topology, kernel, device)
+                    for mask in kind.measured or (kind.mask,)
+                ]
     with torch.no_grad(), unrecorded():
-        known: dict[tuple[str, Options, int], float] = {}
-        for one in fitting:
-            total = 0.0
-            for number, (row, kind) in enumerate(zip(one.rows, kinds, strict=True)):
-                key = row.algo, row.options, number
-                if key not in known:
-                    known[key] = _layer(row, kind, topology, kernel, device, timer)
-                total += kind.count * known[key]
-            found.append(total)
+        times = iter(_in_turns([one for own in steps.values() for one in own], topology, timer))
+    seconds = {key: mean(next(times) for _ in own) for key, own in steps.items()}
     topology.drop_peer_channels()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    slowest = map(max, zip(*topology.gather(tuple(found)), strict=True))
-    return Measured(tuple(fitting), tuple(slowest))
+    found = [
+        sum(
+            kind.count * seconds[row.algo, row.options, number]
+            for number, (row, kind) in enumerate(zip(one.rows, kinds, strict=True))
+        )
+        for one in fitting
+    ]
+    return Measured(tuple(fitting), tuple(found))
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -178,36 +190,59 @@ def _needed(combination: Combination, kinds: Sequence[Kind], size: int) -> float
     return most
 
 
-def _layer(
-    row: Row, kind: Kind, topology: Topology, kernel: str, device: torch.device, timer: Timer
-) -> float:
-    """Seconds of forward and backward on this rank."""
-    shape, mask = kind.shape, kind.mask
-    assert isinstance(shape, Shape)
-    algorithm = registry.create(row.algo, topology, dict(row.options))
-    layout = algorithm.layout.within(mask.followed)
-    tokens = layout.length(topology.rank, topology.size, shape.seq_len)
-    source = torch.Generator(device).manual_seed(topology.rank)
-    dtype = DTYPES[shape.element_bytes]
-    q, k, v, dout = (
-        torch.randn((shape.batch, tokens, heads, dim), generator=source, dtype=dtype, device=device)
-        for heads, dim in _sizes(shape)
-    )
-    compiled = algorithm.compiled(
-        *(q.shape, k.shape, v.shape, dtype, device, torch.are_deterministic_algorithms_enabled()),
-        *(shape.seq_len, mask.causal, mask.window, mask.documents, mask.slices, None),
-        resolver(kernel),
-    )
+def _in_turns(steps: Sequence[_Step], topology: Topology, timer: Timer) -> list[float]:
+    """Seconds of each step on the slowest rank, of its median series; a collective operation."""
+    for step in steps:
+        step.ready()()  # kernels are compiled, buffers made
+    # The same numbers on all ranks: each step is a collective operation.
+    alone = topology.gather([timer(step.ready()) for step in steps])
+    calls = [ceil(_SERIES / max(times)) for times in zip(*alone, strict=True)]
+    of_a_round = sum(map(mul, calls, map(max, zip(*alone, strict=True))))
+    least, most = _ROUNDS
+    series: list[list[float]] = [[] for _ in steps]
+    for _ in range(min(most, max(least, int(_SECONDS / of_a_round)))):
+        for step, count, own in zip(steps, calls, series, strict=True):
+            run = step.ready()
+            own.append(timer(lambda: [run() for _ in range(count)]) / count)  # noqa: B023
+    return [max(times) for times in zip(*topology.gather(list(map(median, series))), strict=True)]
 
-    def step() -> None:
-        saved = compiled.forward.attend(q, k, v)[2]
-        compiled.backward().differentiate(dout, saved)
 
-    step()  # kernels are compiled, buffers made
-    # The same number on all ranks: each step is a collective operation.
-    least, most = _TIMES
-    times = min(most, max(least, int(_SECONDS / max(topology.gather(timer(step))))))
-    return median(timer(step) for _ in range(times))
+class _Step:
+    """Forward and backward of a layer on this rank."""
+
+    def __init__(
+        self,
+        row: Row,
+        shape: Shape | LinearShape,
+        mask: Mask,
+        topology: Topology,
+        kernel: str,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(shape, Shape)
+        algorithm = self._algorithm = registry.create(row.algo, topology, dict(row.options))
+        layout = algorithm.layout.within(mask.followed)
+        tokens = layout.length(topology.rank, topology.size, shape.seq_len)
+        self._seed, self._device, self._dtype = topology.rank, device, DTYPES[shape.element_bytes]
+        self._sizes = [(shape.batch, tokens, heads, dim) for heads, dim in _sizes(shape)]
+        self._compiled = algorithm.compiled(
+            *self._sizes[:3],
+            *(self._dtype, device, torch.are_deterministic_algorithms_enabled()),
+            *(shape.seq_len, mask.causal, mask.window, mask.documents, mask.slices, None),
+            resolver(kernel),
+        )
+
+    def ready(self) -> Callable[[], object]:
+        """The step as a function, which holds q, k, v and dout: random numbers."""
+        source = torch.Generator(self._device).manual_seed(self._seed)
+        how: dict[str, Any] = {"generator": source, "dtype": self._dtype, "device": self._device}
+        q, k, v, dout = (torch.randn(size, **how) for size in self._sizes)
+
+        def step() -> None:
+            saved = self._compiled.forward.attend(q, k, v)[2]
+            self._compiled.backward().differentiate(dout, saved)
+
+        return step
 
 
 def _sizes(shape: Shape) -> Iterable[tuple[int, int]]:

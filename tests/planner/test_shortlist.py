@@ -4,6 +4,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from math import log
+from statistics import mean
 from threading import get_ident
 
 import pytest
@@ -12,12 +15,15 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner import shortlist as module
 from megatron_cp_plugin.planner.choose import Kind, Site, choose
+from megatron_cp_plugin.planner.detected_machine import documents_like
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
 from tests.oracle import naive_attention
@@ -32,13 +38,14 @@ def kinds(*masks: Mask, shape: Shape = SMALL) -> list[Kind]:
 
 
 class Clock:
-    """Runs what it times, and says for candidate n of a rank what `seconds` says.
+    """Runs what it times, and says for step n of a rank what `seconds` says.
 
-    Each candidate is timed once, and then three times.
+    Attributes: steps: number of steps, which are timed in turns.
     """
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
         self._seconds = seconds
+        self.steps = 6
         self._ranks: dict[int, int] = {}
         self.calls: dict[int, int] = defaultdict(int)
 
@@ -48,7 +55,7 @@ class Clock:
     def __call__(self, body: Callable[[], object]) -> float:
         body()
         rank = self._ranks[get_ident()]
-        number, self.calls[rank] = self.calls[rank] // 4, self.calls[rank] + 1
+        number, self.calls[rank] = self.calls[rank] % self.steps, self.calls[rank] + 1
         return self._seconds(rank, number)
 
 
@@ -97,6 +104,7 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     of_call = kinds(Mask(documents=(30, 60)))
     choice = choose(of_call, Site(MACHINE, MACHINE.nodes(4), "flash4"))
     listed = shortlist(choice, of_call)
+    clock.steps = len(listed)
 
     def job(topology: Topology) -> Measured | None:
         clock.of_rank(topology.rank)
@@ -108,6 +116,51 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].best == listed[2]
     assert found[0].seconds[:3] == (0.5, 1.0, 0.3)
     assert str(found[0]).startswith(f"auto measured {len(listed)} candidates: {listed[0].name} 500")
+
+
+def test_documents_of_all_batches_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidate 0 is the fastest with one batch, and 1 in the mean of both."""
+
+    def seconds(rank: int, number: int) -> float:
+        candidate, batch = divmod(number, 2)
+        return {0: (0.1, 0.9), 1: (0.3, 0.4)}.get(candidate, (0.5, 0.5))[batch]
+
+    clock = with_clock(monkeypatch, seconds)
+    masks = [Mask(documents=(30, 60)), Mask(documents=(48,))]
+    of_call = [Kind("attention", SMALL, masks[0], measured=tuple(masks))]
+    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+    clock.steps = 2 * len(listed)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_call, topology, "reference", CPU)
+
+    for found in run_virtual(2, job):
+        assert found is not None
+        assert found.seconds == pytest.approx([0.5, 0.35, *[0.5] * (len(listed) - 2)])
+        assert found.best == listed[1]
+
+
+def test_draws_of_documents_are_a_typical_one_and_some_that_stand_for_all() -> None:
+    tokens = 2**16
+    lengths = LogNormal(2**14, 1)
+
+    def over_tokens(documents: tuple[int, ...]) -> float:
+        ends = 0, *documents, tokens
+        return sum((b - a) ** 2 for a, b in pairwise(ends)) / tokens
+
+    typical, *measured = documents_like(lengths, tokens, Contiguous(), 2)
+    assert len(set(measured)) == 8
+    many = [over_tokens(random_documents(tokens, lengths, seed=seed)) for seed in range(32)]
+    assert abs(log(over_tokens(typical) / mean(many))) == min(
+        abs(log(one / mean(many))) for one in many
+    )
+    assert mean(map(over_tokens, measured)) == pytest.approx(mean(many), rel=0.1)
+    # Of a call, whose own length is known: those that are nearest to it.
+    typical, *measured = documents_like(lengths, tokens, Contiguous(), 2, 12_000.0)
+    assert measured[0] == typical
+    nearest = sorted(abs(log(one / 12_000)) for one in many)[:3]
+    assert [abs(log(over_tokens(one) / 12_000)) for one in measured] == nearest
 
 
 def test_layers_count_as_often_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
