@@ -255,6 +255,7 @@ class Assignment:
         ceiling: at most, where that can be.
         trifle: too little to be sent.
         apart: [rank, other]: as how many a byte counts that is sent.
+        changes: queries at which others begin to see other keys, ascending.
         sent: bytes, by each rank.
         first, last: [rank, block]: which keys a rank has, or gets.
     """
@@ -269,6 +270,7 @@ class Assignment:
         """
         self.blocks, self.size = np.array(edges, np.int64), len(edges) - 1
         self.bands = mask.bands.table
+        self.changes = np.unique(self.bands[:2])
         self.query_bytes, self.key_bytes = row_bytes
         self.apart = np.where(np.equal.outer(nodes, nodes), 1.0, _BETWEEN)
         self.counted = _counted(self.blocks, self.blocks, self.bands)
@@ -316,8 +318,14 @@ class Assignment:
         keys = int(np.count_nonzero(self.last[rank]))
         wanted = self.load[rank] / (_GRAIN * self.mean)
         pieces = int(np.clip(wanted, 8, max(32, _MOST_PIECES // keys)))
-        edges: Numbers = np.unique(np.linspace(start, stop, pieces + 1).astype(np.int64))
-        return edges
+        edges = np.linspace(start, stop, pieces + 1).astype(np.int64)
+        # Where queries begin to see other keys the nearest edge moves there: no few rows of a
+        # document are left behind.
+        changes = self.changes[self.changes.searchsorted(start) : self.changes.searchsorted(stop)]
+        edges[np.rint((changes - start) * (pieces / (stop - start))).astype(np.int64)] = changes
+        edges[[0, -1]] = start, stop
+        found: Numbers = np.unique(edges)
+        return found
 
     def _relieve(self, queries: _Queries) -> None:
         """Gives away rows of a rank's queries until its work is below the ceiling."""

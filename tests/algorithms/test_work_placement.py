@@ -77,6 +77,17 @@ def test_pieces_of_queries_are_counted_by_hand() -> None:
     assert rows == [(0, 0, 8, 1), (1, 0, 4, 2), (1, 4, 8, 0)]
 
 
+def test_pieces_of_queries_begin_where_documents_do() -> None:
+    """So no few rows of a document stay with a rank that gives the others away."""
+    tokens, starts = 4096, (701, 1500, 1503, 2900)
+    assignment = Assignment((0, tokens, 2 * tokens), Mask(documents=starts), [0, 0], COSTS)
+    edges = assignment._pieces(0).tolist()
+    assert edges == sorted(set(edges))
+    assert (edges[0], edges[-1]) == (0, tokens)
+    assert {701, 1503, 2900} <= set(edges)  # of two that are near to one edge it takes one
+    assert max(np.diff(edges)) <= 2 * tokens / (len(edges) - 1)
+
+
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("words", PACKS)
 def test_no_rank_has_a_twentieth_more_than_the_mean(words: str, size: int) -> None:
