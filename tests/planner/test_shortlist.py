@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import log
-from statistics import mean
+from statistics import mean, stdev
 from threading import get_ident
 
 import pytest
@@ -156,6 +156,7 @@ def test_draws_of_documents_are_a_typical_one_and_some_that_stand_for_all() -> N
         abs(log(one / mean(many))) for one in many
     )
     assert mean(map(over_tokens, measured)) == pytest.approx(mean(many), rel=0.1)
+    assert stdev(map(over_tokens, measured)) == pytest.approx(stdev(many), rel=0.2)
     # Of a call, whose own length is known: those that are nearest to it.
     typical, *measured = documents_like(lengths, tokens, Contiguous(), 2, 12_000.0)
     assert measured[0] == typical
