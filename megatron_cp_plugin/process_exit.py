@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
     except ContextParallelError as error:
         _refuse(f"{program}: {error}")
     except KeyboardInterrupt:
+        # torchrun sends the signal of a terminal to its ranks once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             print(f"{program.partition(':')[0]}: interrupted", file=sys.stderr)
         _leave(INTERRUPTED)

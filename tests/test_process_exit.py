@@ -85,6 +85,28 @@ def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
     assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
 
 
+def test_a_second_interrupt_changes_nothing(tmp_path: Path) -> None:
+    """torchrun gets the terminal's signal too, and sends it to its ranks."""
+    program = """
+import signal, sys
+from megatron_cp_plugin.process_exit import whole_program
+
+class Interrupted:
+    def write(self, text):
+        signal.raise_signal(signal.SIGINT)
+        sys.__stderr__.write(text)
+
+    def flush(self):
+        sys.__stderr__.flush()
+
+sys.stderr = Interrupted()
+with whole_program():
+    raise KeyboardInterrupt
+"""
+    found = end(tmp_path, program)
+    assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
+
+
 ENDING = """
 import atexit, sys
 from megatron_cp_plugin.process_exit import whole_program
