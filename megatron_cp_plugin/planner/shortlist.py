@@ -195,15 +195,14 @@ def _in_turns(steps: Sequence[_Step], topology: Topology, timer: Timer) -> list[
     for step in steps:
         step.ready()()  # kernels are compiled, buffers made
     # The same numbers on all ranks: each step is a collective operation.
-    alone = topology.gather([timer(step.ready()) for step in steps])
+    alone = topology.gather([step.seconds(1, timer) for step in steps])
     calls = [ceil(_SERIES / max(times)) for times in zip(*alone, strict=True)]
     of_a_round = sum(map(mul, calls, map(max, zip(*alone, strict=True))))
     least, most = _ROUNDS
     series: list[list[float]] = [[] for _ in steps]
     for _ in range(min(most, max(least, int(_SECONDS / of_a_round)))):
         for step, count, own in zip(steps, calls, series, strict=True):
-            run = step.ready()
-            own.append(timer(lambda: [run() for _ in range(count)]) / count)  # noqa: B023
+            own.append(step.seconds(count, timer))
     return [max(times) for times in zip(*topology.gather(list(map(median, series))), strict=True)]
 
 
@@ -232,17 +231,23 @@ class _Step:
             resolver(kernel),
         )
 
-    def ready(self) -> Callable[[], object]:
-        """The step as a function, which holds q, k, v and dout: random numbers."""
+    def seconds(self, count: int, timer: Timer) -> float:
+        """Seconds of a step among so many; their tensors are freed behind them."""
+        return timer(self.ready(count)) / count
+
+    def ready(self, count: int = 1) -> Callable[[], object]:
+        """So many steps as a function, which holds q, k, v and dout: random numbers."""
         source = torch.Generator(self._device).manual_seed(self._seed)
         how: dict[str, Any] = {"generator": source, "dtype": self._dtype, "device": self._device}
         q, k, v, dout = (torch.randn(size, **how) for size in self._sizes)
 
-        def step() -> None:
-            saved = self._compiled.forward.attend(q, k, v)[2]
-            self._compiled.backward().differentiate(dout, saved)
+        def steps() -> None:
+            for _ in range(count):
+                saved = self._compiled.forward.attend(q, k, v)[2]
+                self._compiled.backward().differentiate(dout, saved)
+                del saved
 
-        return step
+        return steps
 
 
 def _sizes(shape: Shape) -> Iterable[tuple[int, int]]:
