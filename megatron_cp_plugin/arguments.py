@@ -135,7 +135,7 @@ def dimension(x: Tensor, value: object) -> int:
     return dim % x.dim()
 
 
-def on_host(name: str, given: Any) -> Any:
+def as_numbers(name: str, given: Any) -> Any:
     """Numbers that can be read more than once: a tensor's as lists, which waits for a GPU.
 
     Raises: ContextParallelError for values without an order, or without elements.
@@ -163,7 +163,7 @@ def chosen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
 def followed_by(
     cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
-    """The documents or spans that layouts follow, from numbers that `on_host` has read."""
+    """The documents or spans that layouts follow, from numbers that `as_numbers` has read."""
     documents: tuple[int, ...] = ()
     if cu_seqlens is not None:
         documents = document_starts(cast(Sequence[int], cu_seqlens), seq_len)

@@ -85,14 +85,23 @@ def markdown() -> str:
 
     algorithms = []
     for row in capabilities():
-        few_kv = "-" if row.kind == "linear" else _mark(row.few_kv_heads)
-        cells = [_mark(True), _mark(row.full), _mark(row.window), _mark(row.few_heads), few_kv]
+        few_kv = "-" if row.kind == "linear" else _yes_or_no(row.few_kv_heads)
+        cells = [
+            _yes_or_no(True),
+            _yes_or_no(row.full),
+            _yes_or_no(row.window),
+            _yes_or_no(row.few_heads),
+            few_kv,
+        ]
         layouts = ", ".join(row.layouts)
         algorithms.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
     softmax = [
-        f"| `{k.name}` | softmax | {_mark(k.deterministic)} | {_mark(k.packs)} |" for k in kernels()
+        f"| `{k.name}` | softmax | {_yes_or_no(k.deterministic)} | {_yes_or_no(k.packs)} |"
+        for k in kernels()
     ]
-    linear = [f"| `{k.name}` | linear | {_mark(k.deterministic)} | no |" for k in linear_kernels()]
+    linear = [
+        f"| `{k.name}` | linear | {_yes_or_no(k.deterministic)} | no |" for k in linear_kernels()
+    ]
     features = [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
     return _PAGE.format(
         algorithms="\n".join(algorithms),
@@ -101,5 +110,5 @@ def markdown() -> str:
     )
 
 
-def _mark(value: bool) -> Literal["yes", "no"]:
+def _yes_or_no(value: bool) -> Literal["yes", "no"]:
     return "yes" if value else "no"

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
-from megatron_cp_plugin.commands import COMMANDS, add_flags, settings_of
+from megatron_cp_plugin.commands import COMMANDS, add_flags_of, settings_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     with for_a_reader():
         has_module = bool(words) and "module" in COMMANDS.get(words[0], {})
-        code = _with_module(*words) if has_module else _own(words)
+        code = _with_module(*words) if has_module else _own_words(words)
     return code  # noqa: RET504 (where nobody reads any more)
 
 
@@ -57,7 +57,7 @@ def _with_module(command: str, *words: str) -> int:
         return module.main(words)
 
 
-def _own(words: Sequence[str]) -> int:
+def _own_words(words: Sequence[str]) -> int:
     parser, commands = parsers()
     try:
         arguments, unknown = parser.parse_known_args(words)
@@ -83,7 +83,7 @@ def parsers() -> tuple[OneLineParser, Any]:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         one = commands.add_parser(name, help=command["help"], **settings_of(name))
-        add_flags(one, name)
+        add_flags_of(one, name)
     return parser, commands
 
 
@@ -176,23 +176,23 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _need(arguments: argparse.Namespace, who: str, *names: str) -> None:
     for name in names:
         if getattr(arguments, name) is None:
-            raise ConfigError(f"{who}, got no {_flag(name)}: add it")
+            raise ConfigError(f"{who}, got no {_flag_of_field(name)}: add it")
 
 
 def _leave_out(arguments: argparse.Namespace, said: str, *names: str) -> None:
     for name in names:
         if getattr(arguments, name):
-            raise ConfigError(said.format(_flag(name)))
+            raise ConfigError(said.format(_flag_of_field(name)))
 
 
 def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} must be more than 0, got {value}")
+            raise ConfigError(f"{_flag_of_field(name)} must be more than 0, got {value}")
 
 
-def _flag(name: str) -> str:
+def _flag_of_field(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -239,7 +239,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         return _draw_times(arguments)
     if arguments.tokens:
         return _draw_tokens(arguments)
-    from megatron_cp_plugin.planner.drawing import picture, table
+    from megatron_cp_plugin.planner.drawing import as_table, picture
     from megatron_cp_plugin.planner.figures import save
 
     drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
@@ -250,7 +250,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    console, shown = Console(), table(drawn)
+    console, shown = Console(), as_table(drawn)
     unbroken = console.measure(shown, options=console.options.update(max_width=10_000)).maximum
     console = Console(width=max(console.width, unbroken))
     console.print(shown)
@@ -269,13 +269,13 @@ def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw_tokens(arguments: argparse.Namespace) -> int:
-    from megatron_cp_plugin.planner.token_picture import save, text, token_picture
+    from megatron_cp_plugin.planner.token_picture import save_tokens, text, token_picture
 
     drawn = token_picture(arguments.algo, arguments.size, **_pass(arguments))
     if arguments.output is None:
         print(text(drawn))
         return 0
-    save(drawn, arguments.output)
+    save_tokens(drawn, arguments.output)
     print(drawn.balance)
     print(f"wrote {arguments.output}")
     return 0

@@ -28,7 +28,9 @@ COMMANDS: dict[str, dict[str, Any]] = _TABLE
 
 def parser_of(command: str) -> OneLineParser:
     """The parser of a command alone, for commands that take further flags."""
-    return add_flags(OneLineParser(prog=f"megatron-cp {command}", **settings_of(command)), command)
+    return add_flags_of(
+        OneLineParser(prog=f"megatron-cp {command}", **settings_of(command)), command
+    )
 
 
 def settings_of(command: str) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def settings_of(command: str) -> dict[str, Any]:
     }
 
 
-def add_flags[P: argparse.ArgumentParser](parser: P, command: str) -> P:
+def add_flags_of[P: argparse.ArgumentParser](parser: P, command: str) -> P:
     """Adds the flags of a command to a parser, and returns it."""
     for name, own in COMMANDS[command]["flags"].items():
         how = _COMMON.get(name, {}) | own

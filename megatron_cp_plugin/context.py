@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.arguments import (
     SpanMask,
+    as_numbers,
     check_tensors,
     chosen,
     dimension,
@@ -26,7 +27,6 @@ from megatron_cp_plugin.arguments import (
     flag,
     followed_by,
     length,
-    on_host,
     word,
 )
 from megatron_cp_plugin.core import layout as layouts
@@ -348,8 +348,8 @@ class CallSettings:
         self._layout = registry.layout_of(algo, options)
         self._algo, self._options = algo, chosen(options) if options else ()
         self._seq_len = None if seq_len is None else length("seq_len", seq_len)
-        self._cu_seqlens = None if cu_seqlens is None else on_host("cu_seqlens", cu_seqlens)
-        self._spans = None if spans is None else on_host("spans", spans)
+        self._cu_seqlens = None if cu_seqlens is None else as_numbers("cu_seqlens", cu_seqlens)
+        self._spans = None if spans is None else as_numbers("spans", spans)
         self._unread = None
 
     def _within(self, seq_len: int) -> _Within:

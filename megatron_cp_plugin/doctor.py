@@ -83,7 +83,7 @@ def examine(heads: int = 32, kv_heads: int = 8, head_dims: Sequence[int] = (128,
     device = join()
     findings = _installed()
     for head_dim in head_dims:
-        findings += _kernels(device, heads, kv_heads, head_dim)
+        findings += _kernel_findings(device, heads, kv_heads, head_dim)
     findings += _topology()
     for head_dim in head_dims:
         findings += _parity(device, head_dim)
@@ -119,7 +119,7 @@ def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> 
             torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads, heads)
         ]
-        step = _step(name, inputs, topology, seq_len=tokens * topology.size)
+        step = _both_passes(name, inputs, topology, seq_len=tokens * topology.size)
         try:
             times[name] = max(topology.gather(_median_ms(step, device)))
         except ContextParallelError as refusal:
@@ -184,7 +184,9 @@ def _installed() -> list[Finding]:
     return findings
 
 
-def _kernels(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> list[Finding]:
+def _kernel_findings(
+    device: torch.device, heads: int, kv_heads: int, head_dim: int
+) -> list[Finding]:
     """Every kernel that serves a model, against attention in float64."""
     findings = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -235,7 +237,7 @@ def _parity(device: torch.device, head_dim: int) -> list[Finding]:
     size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
     heads = lcm(8, size)
     dtype, bound = (torch.bfloat16, HALF_BOUND) if device.type == "cuda" else (torch.float64, 1e-10)
-    whole = _inputs(device, dtype, size, heads, head_dim)
+    whole = _whole_inputs(device, dtype, size, heads, head_dim)
     expected = _unsplit(whole)
     findings = []
     for name in registry.available("softmax"):
@@ -250,7 +252,7 @@ def _parity(device: torch.device, head_dim: int) -> list[Finding]:
     return findings
 
 
-def _inputs(
+def _whole_inputs(
     device: torch.device, dtype: torch.dtype, size: int, heads: int, head_dim: int
 ) -> list[Tensor]:
     """q, k, v and dout of the unsplit sequence, the same on all ranks: [1, N, heads, D]."""
@@ -274,7 +276,7 @@ def _graphs(device: torch.device, head_dim: int) -> list[Finding]:
     if not dist.is_initialized():
         return [Finding(topic, "capture", "not tried: one process, start with torchrun")]
     size = dist.get_world_size()
-    whole = _inputs(device, torch.bfloat16, size, lcm(8, size), head_dim)
+    whole = _whole_inputs(device, torch.bfloat16, size, lcm(8, size), head_dim)
     expected = _unsplit(whole)
     transports = ("peer", "group") if topology_of(None).peer_access else ("group",)
     findings = []
@@ -311,11 +313,11 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
 
 def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
     """The greatest relative error of this rank's output and gradients; inf for NaN."""
-    results = _step(name, _local(name, whole, topology), topology)()
-    return _distance(results, _local(name, expected, topology))
+    results = _both_passes(name, _local_parts(name, whole, topology), topology)()
+    return _distance(results, _local_parts(name, expected, topology))
 
 
-def _step(
+def _both_passes(
     name: str, inputs: Sequence[Tensor], topology: Topology, **options: Any
 ) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward of attention. Args: inputs: q, k, v and dout of this rank."""
@@ -341,9 +343,9 @@ def _replay_error(
 
     Args: failures: gets one line if it cannot be captured.
     """
-    given = _local("zigzag", whole, topology)
+    given = _local_parts("zigzag", whole, topology)
     inputs = [torch.ones_like(x) for x in given]
-    step = _step("zigzag", inputs, topology, transport=transport)
+    step = _both_passes("zigzag", inputs, topology, transport=transport)
     try:
         graph, results = capture(step, torch.cuda.synchronize)
         with torch.no_grad():
@@ -354,10 +356,10 @@ def _replay_error(
     except (ContextParallelError, RuntimeError) as error:
         failures.append(str(error).splitlines()[0])
         return float("inf")
-    return _distance(results, _local("zigzag", expected, topology))
+    return _distance(results, _local_parts("zigzag", expected, topology))
 
 
-def _local(name: str, whole: Sequence[Tensor], topology: Topology) -> list[Tensor]:
+def _local_parts(name: str, whole: Sequence[Tensor], topology: Topology) -> list[Tensor]:
     """This rank's parts of whole tensors [B, N, ...] under an algorithm's layout."""
     layout = registry.layout_of(name, {})
     return [shard(x, 1, layout, topology.rank, topology.size) for x in whole]

@@ -272,11 +272,11 @@ def tables(reports: Sequence[LogProbReport]) -> str:
             times = f"{run.rms / report._base:.1f}"
             shown = (f"{value:.1e}" for value in values)
             rows.append((report.dtype, name, *shown, f"{run.outside:.2%}", times))
-            merged = [f"{part.rms:.1e}" for part in _merged(run.positions)]
+            merged = [f"{part.rms:.1e}" for part in _merged_sections(run.positions)]
             by_position.append((report.dtype, name, *merged))
     quantiles = (f"{100 * q:g}%" for q in QUANTILES)
     columns = ("dtype", "run", "rms", "largest", *quantiles, "mean KL", "ratios off", "x noise")
-    parts = _merged(next(iter(reports[0].runs.values())).positions)
+    parts = _merged_sections(next(iter(reports[0].runs.values())).positions)
     spans = (f"{part.start}-{part.stop - 1}" for part in parts)
     return "\n".join(
         (
@@ -287,7 +287,7 @@ def tables(reports: Sequence[LogProbReport]) -> str:
     )
 
 
-def _merged(parts: Sequence[Section]) -> list[Section]:
+def _merged_sections(parts: Sequence[Section]) -> list[Section]:
     """Fewer, larger parts."""
     step = -(-len(parts) // _BINS_PRINTED)
     found = []

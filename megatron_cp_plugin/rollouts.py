@@ -146,7 +146,7 @@ def pack_rollouts(
     order = sorted(range(len(tokens)), key=lambda number: tokens[number].astype(">i8").tobytes())
     ordered = [tokens[number] for number in order]
     terms = np.array([len(each) - 1 for each in ordered], np.int64)
-    shared = np.array([0, *map(_shared, ordered[:-1], ordered[1:])], np.int64)
+    shared = np.array([0, *map(_common_terms, ordered[:-1], ordered[1:])], np.int64)
     tree = _Tree(terms, shared[: len(terms)], token_work)
     bins = tree.bins(room)
     if bins and ranks > 1:
@@ -217,7 +217,7 @@ def _room(tokens: Sequence[Numbers], budget: int | None, multiple: int) -> int |
     return room
 
 
-def _shared(one: Numbers, other: Numbers) -> int:
+def _common_terms(one: Numbers, other: Numbers) -> int:
     """Loss terms that two rollouts have in common, from the first one on."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
@@ -352,7 +352,7 @@ def _pack(
     runs: list[tuple[int, int]] = []
     length, previous = 0, np.empty(0, np.int64)
     for before, number in zip((None, *members[:-1]), members, strict=True):
-        shared = 0 if before is None else _shared(tokens[before], tokens[number])
+        shared = 0 if before is None else _common_terms(tokens[before], tokens[number])
         new = len(tokens[number]) - 1 - shared
         previous = np.concatenate((previous[:shared], np.arange(length, length + new)))
         places[number] = previous
@@ -371,7 +371,7 @@ def _pack(
     return Pack(
         **{name: torch.from_numpy(array) for name, array in found.items()},
         weights=torch.from_numpy(sums),
-        spans=list(_spans(runs)),
+        spans=list(_tree_spans(runs)),
         rollouts=numbers,
         places=tuple(torch.from_numpy(places[number]) for number in numbers),
     )
@@ -385,7 +385,7 @@ class _Node(NamedTuple):
     stop: int
 
 
-def _spans(runs: Iterable[tuple[int, int]]) -> Iterator[Slice]:
+def _tree_spans(runs: Iterable[tuple[int, int]]) -> Iterator[Slice]:
     """Spans of the tokens that each token sees, of a tree in the order of its rollouts.
 
     Args: runs: of each rollout, the number of tokens that it shares with the rollout before, and

@@ -46,7 +46,7 @@ def documents(
         )
     found = []
     for start, stop in pairwise(whole_number("documents", edge) for edge in cu_seqlens):
-        _check("documents", stop - start, "a length of 0 or more")
+        _check_count("documents", stop - start, "a length of 0 or more")
         whole = stop if window is None else min(start + window, stop)
         found.append(Slice(start, whole, start, whole, "causal" if causal else "full"))
         if whole < stop:
@@ -70,8 +70,8 @@ def prefix_lm(prefix: int, length: int, *, start: int = 0) -> list[Slice]:
 
     Raises: ContextParallelError for a prefix that is longer than all.
     """
-    _check("prefix_lm", prefix, "a prefix of 0 or more tokens")
-    _check("prefix_lm", length - prefix, f"{prefix} tokens or more for such a prefix", length)
+    _check_count("prefix_lm", prefix, "a prefix of 0 or more tokens")
+    _check_count("prefix_lm", length - prefix, f"{prefix} tokens or more for such a prefix", length)
     middle, stop = start + prefix, start + length
     return [Slice(start, middle, start, middle), Slice(middle, stop, start, stop, "causal")]
 
@@ -104,13 +104,13 @@ def shared_prefix_positions(tree: Tree) -> list[int]:
 
     `shared_prefix_positions((2, [1, 2]))` is [0, 1, 2, 2, 3].
     """
-    return list(_positions(tree, 0))
+    return list(_tree_positions(tree, 0))
 
 
 def _grow(tree: Tree, start: int, found: list[Slice]) -> int:
     """Adds the slices of a tree. Returns: where it ends."""
     tokens, children = _node(tree)
-    _check("shared_prefix", tokens, "nodes of 0 or more tokens")
+    _check_count("shared_prefix", tokens, "nodes of 0 or more tokens")
     middle = stop = start + tokens
     found.append(Slice(start, middle, start, middle, "causal"))
     for child in children:
@@ -126,11 +126,11 @@ def _node(tree: Tree) -> tuple[int, Sequence[Tree]]:
     return whole_number("shared_prefix", tokens), children
 
 
-def _positions(tree: Tree, first: int) -> Iterator[int]:
+def _tree_positions(tree: Tree, first: int) -> Iterator[int]:
     tokens, children = _node(tree)
     yield from range(first, first + tokens)
     for child in children:
-        yield from _positions(child, first + tokens)
+        yield from _tree_positions(child, first + tokens)
 
 
 def image_blocks(length: int, images: Sequence[tuple[int, int]], *, start: int = 0) -> list[Slice]:
@@ -187,8 +187,8 @@ def block_diffusion(length: int, block: int, *, start: int = 0) -> list[Slice]:
     Source: Block Diffusion (BD3-LM), section 3.3: block-diagonal, offset block-causal and
     block-causal masks.
     """
-    _check("block_diffusion", length, "a length of 0 or more")
-    _check("block_diffusion", block - 1, "a block of 1 or more tokens", block)
+    _check_count("block_diffusion", length, "a length of 0 or more")
+    _check_count("block_diffusion", block - 1, "a block of 1 or more tokens", block)
     found, clean = [], start + length
     for first in range(0, length, block):
         last = min(first + block, length)
@@ -200,7 +200,7 @@ def block_diffusion(length: int, block: int, *, start: int = 0) -> list[Slice]:
     return found
 
 
-def _check(maker: str, number: int, needs: str, got: int | None = None) -> None:
+def _check_count(maker: str, number: int, needs: str, got: int | None = None) -> None:
     """Raises: ContextParallelError if a number is negative."""
     if number < 0:
         raise ContextParallelError(f"{maker} needs {needs}, got {number if got is None else got}")

@@ -35,7 +35,7 @@ from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
-from megatron_cp_plugin.core.masks.tile_batches import Batches
+from megatron_cp_plugin.core.masks.tile_batches import TileBatches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
@@ -129,7 +129,7 @@ def document_rows(
             for queries, keys in ((earlier, later), (later, earlier)):
                 tiles = plan_tiles(queries, keys, mask, rectangular=True)
                 pairs = median(tile.area for tile in tiles)
-                work = Batches(tiles, heads)
+                work = TileBatches(tiles, heads)
                 forward, backward = times(tokens, kv_heads, heads, dims, work, call)
                 calls = len(work.calls(packed=packs, gaps=gaps))
                 which = "later keys" if queries is earlier else "earlier keys"
@@ -147,7 +147,7 @@ def document_rows(
 
 
 def times(
-    tokens: int, kv_heads: int, heads: int, dims: tuple[int, int], work: Batches, call: Call
+    tokens: int, kv_heads: int, heads: int, dims: tuple[int, int], work: TileBatches, call: Call
 ) -> tuple[float, float]:
     """Of a block's forward, merged with another one's, and backward."""
     dim, value_dim = dims

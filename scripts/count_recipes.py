@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.harness.check_recipe import REFUSED, SERVED, examine
+from megatron_cp_plugin.harness.check_recipe import REFUSED, SERVED, findings_of
 from megatron_cp_plugin.harness.recipes import read_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "data" / "recipes.md"
@@ -82,7 +82,7 @@ def check(name: str, folder: Path) -> Found | None:
         return None
     if recipe.size == 1:
         return None
-    finding = examine(recipe)
+    finding = findings_of(recipe)
     lines = dict(finding.lines)
     short = name.removeprefix(f"{folder}/").removeprefix("src/megatron/bridge/recipes/")
     why = "; ".join([*finding.refused, *finding.unknown])

@@ -17,7 +17,7 @@ from megatron_cp_plugin.integration import cpu
 def _import_megatron() -> None:
     # Each line that a rank prints would go through it, and nobody logs there.
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    cpu.install()
+    cpu.activate()
     for name in (
         "megatron_cp_plugin.harness.pretrain",
         # And what is imported in functions.

@@ -28,7 +28,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.costs import BASELINES, Baseline, cost
-from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, Tile
+from megatron_cp_plugin.planner.dry_run import Event, Memory, Post, RecordedKernel
 from megatron_cp_plugin.planner.event_simulation import Timeline, tile_seconds
 from megatron_cp_plugin.planner.layer import Layer, planned
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
@@ -36,7 +36,7 @@ from megatron_cp_plugin.planner.memory import activation_bytes, memory, memory_o
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.simulate import simulate
-from megatron_cp_plugin.planner.step import TrainingStep, nodes_of, step
+from megatron_cp_plugin.planner.step import TrainingStep, nodes_of_split, step
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
@@ -163,7 +163,7 @@ def whole(
     mask: Mask | None = None,
 ) -> TrainingStep:
     """A step of training."""
-    nodes = nodes_of(split, on)
+    nodes = nodes_of_split(split, on)
     attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
     return step(model, split, tokens, on, attention=attention.seconds)
 
@@ -196,7 +196,7 @@ def prefill(
 ) -> float:
     """Seconds of a forward alone: what full recompute adds to a step, and attention's forward."""
     model = filled(model, split.tensor)
-    nodes = nodes_of(split, on)
+    nodes = nodes_of_split(split, on)
     attention = layer(algo, options or {}, model.shape(tokens, split.tensor), on, nodes, mask)
     once, again = (
         step(model, replace(split, recompute=how), tokens, on, attention=0.0).seconds
@@ -316,7 +316,7 @@ def gpt3_nodes() -> list[str]:
     ):
         found = []
         for algo, options in HERE.values():
-            attention = layer(algo, options, model.shape(tokens), on, nodes_of(split, on))
+            attention = layer(algo, options, model.shape(tokens), on, nodes_of_split(split, on))
             found.append(step(model, split, tokens, shared, attention=attention.seconds))
         rows.append([what, *_ms(found)])
     lines = [
@@ -949,7 +949,9 @@ def _merged(row: Mapping[str, str]) -> str:
 def _merging(events: Sequence[Event]) -> float:
     """The share of merges and sums, each alone."""
     on = machine("h200_nvlink")
-    kernels = sum(tile_seconds(on, "flash4", one) for one in events if isinstance(one, Tile))
+    kernels = sum(
+        tile_seconds(on, "flash4", one) for one in events if isinstance(one, RecordedKernel)
+    )
     merges = sum(
         on.operation_seconds + one.bytes / on.memory_bytes_per_second
         for one in events
@@ -965,7 +967,7 @@ def distflash_table5() -> list[str]:
         row = [f"{gpus} GPUs"]
         for kilo in (8, 16, 32):
             split, tokens = Split(context=gpus, recompute="full"), gpus * kilo * K
-            attention = layer(PAPERS, NCCL, LLAMA.shape(tokens), on, nodes_of(split, on))
+            attention = layer(PAPERS, NCCL, LLAMA.shape(tokens), on, nodes_of_split(split, on))
             once = step(LLAMA, split, tokens, on, attention=attention.seconds).seconds
             twice = once + LLAMA.layers * attention.forward.seconds
             row.append(f"{twice:.1f} / {once:.1f} s, {twice / once:.2f}x")
@@ -996,7 +998,7 @@ def lightseq() -> list[str]:
         for tokens, seconds in zip((64 * K, 128 * K, 256 * K, 512 * K), theirs, strict=True):
             split = Split(context=16, recompute="full")
             # Ulysses computes attention again with the layer, as Megatron's.
-            attention = layer("ulysses", {}, model.shape(tokens), on, nodes_of(split, on))
+            attention = layer("ulysses", {}, model.shape(tokens), on, nodes_of_split(split, on))
             by_heads = step(model, split, tokens, on, attention=attention.seconds).seconds
             got = (
                 tensor(model, 16, tokens, on, "full"),

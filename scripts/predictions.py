@@ -27,7 +27,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.planner.dry_run import Tile
+from megatron_cp_plugin.planner.dry_run import RecordedKernel
 from megatron_cp_plugin.planner.event_simulation import Timeline, play, tile_seconds
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Links, Machine, Rate
@@ -228,7 +228,7 @@ def _single(row: Row, machine: Machine, mask: Mask) -> tuple[float, float]:
         mean = row.tokens // len(lengths)
         dims = row.heads, row.kv_heads, row.head_dim, row.value_dim
         name: Phase = "forward" if phase == "forward" else "backward"
-        tile = Tile(name, 1, mean, mean, area, *dims, mask.causal)
+        tile = RecordedKernel(name, 1, mean, mean, area, *dims, mask.causal)
         times.append((tile_seconds(machine, row.kernel, tile) + host) / row.gpus * MS)
     return times[0], sum(times)
 

@@ -11,7 +11,7 @@ import yaml
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import compare
-from megatron_cp_plugin.harness.compare import Printed, commands, report
+from megatron_cp_plugin.harness.compare import Printed, commands, side_by_side
 from megatron_cp_plugin.harness.train import CommandLine
 from tests import forked_launch
 from tests.integration.megatron_job import TINY
@@ -51,7 +51,7 @@ def test_what_megatron_prints_is_read() -> None:
 def test_the_report_has_both_runs_side_by_side() -> None:
     peak = "memory (MB) | max allocated: {} | x"
     said = "megatron_cp_plugin: context parallelism by zigzag on 2 rank(s), kernel auto (flash4)"
-    text = report(
+    text = side_by_side(
         log((5.0, 4.0, 2.0), (99.0, 10.0, 10.0), peak.format(2048)),
         log((5.0, 4.0002, float("nan")), (99.0, 5.0, 7.0), peak.format(1024), said),
     )

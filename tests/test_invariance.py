@@ -15,7 +15,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness import invariance
-from megatron_cp_plugin.harness.invariance import LogProbs, Plan, check_same, plan_of
+from megatron_cp_plugin.harness.invariance import DtypeRuns, LogProbs, check_comparable, runs_of
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.log_prob_report import LogProbReport
 from tests import forked_launch
@@ -37,7 +37,7 @@ def computed(folder: Path, fault: str, size: int, *words: str, batch: str = "-")
 
 def report(reference: LogProbs, noise: LogProbs | None, **runs: LogProbs) -> LogProbReport:
     for name, run in runs.items():
-        check_same(name, run, reference)
+        check_comparable(name, run, reference)
     return cp.log_prob_report(
         reference.log_probs,
         {name: run.log_probs for name, run in runs.items()},
@@ -81,8 +81,8 @@ def known(**changes: Any) -> Namespace:
     return Namespace(**(settings | changes))
 
 
-def planned(words: Sequence[str], **changes: Any) -> Plan:
-    return plan_of(CommandLine.read("invariance", words), known(**changes))
+def planned(words: Sequence[str], **changes: Any) -> DtypeRuns:
+    return runs_of(CommandLine.read("invariance", words), known(**changes))
 
 
 def flags(words: tuple[str, ...]) -> dict[str, str]:
@@ -206,14 +206,14 @@ def test_parts_of_ranks_are_put_together(tmp_path: Path) -> None:
 
 def test_other_samples_and_weights_are_refused(tmp_path: Path) -> None:
     one, other = (written(tmp_path / name, [0, 1, 2, 3]) for name in "ab")
-    check_same("it", one, other)
+    check_comparable("it", one, other)
     one.weights[0]["a"] = 2.0
-    check_same("it", one, other, split="a")
+    check_comparable("it", one, other, split="a")
     with pytest.raises(ContextParallelError, match="the run it has other weights than the ref"):
-        check_same("it", one, other, split=".experts.")
+        check_comparable("it", one, other, split=".experts.")
     one.labels[0, 0] = 9
     with pytest.raises(ContextParallelError, match="the run it has other samples and weights than"):
-        check_same("it", one, other)
+        check_comparable("it", one, other)
 
 
 def test_rollouts_that_share_prefixes(tmp_path: Path) -> None:

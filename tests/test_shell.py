@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp_plugin.harness.shell import UNKNOWN, commands
+from megatron_cp_plugin.harness.shell import UNKNOWN, script_commands
 
 SCRIPT = r"""
 #!/bin/bash
@@ -41,7 +41,7 @@ run \
 def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     (tmp_path / "sizes.sh").write_text("export DENSE=5\n")
-    every, problems = commands(tmp_path / "run.sh")
+    every, problems = script_commands(tmp_path / "run.sh")
     assert not problems
     (command,) = (each for each in every if each[0].text == "run")
     assert " ".join(word.text for word in command) == (
@@ -74,13 +74,13 @@ def test_a_script(tmp_path: Path) -> None:
 def test_values(tmp_path: Path, text: str, value: str) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"{text}\nprintme $B\n")
-    (command,) = (each for each in commands(path)[0] if each[0].text == "printme")
+    (command,) = (each for each in script_commands(path)[0] if each[0].text == "printme")
     assert command[1].text == value
     assert command[1].known == (value != UNKNOWN)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("source /elsewhere/models/none.sh\n")
-    assert commands(tmp_path / "run.sh")[1] == [
+    assert script_commands(tmp_path / "run.sh")[1] == [
         "run.sh:1: source /elsewhere/models/none.sh: no such file here"
     ]

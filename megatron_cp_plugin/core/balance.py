@@ -206,7 +206,7 @@ class _Pool:
         most = min(room, self._parts[index].rows)
         rows = 0
         if self._beside(index, room, 0) < wanted - slack:
-            rows = _last(most, lambda count: self._beside(index, room, count) <= wanted)
+            rows = _largest(most, lambda count: self._beside(index, room, count) <= wanted)
         too_much = self._beside(index, room, rows) > wanted + slack
         heads = self._heads(room, wanted, index) if too_much else 0
         start, stop = self._remove(index)[1:3]
@@ -270,10 +270,10 @@ class _Pool:
             first = self._work(part.start, part.start + heads)
             return first + self._work(part.stop - rows + heads, part.stop) > wanted
 
-        return min(rows, _last(rows, too_much) + 1)
+        return min(rows, _largest(rows, too_much) + 1)
 
 
-def _last(most: int, holds: Callable[[int], bool]) -> int:
+def _largest(most: int, holds: Callable[[int], bool]) -> int:
     """The largest number up to `most` for which a condition holds; it holds for 0."""
     low, high = 0, most + 1
     while high - low > 1:

@@ -26,7 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.autograd.function import as_written, cast_inputs, differentiable_once
+from megatron_cp_plugin.core.autograd.function import (
+    cast_inputs,
+    differentiable_once,
+    dtypes_as_given,
+)
 from megatron_cp_plugin.core.communication.devices import check_devices, fused_for
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
@@ -202,7 +206,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale: Tensor | None,
         head: _Head,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with as_written(hidden.device):
+        with dtypes_as_given(hidden.device):
             lse, target, entropy, predicted = _statistics(hidden, weight, labels, scale, head)
         ctx.save_for_backward(hidden, weight, labels, scale, lse, entropy)
         ctx.head = head
@@ -226,7 +230,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if dentropy is None else entropy,
             None if dentropy is None else dentropy.to(lse.dtype),
         )
-        with as_written(hidden.device):
+        with dtypes_as_given(hidden.device):
             dhidden, dweight = _gradients(
                 hidden, weight, labels, of_rows, ctx.head, ctx.needs_input_grad[:2]
             )

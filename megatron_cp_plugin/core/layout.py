@@ -264,7 +264,7 @@ def describe_mismatch(
 
 def _origin(row: Tensor, expected: Tensor, layout: Layout, size: int, seq_len: int) -> str:
     """Says which tokens positions [S] are, as the end of a sentence; "" if they fit nothing."""
-    for name, candidate, rank, ranks in _candidates(layout, size):
+    for name, candidate, rank, ranks in _mistakes(layout, size):
         if len(row) == candidate.length(rank, ranks, seq_len) and torch.equal(
             row, positions(candidate, rank, ranks, seq_len)
         ):
@@ -276,7 +276,7 @@ def _origin(row: Tensor, expected: Tensor, layout: Layout, size: int, seq_len: i
     return ""
 
 
-def _candidates(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, int]]:
+def _mistakes(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, int]]:
     """Yields what a rank may hold by mistake: description, layout, rank and number of ranks."""
     yield "all tokens, not split", Contiguous(), 0, 1
     others = (other for other in LAYOUTS.values() if other.name != layout.name)
@@ -285,7 +285,7 @@ def _candidates(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, i
             yield f"the tokens of rank {rank} in the {candidate.name} layout", candidate, rank, size
 
 
-class Cut(NamedTuple):
+class ShardNote(NamedTuple):
     """How a tensor was split, as noted on its memory.
 
     Attributes:
@@ -315,7 +315,7 @@ def remember(x: Tensor, dim: int, layout: Layout, seq_len: int, rank: int, size:
     """
     with suppress(RuntimeError):  # no version in inference mode, no memory within torch.func
         of_x = x.stride(dim), x.shape[dim], x._version
-        x.untyped_storage().cut = Cut(layout, rank, size, seq_len, *of_x)  # type: ignore[attr-defined]
+        x.untyped_storage().cut = ShardNote(layout, rank, size, seq_len, *of_x)  # type: ignore[attr-defined]
 
 
 def check_cut(
@@ -342,7 +342,7 @@ def check_cut(
     """
     known = False
     for name, x in tensors.items():
-        cut: Cut | None = getattr(x.untyped_storage(), "cut", None)
+        cut: ShardNote | None = getattr(x.untyped_storage(), "cut", None)
         if cut is None or x._version != cut.version:
             continue
         if x.dim() > dim and x.stride(dim) == cut.stride and x.shape[dim] == cut.tokens:
@@ -361,7 +361,7 @@ def check_cut(
     return known
 
 
-def _differ(layout: Layout, cut: Cut) -> bool:
+def _differ(layout: Layout, cut: ShardNote) -> bool:
     """Whether another layout gives some rank other tokens than a tensor was cut by."""
     if layout == cut.layout:
         return False
@@ -369,7 +369,7 @@ def _differ(layout: Layout, cut: Cut) -> bool:
     return not all(torch.equal(positions(layout, *x), positions(cut.layout, *x)) for x in of_all)
 
 
-def _mismatch(call: str, name: str, layout: Layout, rank: int, size: int, cut: Cut) -> str:
+def _mismatch(call: str, name: str, layout: Layout, rank: int, size: int, cut: ShardNote) -> str:
     if (rank, size) != (cut.rank, cut.size):
         found = f"the part of rank {cut.rank} of {cut.size} on rank {rank} of {size}"
         advice = "group"

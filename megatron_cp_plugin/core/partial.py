@@ -355,7 +355,7 @@ class Accumulator(_Partials):
         empty = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
         out, lse = self._place or empty
         pieces = self._pieces()
-        if not _cover(pieces, self._like.shape[1]):
+        if not _covers_all(pieces, self._like.shape[1]):
             out.zero_()
             lse.fill_(-torch.inf)
         for rows, parts in pieces:
@@ -501,7 +501,7 @@ class GradientSum(_Partials):
         """One of the sums, of waiting partials alone."""
         like = self._like[index]
         whole = like.new_empty(like.shape, dtype=dtype)
-        if not _cover(pieces, like.shape[1]):
+        if not _covers_all(pieces, like.shape[1]):
             whole.zero_()
         for rows, parts in pieces:
             assert isinstance(rows, slice)
@@ -577,7 +577,7 @@ def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _cover(pieces: Sequence[Piece], tokens: int) -> bool:
+def _covers_all(pieces: Sequence[Piece], tokens: int) -> bool:
     """Whether pieces, no two of which share a row, cover all rows."""
     return sum([parts[0][0].shape[1] for _, parts in pieces]) == tokens
 

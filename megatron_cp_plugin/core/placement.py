@@ -169,7 +169,7 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
     a rank of the group.
     """
     owned = TokenMap.of(placement.layout.within(mask.followed), placement.size, seq_len)
-    _check_layout(owned)
+    _check_owned(owned)
     ranks, whole = range(placement.size), Place(0, 0)[2:]
     # Only these pairs of a cyclic placement are asked for.
     for query, key in product(ranks, ranks[:1] if placement.cyclic else ranks):
@@ -197,11 +197,11 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
         edges = sorted((Fraction(i, n), Fraction(i + parts, n)) for *_, (i, n), parts in places)
         starts, stops = zip(*edges, strict=True) if edges else ((0,), (1,))
         if (*starts, 1) != (0, *stops):
-            at = ", ".join(f"{_part(place)} on rank {place.rank}" for place in places)
+            at = ", ".join(f"{_part_in_words(place)} on rank {place.rank}" for place in places)
             raise ConfigError(f"in {name} {met} as {at}: let `place` yield each row once")
 
 
-def _part(place: Place) -> str:
+def _part_in_words(place: Place) -> str:
     """Which part of the query rows a pair has, in words."""
     first, count = place.part
     if place.parts == 1:
@@ -209,7 +209,7 @@ def _part(place: Place) -> str:
     return f"parts {first} to {first + place.parts - 1} of {count}"
 
 
-def _check_layout(owned: TokenMap) -> None:
+def _check_owned(owned: TokenMap) -> None:
     """Raises: ConfigError unless each token is one rank's, and spans of a rank ascend."""
     layout, tokens = f"layout {owned.layout.name}", owned.seq_len
     owners = np.zeros(tokens, np.int64)

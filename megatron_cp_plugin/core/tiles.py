@@ -451,7 +451,7 @@ def _going_on(stairs: _Stairs, cell: Numbers) -> tuple[Flags, Flags]:
     return goes_on, goes_on & (lower[1:] == lower[:-1]) & (upper[1:] == upper[:-1])
 
 
-def _split(stairs: _Stairs) -> _Stairs:
+def _split_runs(stairs: _Stairs) -> _Stairs:
     """Cuts runs between two diagonals into runs of as many rows as the diagonals are apart, so that
     the triangles at both diagonals touch.
     """
@@ -517,7 +517,7 @@ def _with_windows(stairs: _Stairs) -> _Tiles:
 
 def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
     """Tiles of runs of rows, for kernels with causal and full tiles only."""
-    pair, row, rows, first, last, lower, upper = _split(stairs)
+    pair, row, rows, first, last, lower, upper = _split_runs(stairs)
     several = rows > 1
     has_lower, has_upper = (lower > 0) & several, (upper > 0) & several
     # Keys up to `middle` are of a lower triangle, from `top` on of an upper one; all see the rest.

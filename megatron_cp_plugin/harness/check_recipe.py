@@ -19,14 +19,14 @@ from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.recipes import OWN_SPARSE, Recipe, read_recipe
 from megatron_cp_plugin.integration.auto import (
-    Batches,
+    BatchFacts,
     counted,
     kinds_of_layers,
     kinds_of_model,
-    layouts,
     memory_of,
     nodes_of,
     of_several,
+    possible_layouts,
 )
 from megatron_cp_plugin.integration.checks import check_algorithms
 from megatron_cp_plugin.integration.comm_type import CommType
@@ -52,7 +52,7 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # of a model's at
 
 
 @dataclass
-class Finding:
+class RecipeFindings:
     """The findings about a recipe.
 
     Attributes:
@@ -90,14 +90,14 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in arguments.recipe if word != "--"]
     recipe = read_recipe(words, arguments.model)
     recipe.gpus = arguments.gpus or recipe.gpus
-    finding = examine(recipe, arguments.machine)
+    finding = findings_of(recipe, arguments.machine)
     print(finding.text(words[0]))
     return finding.code
 
 
-def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
+def findings_of(recipe: Recipe, machine: str = _GPU) -> RecipeFindings:
     """Returns the findings about a recipe."""
-    finding = Finding(unknown=list(recipe.unknown))
+    finding = RecipeFindings(unknown=list(recipe.unknown))
     beyond = recipe.beyond
     if recipe.model is not None and recipe.model.beyond:
         beyond = (
@@ -111,19 +111,19 @@ def examine(recipe: Recipe, machine: str = _GPU) -> Finding:
     _complete(recipe)
     by = "the launcher" if recipe.flags is not None else f'install(..., layout="{recipe.layout}")'
     finding.lines.append(("program", f"{recipe.program}, served through {by}"))
-    finding.lines.append(("model", _model(recipe)))
-    finding.lines.append(("ranks", _ranks(recipe)))
+    finding.lines.append(("model", _model_in_words(recipe)))
+    finding.lines.append(("ranks", _ranks_in_words(recipe)))
     if recipe.size == 1:
         finding.lines.append(("layout", "context_parallel_size 1: nothing is split"))
-    algo, choice, shape = _choice(recipe, machine)
-    config = _config(recipe, algo)
+    algo, choice, shape = _algorithm_of(recipe, machine)
+    config = _config_of_recipe(recipe, algo)
     finding.refused += _refusals(recipe, config)
-    settings = _settings(recipe.settings, config)
+    settings = _settings_of(recipe.settings, config)
     if recipe.size > 1 and not finding.refused:
         finding.lines.append(("layout", config.layout.name))
         if choice is not None:
-            finding.lines.append(("algorithm", _chosen(choice)))
-        elif _is_sparse(recipe):
+            finding.lines.append(("algorithm", _choice_in_words(choice)))
+        elif _all_sparse(recipe):
             finding.lines.append(("algorithm", "none: all layers are DSA, which splits itself"))
         elif algo:
             finding.lines.append(("algorithm", f"{config.algo}, as named"))
@@ -151,7 +151,7 @@ def _complete(recipe: Recipe) -> None:
     given.setdefault("data_parallel_size", max(1, recipe.gpus // dense))
 
 
-def _model(recipe: Recipe) -> str:
+def _model_in_words(recipe: Recipe) -> str:
     s = recipe.settings
     if not s.get("num_layers") or not s.get("num_attention_heads"):
         pattern = s.get("hybrid_layer_pattern")
@@ -171,7 +171,7 @@ def _model(recipe: Recipe) -> str:
     return ", ".join([*([recipe.model.name] if recipe.model else []), *words])
 
 
-def _ranks(recipe: Recipe) -> str:
+def _ranks_in_words(recipe: Recipe) -> str:
     short = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model"}
     short |= {"ETP": "expert_tensor"}
     sizes = {name: recipe.settings.get(f"{full}_parallel_size") for name, full in short.items()}
@@ -180,13 +180,13 @@ def _ranks(recipe: Recipe) -> str:
     return f"{recipe.gpus} GPUs: {split or 'no split'}{tokens}"
 
 
-def _is_sparse(recipe: Recipe) -> bool:
+def _all_sparse(recipe: Recipe) -> bool:
     """Whether no layer has attention of ours."""
     variant = recipe.settings.get("experimental_attention_variant")
     return bool(variant == SPARSE or recipe.settings.get(OWN_SPARSE))
 
 
-def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
+def _config_of_recipe(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
     """The settings that would be in force, with an algorithm."""
     if recipe.flags is not None:
         flags = recipe.flags
@@ -197,18 +197,18 @@ def _config(recipe: Recipe, algo: str | None) -> ContextParallelConfig:
     return ContextParallelConfig(algo or "zigzag", recipe.size, options=options)
 
 
-def _settings(source: dict[str, Any], config: ContextParallelConfig) -> Settings:
+def _settings_of(source: dict[str, Any], config: ContextParallelConfig) -> Settings:
     return Settings(SimpleNamespace(**source), config, torch.device("cuda"))
 
 
 def _refusals(recipe: Recipe, config: ContextParallelConfig) -> list[str]:
     """Everything that training would refuse, with where it was written."""
-    settings = _settings(recipe.settings, config)
+    settings = _settings_of(recipe.settings, config)
     asked: dict[Door, Settings] = {"sizes": settings}
     if recipe.flags is not None:
         asked |= {"arguments": settings, "validated": settings}
     else:
-        asked["model"] = _settings(_of_model(recipe, settings), config)
+        asked["model"] = _settings_of(_of_model(recipe, settings), config)
         if settings.is_recurrent:
             asked["recurrent layer"] = asked["model"]
     found: dict[str, None] = {}
@@ -244,7 +244,7 @@ def _of_model(recipe: Recipe, settings: Settings) -> dict[str, object]:
     return {name: value for name, value in recipe.settings.items() if name in seen}
 
 
-def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Shape | None]:
+def _algorithm_of(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Shape | None]:
     """The algorithm that is named, or that the planner takes; and the shape of attention."""
     settings = Settings(SimpleNamespace(**recipe.settings))
     flags = recipe.flags
@@ -253,18 +253,18 @@ def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Sh
         return named, None, None
     source = SimpleNamespace(**recipe.settings)
     shape = settings.shape(recipe.tokens // settings.samples)
-    if named or recipe.size == 1 or _is_sparse(recipe):
+    if named or recipe.size == 1 or _all_sparse(recipe):
         return named, None, shape
     found = machine_named(machine)
     names: tuple[str, ...]
     if flags is None:
         layout = NAMED[recipe.layout]
-        batches = Batches(recipe.tokens)
+        batches = BatchFacts(recipe.tokens)
         kinds, names = kinds_of_model(source, batches, layout, recipe.size), (layout.name,)
     else:
         auto = replace(flags, algo=registry.AUTO)
         kinds = counted(kinds_of_layers(auto, settings))
-        names = layouts(settings, packed=settings.packing is not None)
+        names = possible_layouts(settings, packed=settings.packing is not None)
 
     def refusal(combination: Combination) -> str | None:
         if flags is None and (said := of_several(combination)):
@@ -281,14 +281,14 @@ def _choice(recipe: Recipe, machine: str) -> tuple[str | None, Choice | None, Sh
 
 
 def _of_choice(recipe: Recipe, combination: Combination) -> ContextParallelConfig:
-    config = _config(recipe, combination.algo)
+    config = _config_of_recipe(recipe, combination.algo)
     options = dict(combination.options)
     if recipe.flags is None:
         options["layout"] = recipe.layout
     return replace(config, options=tuple(options.items()), by_auto=True)
 
 
-def _chosen(choice: Choice) -> str:
+def _choice_in_words(choice: Choice) -> str:
     others = [one for one in choice.combinations[1:] if one.algo != choice.best.algo]
     machine = choice.site.machine.name
     words = f"{described(choice).replace(' layout=thd', '')}, as plan would take on {machine}"
@@ -305,7 +305,7 @@ def _memory(
     lacks = [name for name in (*_SIZES, "vocab_size") if not recipe.settings.get(name)]
     if not recipe.tokens:
         lacks.append("the tokens of a micro-batch")
-    if settings.is_recurrent or _is_sparse(recipe) or settings.hybrid_layer_pattern:
+    if settings.is_recurrent or _all_sparse(recipe) or settings.hybrid_layer_pattern:
         lacks.append("a count of gated delta net, Mamba or DSA layers")
     if lacks or shape is None:
         return f"not known: the planner lacks {' and '.join(lacks)}"

@@ -93,9 +93,10 @@ def main(argv: Sequence[str]) -> int:
     known.output.mkdir(parents=True, exist_ok=True)
     reference, ours = commands(line, known)
     logs = [
-        _run(name, line, known.output) for name, line in (("reference", reference), ("ours", ours))
+        _train(name, line, known.output)
+        for name, line in (("reference", reference), ("ours", ours))
     ]
-    print(report(*logs))
+    print(side_by_side(*logs))
     return _compare_gradients(known.output) if known.gradients else 0
 
 
@@ -130,7 +131,7 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def _run(name: str, words: Sequence[str], folder: Path) -> Printed:
+def _train(name: str, words: Sequence[str], folder: Path) -> Printed:
     """Trains as `megatron-cp train` does; its output goes to a file."""
     for path in (folder / name).glob("rank*"):  # of an earlier recording, of more ranks perhaps
         path.unlink()
@@ -167,7 +168,7 @@ def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[s
     return lines
 
 
-def report(reference: Printed, ours: Printed) -> str:
+def side_by_side(reference: Printed, ours: Printed) -> str:
     """Both runs side by side."""
     names = [name for name in reference.losses if name in ours.losses]
     columns = ["iteration"]

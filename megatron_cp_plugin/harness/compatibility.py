@@ -18,7 +18,7 @@ from megatron_cp_plugin.integration.compat import differences, owner_of
 from megatron_cp_plugin.integration.contract import SINCE, USED, Name, Part
 
 
-def problems(*parts: Part) -> list[str]:
+def all_differences(*parts: Part) -> list[str]:
     """Returns differences of the running Megatron from the tables, one line each."""
     version, _ = compat.running_version()
     found = compat.problems(*parts)
@@ -37,7 +37,7 @@ def report() -> tuple[str, list[str]]:
     had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     there = {action.dest for action in parser._actions} | {"rank", "world_size"}
-    return text, problems(*had) + compat.missing_settings("args", there)
+    return text, all_differences(*had) + compat.missing_settings("args", there)
 
 
 def _differences_in_source(used: Name) -> Iterator[str]:

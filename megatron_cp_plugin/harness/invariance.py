@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DtypeRuns:
     """The runs of one dtype.
 
     Attributes:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     if known.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {known.samples}")
     line = CommandLine.read("invariance", words)
-    plan = plan_of(line, known)
+    plan = runs_of(line, known)
     known.output.mkdir(parents=True, exist_ok=True)
     reports = [report_of(plan, dtype, line, known) for dtype in dtypes]
     print(tables(reports))
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     return int(not all(report.passed for report in reports))
 
 
-def plan_of(line: CommandLine, known: Namespace) -> Plan:
+def runs_of(line: CommandLine, known: Namespace) -> DtypeRuns:
     """The runs that a command line asks for.
 
     Raises:
@@ -198,10 +198,10 @@ def plan_of(line: CommandLine, known: Namespace) -> Plan:
     if other_tensor is not None:
         more = ("--tensor-model-parallel-size", str(other_tensor))
         others.append(run(f"CP {size}, TP {other_tensor}, {algo}", "tensor", *more))
-    return Plan(reference, noise, tuple(others), experts > 1)
+    return DtypeRuns(reference, noise, tuple(others), experts > 1)
 
 
-def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:
+def report_of(plan: DtypeRuns, dtype: str, line: CommandLine, known: Namespace) -> LogProbReport:
     """Runs all jobs of one dtype.
 
     Raises:
@@ -209,13 +209,13 @@ def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> Lo
             reference.
     """
     reference, *found = (
-        _computed(run, dtype, line, known)
+        _run_job(run, dtype, line, known)
         for run in (plan.reference, *([plan.noise] if plan.noise else []), *plan.others)
     )
     noise = found.pop(0) if plan.noise else None
     for run, one in zip(plan.others, found, strict=True):
         split = "" if run.file == "tensor" else ".experts." if plan.split_experts else None
-        check_same(run.name, one, reference, split=split)
+        check_comparable(run.name, one, reference, split=split)
     named = dict(zip((run.name for run in plan.others), found, strict=True))
     return log_prob_report(
         reference.log_probs,
@@ -227,7 +227,9 @@ def report_of(plan: Plan, dtype: str, line: CommandLine, known: Namespace) -> Lo
     )
 
 
-def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | None = None) -> None:
+def check_comparable(
+    name: str, one: LogProbs, reference: LogProbs, *, split: str | None = None
+) -> None:
     """Refuses to compare other tokens, or another model.
 
     Args:
@@ -252,7 +254,7 @@ def check_same(name: str, one: LogProbs, reference: LogProbs, *, split: str | No
         )
 
 
-def _computed(run: Run, dtype: str, line: CommandLine, known: Namespace) -> LogProbs:
+def _run_job(run: Run, dtype: str, line: CommandLine, known: Namespace) -> LogProbs:
     """Starts a job, and reads its results."""
     name = f"{run.file}-{dtype}"
     folder = known.output / name

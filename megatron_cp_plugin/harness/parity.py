@@ -215,7 +215,7 @@ def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Com
     skipped = [i.iteration for i in run.ranks[0].iterations if i.skipped]
     if skipped:
         problems.append(f"iterations {skipped} were skipped: gradients not finite")
-    gradients, euclidean = _compare_gradients(reference, run, problems)
+    gradients, euclidean = _gradient_errors(reference, run, problems)
     for label, error in gradients.items():
         kind = "gradient" if label.endswith(", iteration 1") else "later_gradient"
         errors[kind].append(Worst(error, label))
@@ -246,7 +246,7 @@ def gradient_errors(got: Tensor, want: Tensor) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _compare_gradients(
+def _gradient_errors(
     reference: Recording, run: Recording, problems: list[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns errors by label: the larger one of both norms, and that in the Euclidean norm."""

@@ -105,12 +105,12 @@ def output_of(model: Any, batch: dict[str, Any]) -> Tensor:
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
-        packed_seq_params=_packed(batch),
+        packed_seq_params=_packed_params(batch),
     )
     return output
 
 
-def _packed(batch: dict[str, Any]) -> PackedSeqParams | None:
+def _packed_params(batch: dict[str, Any]) -> PackedSeqParams | None:
     """Arguments of Megatron's models that describe the documents of a batch."""
     if batch["cu_seqlens"] is None:
         return None

@@ -21,7 +21,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.models import PublicModel, model_named
-from megatron_cp_plugin.harness.shell import UNKNOWN, Command, Word, commands
+from megatron_cp_plugin.harness.shell import UNKNOWN, Command, Word, script_commands
 from megatron_cp_plugin.integration.args import (
     OneLineParser,
     PluginFlags,
@@ -109,7 +109,7 @@ def read_recipe(words: Sequence[str], model: str | None = None) -> Recipe:
         if not function:
             raise ConfigError(f"{path.name} may have many recipes: name one as {first}:FUNCTION")
         return _of_words([*_of_python(path, function), *rest], model)
-    every, problems = commands(path)
+    every, problems = script_commands(path)
     chosen = max(every, key=_parallel, default=[])
     if not _parallel(chosen):
         raise ConfigError(
@@ -311,7 +311,7 @@ def _value(word: Word) -> Any:
         return word.text
 
 
-def _last(values: Mapping[str, Any], pattern: str) -> Any:
+def _last_value(values: Mapping[str, Any], pattern: str) -> Any:
     """The value of the last key that matches a pattern; None: no key does."""
     found = [value for key, value in values.items() if re.search(pattern, key)]
     return found[-1] if found else None
@@ -319,18 +319,18 @@ def _last(values: Mapping[str, Any], pattern: str) -> Any:
 
 def _of_verl(command: Command) -> Recipe:
     recipe, values = _of_pairs("verl", _pairs(command))
-    engine = _last(values, r"^(model_engine|actor_rollout_ref\.actor\.strategy)$")
+    engine = _last_value(values, r"^(model_engine|actor_rollout_ref\.actor\.strategy)$")
     if engine not in (None, "megatron"):
         recipe.beyond = (
             f"{engine} builds no GPTModel of Megatron, got it as the engine: use megatron"
         )
-    trains = _last(values, r"\bmodel\.mtp\.enable_train$")
-    if _last(values, r"\bmodel\.mtp\.enable$") and trains in (None, True):
+    trains = _last_value(values, r"\bmodel\.mtp\.enable_train$")
+    if _last_value(values, r"\bmodel\.mtp\.enable$") and trains in (None, True):
         recipe.settings["mtp_num_layers"] = 1
     nodes, each = values.get("trainer.nnodes"), values.get("trainer.n_gpus_per_node")
     if isinstance(nodes, int) and isinstance(each, int):
         recipe.gpus = nodes * each
-    tokens = _last(values, r"actor\.ppo_max_token_len_per_gpu$|^data\.max_token_len_per_gpu$")
+    tokens = _last_value(values, r"actor\.ppo_max_token_len_per_gpu$|^data\.max_token_len_per_gpu$")
     if isinstance(tokens, int):
         recipe.tokens = tokens * recipe.size
     return recipe
@@ -343,7 +343,7 @@ def _of_bridge(command: Command) -> Recipe:
         recipe.settings["sft"] = True
     if values.get("dist.use_decentralized_pg"):
         recipe.unknown.append("dist.use_decentralized_pg: groups without Megatron's parallel state")
-    tokens = _last(values, r"^(model|dataset)\.seq_length$")
+    tokens = _last_value(values, r"^(model|dataset)\.seq_length$")
     if isinstance(tokens, int):
         recipe.tokens = tokens * (recipe.settings["micro_batch_size"] or 1)
     return recipe

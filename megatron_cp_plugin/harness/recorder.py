@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.comm import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.weight_parts import gathered, rows_of_weights
+from megatron_cp_plugin.harness.weight_parts import joined_rows, rows_of_weights
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -73,7 +73,7 @@ class Recorder:
         Raises:
             ContextParallelError: This Megatron is older than 0.18, or not as `contract` says.
         """
-        compat.check("record", allow_untested=self._allow_untested)
+        compat.check_megatron("record", allow_untested=self._allow_untested)
         compat.replace({"train_step": self._step}, "record")
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class Recorder:
             if self._iteration == 1:
                 started = time.perf_counter()
                 self._content["weights"] = {
-                    name: _digest(_values(p)) for name, p in _parameters(model).items()
+                    name: _digest(_whole_values(p)) for name, p in _parameters(model).items()
                 }
                 self._recording_s += time.perf_counter() - started
             # A distributed optimizer would leave each rank with a part of the gradients.
@@ -143,7 +143,7 @@ class Recorder:
                     for phase in ("forward", "backward")
                     for direction in ("sent", "received")
                 }
-            self._write_state(_gradients(model))
+            self._write_state(_gradient_copies(model))
             self._recording_s += time.perf_counter() - started
             return result
 
@@ -283,13 +283,13 @@ def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def _gradients(model: Any) -> dict[str, Tensor]:
+def _gradient_copies(model: Any) -> dict[str, Tensor]:
     """Returns copies of the finalized gradients; Q, K and V of a fused projection apart."""
     rows = rows_of_weights(model)
     found = {}
     for name, parameter in _parameters(model).items():
         if isinstance(parameter, DTensor):
-            gradient = gathered(parameter, parameter.grad)
+            gradient = joined_rows(parameter, parameter.grad)
         else:
             summed: Any = parameter  # Megatron's own data parallelism adds up elsewhere
             gradient = summed.main_grad.detach().to("cpu", copy=True)
@@ -300,13 +300,13 @@ def _gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def _values(parameter: torch.nn.Parameter) -> Tensor:
+def _whole_values(parameter: torch.nn.Parameter) -> Tensor:
     """A whole parameter on the CPU, in float32, which holds every value of a smaller type.
 
     What Megatron-FSDP has in the place of a model's parameters are its optimizer's main weights: in
     float32 where the model computes in bfloat16. At the start the values are the same.
     """
-    whole = gathered(parameter, parameter) if isinstance(parameter, DTensor) else parameter
+    whole = joined_rows(parameter, parameter) if isinstance(parameter, DTensor) else parameter
     return whole.detach().to("cpu").float()
 
 

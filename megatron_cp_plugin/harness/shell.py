@@ -68,7 +68,7 @@ _TOKEN = re.compile(
 )
 
 
-def commands(path: Path) -> tuple[list[Command], list[str]]:
+def script_commands(path: Path) -> tuple[list[Command], list[str]]:
     """Returns the commands that a script would run, and lines that were not understood."""
     script = _Script(path)
     script.read(path)
@@ -83,7 +83,7 @@ class _Script:
     values: dict[str, list[Word]] = field(default_factory=dict)
 
     def read(self, path: Path) -> None:
-        tokens = list(_tokens(path.read_text(), path.name))
+        tokens = list(_words(path.read_text(), path.name))
         self._run(_statements(tokens), path, certain=True)
 
     def _run(self, statements: Sequence[list[Word]], path: Path, *, certain: bool) -> None:
@@ -93,7 +93,7 @@ class _Script:
             words = statements[at]
             first = words[0].text if words else ""
             if first in _OPENS:
-                end = _end(statements, at)
+                end = _end_of_block(statements, at)
                 inner = statements[at + 1 : end]
                 if first == "if":
                     self._condition(words[1:], inner, path, certain=certain)
@@ -166,8 +166,8 @@ class _Script:
         elif all(_ASSIGNMENT.fullmatch(word.text) for word in words):
             for word in words:
                 name, plus, raw = _ASSIGNMENT.fullmatch(word.text).groups()  # type: ignore[union-attr]
-                parts = self._expand(Word(raw, word.place), quoted=_plain(raw))
-                self._assign(name, plus, [_joined(parts, " ", word.place)], certain=certain)
+                parts = self._expand(Word(raw, word.place), quoted=_is_plain(raw))
+                self._assign(name, plus, [_joined_words(parts, " ", word.place)], certain=certain)
         elif words[0].text in ("source", ".") and len(words) > 1:
             self._source("".join(part.text for part in self._expand(words[1])), words[1], path)
         elif words[0].text == "printf" and len(words) > 2 and words[1].text == "-v":
@@ -201,7 +201,7 @@ class _Script:
             kind = part.lastgroup or ""
             found, as_it_is = self._meant(kind, part[kind], word)
             if quoted and not as_it_is:
-                found = [_joined(found, " ", word.place)]
+                found = [_joined_words(found, " ", word.place)]
             elif not as_it_is:
                 found = [replace(one, text=part) for one in found for part in one.text.split()]
             for number, one in enumerate(found):
@@ -209,7 +209,7 @@ class _Script:
                     texts.append([])
                 texts[-1].append(one)
         return [
-            _joined(parts, "", next((part.place for part in parts if part.place), word.place))
+            _joined_words(parts, "", next((part.place for part in parts if part.place), word.place))
             for parts in texts
             if parts
         ]
@@ -233,7 +233,7 @@ class _Script:
                     return [_NOT_KNOWN], False
                 name, every, sign, other = found.groups()
                 if sign in ("-", "=") and not "".join(w.text for w in self.values.get(name, [])):
-                    return self._expand(Word(other), quoted=_plain(other)), False
+                    return self._expand(Word(other), quoted=_is_plain(other)), False
                 if every and name not in self.values:
                     return [], True  # the environment has no arrays
                 return self._value(name), every is not None
@@ -253,12 +253,12 @@ def _after_pattern(words: list[Word]) -> list[Word]:
     return [] if texts and texts[0] in _OPENS else words
 
 
-def _joined(parts: Sequence[Word], between: str, place: str) -> Word:
+def _joined_words(parts: Sequence[Word], between: str, place: str) -> Word:
     text = between.join(part.text for part in parts)
     return Word(text, place, all(part.known for part in parts))
 
 
-def _plain(raw: str) -> bool:
+def _is_plain(raw: str) -> bool:
     return not {'"', "'"} & {*raw}
 
 
@@ -276,7 +276,7 @@ def _arithmetic(text: str) -> float | None:
     return value if isinstance(value, int) else None
 
 
-def _tokens(text: str, name: str) -> Iterator[Word]:
+def _words(text: str, name: str) -> Iterator[Word]:
     """Words with their quotes, brackets of arrays, and operators, of which one ends a line."""
     at, line = 0, 1
     pending: list[str] = []  # ends of documents that follow
@@ -310,7 +310,7 @@ def _statements(tokens: Sequence[Word]) -> list[list[Word]]:
     return [words for words in found if words]
 
 
-def _end(statements: Sequence[list[Word]], at: int) -> int:
+def _end_of_block(statements: Sequence[list[Word]], at: int) -> int:
     """Which statement ends one that begins with if, for, while or case."""
     depth = 0
     for number in range(at, len(statements)):

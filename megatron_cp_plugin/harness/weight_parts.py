@@ -106,7 +106,7 @@ def _of_mamba(module: Any) -> dict[str, Rows]:
     return {"in_proj": Rows(1, {"z": inner, **convolved, "dt": module.nheads_local_tp})}
 
 
-def gathered(parameter: DTensor, part: Tensor | None) -> Tensor:
+def joined_rows(parameter: DTensor, part: Tensor | None) -> Tensor:
     """Joins values of the rows of a sharded parameter, on the CPU.
 
     A collective operation of the data-parallel ranks, context parallelism included. The rows

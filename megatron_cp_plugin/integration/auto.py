@@ -66,7 +66,7 @@ class Resolved(NamedTuple):
     kinds: tuple[Kind, ...]
 
 
-def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
+def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from settings that all of its ranks know.
 
     Args:
@@ -116,7 +116,7 @@ def resolve(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
         choice = choose(
             kinds,
             site,
-            layouts=layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
+            layouts=possible_layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
             runs_again=flags.recompute_attention and settings.recomputes is not None,
             refusal=refusal,
         )
@@ -180,7 +180,7 @@ def measured_over_job(
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchFacts:
     """Facts about the batches that a program will cut by itself.
 
     Attributes:
@@ -210,7 +210,7 @@ class Batches:
 
 
 def resolve_model(
-    asked: ContextParallelConfig, batches: Batches, model: Any, group: dist.ProcessGroup
+    asked: ContextParallelConfig, batches: BatchFacts, model: Any, group: dist.ProcessGroup
 ) -> ContextParallelConfig:
     """Chooses the algorithm of a model that a program builds by itself.
 
@@ -286,7 +286,7 @@ def of_several(combination: Combination) -> str | None:
     return "all layers need the same algorithm where a program splits batches itself"
 
 
-def kinds_of_model(model: Any, batches: Batches, layout: Layout, size: int) -> list[Kind]:
+def kinds_of_model(model: Any, batches: BatchFacts, layout: Layout, size: int) -> list[Kind]:
     """The kinds of attention layers of a model whose batches a program cuts by a layout.
 
     Args:
@@ -327,7 +327,7 @@ def _softmax(
     return Kind(name, shape, mask, measured=tuple(measured))
 
 
-def check_same(flags: PluginFlags) -> None:
+def check_same_choice(flags: PluginFlags) -> None:
     """Compares the choices of all ranks of the job; a collective operation.
 
     Raises:
@@ -388,7 +388,7 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
         softmax = Kind("full attention", shape, masks_of(None)[0])
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
-    linear = _linear(flags, settings, seq_length)
+    linear = _linear_kind(flags, settings, seq_length)
     return [
         linear
         if kinds[number % len(kinds)] == "linear"
@@ -478,7 +478,7 @@ def _shards_parameters(settings: Settings) -> bool:
     return bool(settings.use_torch_fsdp2 or by_megatron)
 
 
-def _linear(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
+def _linear_kind(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
     # Linearized positions double the features of q and k.
     head_dim = settings.head_dims[1]
     features = head_dim * (2 if flags.linear_model == "transnormer" else 1)
@@ -500,7 +500,7 @@ def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:
     return tuple(rank * tensor // processes for rank in range(settings.ranks))
 
 
-def layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
+def possible_layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     """Layouts that Megatron's batches can have."""
     size, seq_length = settings.ranks, settings.tokens
     if settings.is_recurrent and size > 1:

@@ -151,7 +151,7 @@ class Batches:
         """
         mark = getattr(tensor, _MARK, None)
         if isinstance(mark, _Mark):
-            return mark.cut if (mark.key, mark.version) == (key, _version(tensor)) else None
+            return mark.cut if (mark.key, mark.version) == (key, _changes(tensor)) else None
         last = self._last.get(key)
         if last is None or (last.shape, last.device) != (tensor.shape, tensor.device):
             return None
@@ -250,7 +250,7 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
 def _mark(batch: Mapping[str, Tensor | None], cut: Cut) -> None:
     for key, tensor in batch.items():
         if isinstance(tensor, Tensor):
-            setattr(tensor, _MARK, _Mark(key, cut, _version(tensor)))
+            setattr(tensor, _MARK, _Mark(key, cut, _changes(tensor)))
 
 
 def _check_mask(mask: Tensor | None) -> None:
@@ -270,7 +270,7 @@ def _check_mask(mask: Tensor | None) -> None:
     )
 
 
-def _version(tensor: Tensor) -> int | None:
+def _changes(tensor: Tensor) -> int | None:
     """Number of in-place changes of a tensor; None where torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 
@@ -303,11 +303,11 @@ def _disorder(position_ids: Tensor) -> str:
 
 def _checksum(*tensors: Tensor) -> Tensor:
     """A number int64 [] that depends on all elements and their order."""
-    bits = torch.cat([_bits(tensor.detach()).flatten() for tensor in tensors])
+    bits = torch.cat([_as_integers(tensor.detach()).flatten() for tensor in tensors])
     return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _as_integers(tensor: Tensor) -> Tensor:
     """Integers that differ wherever elements do."""
     return tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
 

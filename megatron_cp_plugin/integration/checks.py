@@ -77,7 +77,7 @@ def _check_kernel(settings: Settings) -> str | None:
     return kernel.name
 
 
-def described(settings: Settings, kernel: str | None) -> Iterator[str | None]:
+def used_features(settings: Settings, kernel: str | None) -> Iterator[str | None]:
     """Returns lines on what a run uses, None for what it does not."""
     yield describe(settings.cp, kernel)
     yield describe_heads(settings)

@@ -158,20 +158,20 @@ class ChunkedLogits:
         if name in _SPLIT:
             return lambda *args: self._split(name, lambda x: getattr(x, name)(*args))
         if not name.startswith("__"):
-            _refuse(f".{name}")
+            _refuse_feature(f".{name}")
         raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> Self:
         parts = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(x, int | slice) for x in parts):
-            _refuse("indexing")
+            _refuse_feature("indexing")
         return self._split("indexing", lambda x: x[parts])
 
     def _split(self, what: str, view: Callable[[Tensor], Tensor]) -> Self:
         """What keeps tokens whole: the last dimension has one number, V times."""
         rows, temperature = view(self._rows), self._temperature
         if not rows.dim() or rows.stride(-1) or rows.size(-1) != self._rows.size(-1):
-            _refuse(f"{what} of the vocabulary")
+            _refuse_feature(f"{what} of the vocabulary")
         if isinstance(temperature, Tensor):
             temperature = view(temperature[..., None].expand_as(self._rows))[..., 0]
         return type(self)(self._head, rows, temperature)
@@ -183,7 +183,7 @@ class ChunkedLogits:
 
     def to(self, dtype: torch.dtype) -> Self:
         if dtype != self.dtype:
-            _refuse(f"to({dtype})")
+            _refuse_feature(f"to({dtype})")
         return self
 
     def clone(self) -> Self:
@@ -192,7 +192,7 @@ class ChunkedLogits:
     def div_(self, divisor: Any) -> Self:
         if isinstance(divisor, Tensor):
             if divisor.dim() and divisor.size(-1) != 1:
-                _refuse("division by ids")
+                _refuse_feature("division by ids")
             divisor = (divisor[..., 0] if divisor.dim() else divisor).expand(self.shape[:-1])
         self._temperature = self._temperature * divisor
         return self
@@ -229,16 +229,16 @@ class ChunkedLogits:
     def sum(self) -> Tensor:
         """The sum; programs add 0 times the sum to a loss of ranks without tokens."""
         if self.shape[:-1].numel() != self._head.shape[0] * self._head.shape[1]:
-            _refuse("the sum of some")
+            _refuse_feature("the sum of some")
         if isinstance(self._temperature, Tensor):
-            _refuse("the sum at several temperatures")
+            _refuse_feature("the sum at several temperatures")
         return self._head.sum() / self._temperature
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Never:
-        _refuse(getattr(function, "__name__", str(function)))
+        _refuse_feature(getattr(function, "__name__", str(function)))
 
 
 def serve_loss(model: Any, chunk_tokens: int, *, for_programs: bool = False) -> None:
@@ -379,7 +379,7 @@ def acceptance_counts(
     return right.sum().float(), counts.sum().float()
 
 
-def _refuse(what: str) -> Never:
+def _refuse_feature(what: str) -> Never:
     raise LogitsTakenApartError(
         "logits in chunks can be split by tokens, divided by a temperature, and given to the "
         f"log-probability functions of verl, slime, NeMo-RL and SkyRL, got {what}: leave "
@@ -464,7 +464,7 @@ def _of_slime(
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     if log_prob_keep_mask is not None:
-        _refuse("a mask of the ids that the rollout kept (top-p)")
+        _refuse_feature("a mask of the ids that the rollout kept (top-p)")
     log_probs, entropy = logits.log_probs(tokens, entropy=with_entropy)
     if entropy is not None and not with_entropy_grad:
         entropy = entropy.detach()

@@ -28,7 +28,7 @@ _ALLOW = "--cp-allow-untested-megatron"
 _WITHOUT_MEGATRON = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "triton"}
 
 
-def check(*parts: Part, allow_untested: bool) -> None:
+def check_megatron(*parts: Part, allow_untested: bool) -> None:
     """Checks the running Megatron at start-up, before any of its names is replaced.
 
     Args: allow_untested: whether the version may be one that nobody ran.
@@ -36,7 +36,7 @@ def check(*parts: Part, allow_untested: bool) -> None:
     Raises: ContextParallelError if nobody ran it, or Megatron is not as the table says.
     """
     version, text = running_version()
-    if not allow_untested and version not in map(_version, VERSIONS):
+    if not allow_untested and version not in map(_as_version, VERSIONS):
         raise ContextParallelError(
             f"Megatron {text} was never tested with this plugin: use {_choices()}, or add "
             f"{_ALLOW} to run it if it has everything that the plugin relies on"
@@ -47,7 +47,7 @@ def check(*parts: Part, allow_untested: bool) -> None:
             raise ContextParallelError(
                 f"{name} needs Megatron {first[0]}.{first[1]} or later, got {text}: {instead}"
             )
-    _refuse(problems(*parts))
+    _refuse_megatron(problems(*parts))
 
 
 def check_args(args: Any, place: Place = "args") -> None:
@@ -56,7 +56,7 @@ def check_args(args: Any, place: Place = "args") -> None:
     Raises:
         ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
     """
-    _refuse(missing_settings(place, vars(args)))
+    _refuse_megatron(missing_settings(place, vars(args)))
 
 
 def running_version() -> tuple[Version, str]:
@@ -64,7 +64,7 @@ def running_version() -> tuple[Version, str]:
     import megatron.core
 
     text: str = megatron.core.__version__
-    return _version(text), text
+    return _as_version(text), text
 
 
 def problems(*parts: Part) -> list[str]:
@@ -204,7 +204,7 @@ _PLACES: dict[Place, str] = {
 }
 
 
-def _refuse(found: list[str]) -> None:
+def _refuse_megatron(found: list[str]) -> None:
     if not found:
         return
     _, text = running_version()
@@ -219,7 +219,7 @@ def _choices() -> str:
     return f"{', '.join(VERSIONS[:-1])} or {VERSIONS[-1]}"
 
 
-def _version(text: str) -> Version:
+def _as_version(text: str) -> Version:
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
         raise ContextParallelError(f"Megatron's version must begin with two numbers, got {text}")

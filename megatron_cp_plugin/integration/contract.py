@@ -65,7 +65,7 @@ class Name:
 
     def is_in(self, version: Version) -> bool:
         """Whether a version has it."""
-        return _within(version, self.since, self.before)
+        return _is_within(version, self.since, self.before)
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Setting:
 
     def is_in(self, version: Version, place: Place) -> bool:
         """Whether a version has it in a place."""
-        return place in self.places and _within(version, self.since, None)
+        return place in self.places and _is_within(version, self.since, None)
 
 
-def _within(version: Version, since: Version | None, before: Version | None) -> bool:
+def _is_within(version: Version, since: Version | None, before: Version | None) -> bool:
     return (since is None or version >= since) and (before is None or version < before)
 
 
@@ -136,7 +136,7 @@ def _names(tables: str) -> Iterator[Name]:
         )
 
 
-def _settings(table: str) -> Iterator[Setting]:
+def _setting_rows(table: str) -> Iterator[Setting]:
     """Rows of places, with the first version, and names."""
     for line in table.splitlines()[4:]:
         where, names = line.strip("| ").split(" | ")
@@ -158,4 +158,4 @@ PAGE = Path(__file__).with_suffix(".md").read_text()
 _replaced, _used, _read = PAGE.split("\n## ")
 NAMES = tuple(_names(_replaced))
 USED = tuple(_names(_used))
-SETTINGS = tuple(_settings(_read))
+SETTINGS = tuple(_setting_rows(_read))

@@ -69,7 +69,7 @@ def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*argv, *added], added
 
 
-def install(allow_untested: bool = False) -> None:
+def activate(allow_untested: bool = False) -> None:
     """Activates the CPU platform for the rest of this process; a second call does nothing.
 
     Raises:
@@ -107,7 +107,7 @@ def install(allow_untested: bool = False) -> None:
 
     # Megatron compiles its elementwise functions at import: seconds, and a C++ compiler on a CPU.
     torch.compile = _eager
-    compat.check("cpu", allow_untested=allow_untested)
+    compat.check_megatron("cpu", allow_untested=allow_untested)
     _adapt_megatron()
     _OnCpu().__enter__()
 

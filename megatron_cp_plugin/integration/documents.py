@@ -182,7 +182,7 @@ def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | N
         return packed.beside(document_mask(packed.packed, size))
     if packed is None:
         return None
-    lengths = _lengths(packed)
+    lengths = _document_lengths(packed)
     names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name in names:
         other: Tensor | None = getattr(packed, name, None)
@@ -223,7 +223,7 @@ def mask_of_cut(
         return packed.beside(mask_of_cut(packed.packed, layout, group))
     if packed is None:
         return None
-    lengths = _lengths(packed)
+    lengths = _document_lengths(packed)
     _check_cutting(packed, layout)
     padded = packed.cu_seqlens_q_padded
     pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
@@ -470,7 +470,7 @@ class PositionsOfPacks:
         return any(torch.equal(given, expected[counts]) for expected in (inside, places))
 
 
-def _lengths(packed: PackedSeqParams) -> Tensor:
+def _document_lengths(packed: PackedSeqParams) -> Tensor:
     lengths: Tensor | None = packed.cu_seqlens_q
     if packed.qkv_format != "thd" or lengths is None:
         raise ContextParallelError(

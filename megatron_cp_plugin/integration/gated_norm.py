@@ -33,16 +33,16 @@ class _GatedNorm(torch.autograd.Function):
         ctx.group, ctx.width = group, x.shape[2] * x.shape[3] * group.size()
         scale = torch.rsqrt(_total(x, x, group) / ctx.width + epsilon)
         ctx.save_for_backward(x, gate, scale)
-        return _product(x.new_empty(x.shape), x, gate, scale)
+        return _write_product(x.new_empty(x.shape), x, gate, scale)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, scale = ctx.saved_tensors
         dout = dout.contiguous()
-        dgate = _product(torch.empty_like(dout), dout, x, scale)
+        dgate = _write_product(torch.empty_like(dout), dout, x, scale)
         share = _total(dgate, gate, ctx.group) * scale.square() / ctx.width
-        dx = _product(torch.empty_like(x), dout, gate, scale, (x, share))
+        dx = _write_product(torch.empty_like(x), dout, gate, scale, (x, share))
         return dx, dgate, None, None
 
 
@@ -54,7 +54,7 @@ def _total(a: Tensor, b: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def _product(
+def _write_product(
     out: Tensor, a: Tensor, b: Tensor, scale: Tensor, less: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Writes a * b * scale - x * share of less = (x, share), with scale and share [s,b], to out."""

@@ -231,7 +231,7 @@ class SplitInputs(Inputs):
 
     def _mask_of(self, call: _Call) -> DocumentMask | None:
         given, size = call.given, call.group.size()
-        self._cut = _cut(given, self._batches, call.group) if size > 1 else None
+        self._cut = _cut_of(given, self._batches, call.group) if size > 1 else None
         mask = document_mask(given.get("packed_seq_params"), size)
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
@@ -337,7 +337,7 @@ class _Stages:
         self._compared: set[bool] = set()
         if self._is_split:
             # Stages build their models in the same order; the virtual ones of a rank are one model.
-            built = _store().add(f"megatron_cp_plugin/models/{dist.get_rank()}", 1)
+            built = _data_store().add(f"megatron_cp_plugin/models/{dist.get_rank()}", 1)
             self._number = built - (getattr(model, "vp_stage", None) or 0)
 
     @property
@@ -357,9 +357,9 @@ class _Stages:
             kind = "packed_seq_params" if mask.spans is None else "attention_spans"
             mine = f"{kind} {crc32(repr((mask.seq_len, mask.starts)).encode())}"
         if self._tells:
-            _store().set(key, mine)
+            _data_store().set(key, mine)
             return
-        theirs = _store().get(key).decode() if _store().check([key]) else mine
+        theirs = _data_store().get(key).decode() if _data_store().check([key]) else mine
         if theirs == mine:
             return
         if theirs and mine:
@@ -376,7 +376,7 @@ class _Stages:
         )
 
 
-def _store() -> Any:
+def _data_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
@@ -443,7 +443,7 @@ def serves_inputs(model: nn.Module) -> bool:
     return any(isinstance(hook, Inputs) for hook in model._forward_pre_hooks.values())
 
 
-def _cut(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
+def _cut_of(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup) -> Cut | None:
     """The cutting that a model's tensors come from; None: it has no such tensors, as inside a
     pipeline.
     """
@@ -498,9 +498,9 @@ def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
         return
     if followed.spans != seen.spans:
         raise ContextParallelError(
-            f"a batch was split by {_spans(followed.spans)}, and the model got "
-            f"{_spans(seen.spans)}: pass attention_spans to get_batch_on_this_cp_rank with the "
-            "batch, or leave the option layout=documents out"
+            f"a batch was split by {_spans_in_words(followed.spans)}, and the model got "
+            f"{_spans_in_words(seen.spans)}: pass attention_spans to get_batch_on_this_cp_rank "
+            "with the batch, or leave the option layout=documents out"
         )
     if followed.starts != seen.starts:
         raise ContextParallelError(
@@ -510,5 +510,5 @@ def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
         )
 
 
-def _spans(spans: RawSpans | None) -> str:
+def _spans_in_words(spans: RawSpans | None) -> str:
     return "no spans" if spans is None else f"{len(spans)} spans"

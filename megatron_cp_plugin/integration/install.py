@@ -18,7 +18,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
-from megatron_cp_plugin.integration.auto import Batches, resolve_model
+from megatron_cp_plugin.integration.auto import BatchFacts, resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
@@ -78,14 +78,14 @@ def install(
         ContextParallelError: There is no parallel state, another algorithm is installed, this
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
-    batches = Batches(tokens, mean_document)
+    batches = BatchFacts(tokens, mean_document)
     config = _config(
         *(algo, layout, kernel, recompute_attention, options, batches, chunked_loss),
         send_latents=send_latents,
     )
     found = _in_force()
     if found is not None:
-        before = found.batches if isinstance(found, ProgramInstaller) else Batches()
+        before = found.batches if isinstance(found, ProgramInstaller) else BatchFacts()
         if before != batches or not _same(found.config(config.size), config):
             raise ConfigError(
                 f"a process has one algorithm, got {_words(config, batches)} after "
@@ -146,10 +146,10 @@ def serve(
             "install applies to all models of this process, got serve for one: build the model "
             "from its own spec, or leave install out"
         )
-    batches = Batches(tokens, mean_document)
+    batches = BatchFacts(tokens, mean_document)
     asked = _config(algo, layout, kernel, True, options, batches, send_latents=send_latents)
     check("serve", Settings(config, asked))
-    runtime = Runtime(_chosen(asked, batches, config, pg_collection), callers=True)
+    runtime = Runtime(_with_choice(asked, batches, config, pg_collection), callers=True)
     check("model", settings := Settings(config, runtime.config))
     log_replaced(settings)
     # Which layers of a stack its model has the spec does not say.
@@ -184,7 +184,7 @@ def adopt(model: nn.Module) -> nn.Module:
 class ProgramInstaller(Installer):
     """That of `install`, for models that a program builds."""
 
-    def __init__(self, config: ContextParallelConfig, batches: Batches) -> None:
+    def __init__(self, config: ContextParallelConfig, batches: BatchFacts) -> None:
         """Args: batches: For a choice."""
         super().__init__()
         self.batches = batches
@@ -205,7 +205,7 @@ class ProgramInstaller(Installer):
         if self._runtime is not None:
             return self._runtime
         model, groups = given["config"], given.get("pg_collection")
-        return Runtime(_chosen(self._asked, self.batches, model, groups), callers=True)
+        return Runtime(_with_choice(self._asked, self.batches, model, groups), callers=True)
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
@@ -228,8 +228,8 @@ def _in_force() -> Installer | None:
     return found if isinstance(found, Installer) else None
 
 
-def _chosen(
-    asked: ContextParallelConfig, batches: Batches, model: TransformerConfig, groups: Any
+def _with_choice(
+    asked: ContextParallelConfig, batches: BatchFacts, model: TransformerConfig, groups: Any
 ) -> ContextParallelConfig:
     """The same, with the planner's choice in the place of auto."""
     if asked.algo != registry.AUTO:
@@ -245,7 +245,7 @@ def _config(
     kernel: str,
     recompute_attention: bool,
     options: dict[str, object],
-    batches: Batches,
+    batches: BatchFacts,
     chunked_loss: int | None = None,
     *,
     send_latents: bool = False,
@@ -293,7 +293,7 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
     return one.algo == other.algo and settings(one) == settings(other)
 
 
-def _words(config: ContextParallelConfig, batches: Batches) -> str:
+def _words(config: ContextParallelConfig, batches: BatchFacts) -> str:
     others = vars(batches) | {"chunked_loss": config.chunked_loss}
     others |= {"send_latents": config.send_latents or None}
     given = (*config.options, *((k, v) for k, v in others.items() if v is not None))

@@ -23,7 +23,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.args import ALGORITHM, PluginFlags, speak_in_one_line
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, described
+from megatron_cp_plugin.integration.checks import check_arguments, describe_graphs, used_features
 from megatron_cp_plugin.integration.contract import Part
 from megatron_cp_plugin.integration.loss import forward_step_calc_loss
 from megatron_cp_plugin.integration.rules import check, comm_type, replaced
@@ -59,7 +59,7 @@ class Installer(ABC):
 
         Raises: ContextParallelError: This version is not supported, or differs from `contract`.
         """
-        compat.check(*self.parts, allow_untested=allow_untested)
+        compat.check_megatron(*self.parts, allow_untested=allow_untested)
         self._replaced = compat.replace(self._hooks(), *self.parts)
 
     def undo(self) -> None:
@@ -178,13 +178,13 @@ class LauncherInstaller(Installer):
         if self._flags.is_auto:
             from megatron_cp_plugin.integration import auto
 
-            self._resolved = auto.resolve(self._flags, args, self._device)
+            self._resolved = auto.resolve_auto(self._flags, args, self._device)
             self._flags, said = self._resolved.flags, self._resolved.said
         config = self._flags.config(args.context_parallel_size)
         kernel = check_arguments(args, config, self._device)
         self._runtime = Runtime(config)
         self._batches = Batches(self._runtime)
-        _say(args, *said, *described(Settings(args, config), kernel))
+        _say(args, *said, *used_features(Settings(args, config), kernel))
         return config
 
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
@@ -205,7 +205,7 @@ class LauncherInstaller(Installer):
 
         from megatron_cp_plugin.integration import auto
 
-        auto.check_same(self._flags)
+        auto.check_same_choice(self._flags)
         groups = given.get("pg_collection")
         group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
         self._flags, said = auto.fastest(resolved, group, self._device)

@@ -92,11 +92,11 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
 
-        cpu.install(flags.allow_untested_megatron)
+        cpu.activate(flags.allow_untested_megatron)
     if run_file:
         from megatron_cp_plugin.integration import compat
 
-        compat.check("script", allow_untested=flags.allow_untested_megatron)
+        compat.check_megatron("script", allow_untested=flags.allow_untested_megatron)
         words = _with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
@@ -104,7 +104,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         _check_spelling(rest)
     if platform == "cpu":
         rest, added = cpu.complete_flags(rest)
-        _say(f"using the CPU platform ({why}); added {' '.join(added) or 'no flags'}")
+        _print(f"using the CPU platform ({why}); added {' '.join(added) or 'no flags'}")
     if flags.algo is None:
         _check_own_path(rest)
         if run_file:
@@ -177,7 +177,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     dropped = superseded(read_run_file(path).get("context_parallel", {}), words)
     if dropped:
         settings = ", ".join(f"{name}: {value}" for name, value in dropped.items())
-        _say(f"the command line chooses another algorithm than {path}: ignoring {settings}")
+        _print(f"the command line chooses another algorithm than {path}: ignoring {settings}")
     return argv + words
 
 
@@ -273,7 +273,7 @@ def _allow_one_connection(argv: Sequence[str]) -> None:
     sharded = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"}
     if name not in os.environ and sharded.isdisjoint(argv):
         os.environ[name] = "1"
-        _say(f"{name} set to 1, as Megatron demands")
+        _print(f"{name} set to 1, as Megatron demands")
 
 
 def _let_first_rank_warn() -> None:
@@ -283,6 +283,6 @@ def _let_first_rank_warn() -> None:
         warnings.filterwarnings("ignore", missing, UserWarning, r"megatron\.")
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron_cp_plugin: {message}", flush=True)

@@ -105,7 +105,7 @@ class LinearSelfAttention(MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="qkv",
             tp_group=pg_collection.tp,
-            **_named(name, "linear_qkv"),
+            **_name_argument(name, "linear_qkv"),
         )
         self.linear_proj = submodules.linear_proj(
             width,
@@ -118,7 +118,7 @@ class LinearSelfAttention(MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="proj",
             tp_group=pg_collection.tp,
-            **_named(name, "linear_proj"),
+            **_name_argument(name, "linear_proj"),
         )
 
     def forward(
@@ -342,6 +342,6 @@ def _slopes(heads: int) -> list[float]:
     return _slopes(below) + _slopes(2 * below)[::2][: heads - below]
 
 
-def _named(module: str | None, part: str) -> dict[str, str]:
+def _name_argument(module: str | None, part: str) -> dict[str, str]:
     """The argument that names a projection, for the versions of Megatron that take it."""
     return {} if module is None else {"name": f"{module}.{part}"}

@@ -84,7 +84,7 @@ class RecurrentSequence:
         return out
 
 
-def _refuse(layers: str, given: Mapping[str, Any], packed: Any) -> None:
+def _refuse_arguments(layers: str, given: Mapping[str, Any], packed: Any) -> None:
     """Refuses arguments, by their names for users, that are not None, and spans."""
     for what, value in {**given, "spans": getattr(packed, "spans", None)}.items():
         if value is not None:
@@ -105,7 +105,7 @@ def is_mamba(module: Any) -> bool:
     return _is(module, MambaMixer)
 
 
-def _check_layout(config: ContextParallelConfig, **asked: str) -> None:
+def _check_states_pass(config: ContextParallelConfig, **asked: str) -> None:
     """Raises: ConfigError for a layout in which states cannot pass."""
     check("recurrent layer", Settings(SimpleNamespace(**asked), config))
 
@@ -133,7 +133,7 @@ def _mamba(kind: Any) -> type:
         def __init__(
             self, *args: Any, runtime: Runtime, pg_collection: Any = None, **kwargs: Any
         ) -> None:
-            _check_layout(runtime.config, hybrid_layer_pattern=MAMBA)
+            _check_states_pass(runtime.config, hybrid_layer_pattern=MAMBA)
             alone = copy(pg_collection)
             alone.cp = ALONE  # else Megatron would split heads
             super().__init__(*args, pg_collection=alone, **kwargs)
@@ -155,7 +155,7 @@ def _mamba(kind: Any) -> type:
                 ContextParallelError: Something is asked for that is not served.
             """
             asked = inference_context if inference_params is None else inference_params
-            _refuse("Mamba", {"inference": asked}, packed_seq_params)
+            _refuse_arguments("Mamba", {"inference": asked}, packed_seq_params)
             projected, _ = self.in_proj(hidden_states)
             mixed = projected.transpose(0, 1)
             sequence = RecurrentSequence(
@@ -191,7 +191,7 @@ def _delta_net(kind: Any) -> type:
         """All heads of this rank's tokens."""
 
         def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
-            _check_layout(runtime.config, experimental_attention_variant=GATED[0])
+            _check_states_pass(runtime.config, experimental_attention_variant=GATED[0])
             super().__init__(*args, **kwargs)
             self._runtime = runtime
             self.cp_size = 1  # every rank has all heads, whose numbers follow from it
@@ -216,7 +216,7 @@ def _delta_net(kind: Any) -> type:
             """
             asked = inference_context if inference_params is None else inference_params
             offset = {"inference": asked, "a sequence offset": sequence_len_offset}
-            _refuse("gated delta net", offset, packed_seq_params)
+            _refuse_arguments("gated delta net", offset, packed_seq_params)
             mixed, _ = self.in_proj(hidden_states)
             tokens, batch, _ = mixed.shape
             sequence = RecurrentSequence(

@@ -211,7 +211,9 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
             f"got {_name(module)}: leave --spec out or use another model"
         )
     if linear:
-        return replace(spec, submodules=replace(layer, self_attention=_linear(attention, runtime)))
+        return replace(
+            spec, submodules=replace(layer, self_attention=_linear_spec(attention, runtime))
+        )
     if core is not DotProductAttention and core is not TEDotProductAttention:
         raise ContextParallelError(
             f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
@@ -277,7 +279,7 @@ def _recurrent(spec: Any, runtime: Runtime) -> ModuleSpec:
     )
 
 
-def _linear(attention: Any, runtime: Runtime) -> Any:
+def _linear_spec(attention: Any, runtime: Runtime) -> Any:
     """The spec of linear attention with the projections of a spec of SelfAttention."""
     model = runtime.config.linear_model
     assert model is not None  # checked at start-up

@@ -125,12 +125,12 @@ def _given_values(words: Sequence[str], parser: argparse.ArgumentParser) -> dict
     for action in parser._actions:
         if action.option_strings and action.nargs != 0 and action.dest not in _ELSEWHERE:
             alone.add_argument(
-                *action.option_strings, dest=action.dest, nargs=action.nargs, type=_plain
+                *action.option_strings, dest=action.dest, nargs=action.nargs, type=_value_of
             )
     return vars(alone.parse_known_args(list(words))[0])
 
 
-def _plain(text: str) -> object:
+def _value_of(text: str) -> object:
     """A value as it would be if a file had it."""
     with suppress(yaml.YAMLError):
         value = yaml.safe_load(text)

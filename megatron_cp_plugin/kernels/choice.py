@@ -24,7 +24,7 @@ def loader(module: str, name: str) -> Callable[[], Any]:
     return load
 
 
-def choose[K: Kernel](
+def choose_kernel[K: Kernel](
     kind: str, name: str, problem: Any, kernels: Mapping[str, Callable[[], K]]
 ) -> K:
     """The kernel of that name, or for "auto" the first one that serves the problem.
@@ -124,7 +124,7 @@ def resolve(name: str, problem: Problem) -> SoftmaxKernel:
     """
     if name not in (*_KERNELS, "auto"):
         load_installed()
-    return choose("kernel", name, problem, _KERNELS)
+    return choose_kernel("kernel", name, problem, _KERNELS)
 
 
 @cache  # one object for a name: calls are known by it

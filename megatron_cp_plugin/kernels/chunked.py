@@ -121,7 +121,7 @@ class _Places:
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
-def _places(runs: Runs, chunk: int, device: torch.device) -> _Places:
+def _chunk_places(runs: Runs, chunk: int, device: torch.device) -> _Places:
     intervals = [interval for documents in runs.documents for interval in documents]
     starts, stops = torch.tensor(intervals, device="cpu").unbind(1)
     total = int(stops[-1])
@@ -156,7 +156,7 @@ class _Chunks:
         gate = None if isinstance(transition, Decay) else transition.gate
         self._of_channels = gate is not None and gate.dim() == 4
         chunk = _CHUNK_OF_CHANNELS if self._of_channels else _CHUNK
-        self._places = _places(runs, chunk, q.device)
+        self._places = _chunk_places(runs, chunk, q.device)
         self._dtype, self._wide = q.dtype, accumulation_dtype(q.dtype)
         self._q, self._k, self._v = (self._split(x.to(self._wide)) for x in (q, k, v))
         if isinstance(transition, Decay):

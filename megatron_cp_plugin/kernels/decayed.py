@@ -92,7 +92,7 @@ def add_decayed_(
         x,
         states.contiguous(),
         log2_rates,
-        _on_device(tuple(intervals), x.device),
+        _intervals_on(tuple(intervals), x.device),
         longest,
         batch,
         tokens,
@@ -374,6 +374,6 @@ def _power_of_two(dim: int) -> int:
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches
-def _on_device(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
+def _intervals_on(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
     """[n,2] int32."""
     return uploaded(torch.tensor(intervals, device="cpu"), device)

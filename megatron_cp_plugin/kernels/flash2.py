@@ -34,7 +34,7 @@ class Flash2(FlashAttention2):
         function = interface._flash_attn_forward
         if lengths is not None:
             function = interface._flash_attn_varlen_forward
-        settings = _settings(call, lengths)
+        settings = _arguments(call, lengths)
         out, lse, *_ = function(call.q, call.k, call.v, return_softmax=False, **settings)
         return out, lse
 
@@ -57,12 +57,12 @@ class Flash2(FlashAttention2):
             dk,
             dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_settings(call, lengths),
+            **_arguments(call, lengths),
         )
         return dq, dk, dv
 
 
-def _settings(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
+def _arguments(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
     of_lengths = {} if lengths is None else by_name(lengths)
     return {"softmax_scale": call.scale, "causal": call.causal, **of_lengths, **_PLAIN}
 

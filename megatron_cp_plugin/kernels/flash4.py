@@ -82,10 +82,10 @@ class Flash4(PackingKernel):
         return call.placed(found)
 
     def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum | None:
-        return _QuerySum(call, dout, statistics) if _sums(call.q.device) else None
+        return _QuerySum(call, dout, statistics) if _can_sum(call.q.device) else None
 
     def key_sum(self, call: KernelCall) -> KernelSum | None:
-        return _KeySum(call) if _sums(call.q.device) else None
+        return _KeySum(call) if _can_sum(call.q.device) else None
 
     def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """See SoftmaxKernel.workspace: float32 dQ, delta and lse, with GQA dK and dV, on Hopper.
@@ -96,7 +96,7 @@ class Flash4(PackingKernel):
             return 0
         sequences = 1 if call.packing is None else len(call.packing)
         (batch, rows), cols = call.q.shape[:2], call.k.shape[1]
-        tile, key_tile, _ = _tiles(call)
+        tile, key_tile, _ = _tile_sizes(call)
         if sequences > 1:  # each is padded by itself, in the end of its place
             rows, cols = batch * rows, batch * cols
             rows += (batch * sequences + 1) * tile - 1
@@ -116,13 +116,13 @@ class Flash4(PackingKernel):
 
     def _query_bytes(self, call: KernelCall, batch: int, rows: int) -> int:
         """Bytes of dQ, delta and lse in float32, of so many queries."""
-        tile, _, multiple = _tiles(call)
+        tile, _, multiple = _tile_sizes(call)
         heads, dim = call.q.shape[2:]
         return 4 * batch * heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
 
     def _key_bytes(self, call: KernelCall, batch: int, cols: int) -> int:
         """Bytes of dK and dV in float32, of so many keys."""
-        _, tile, multiple = _tiles(call)
+        _, tile, multiple = _tile_sizes(call)
         widths = rounded(call.k.shape[3], multiple) + rounded(call.v.shape[3], multiple)
         return 4 * batch * call.k.shape[2] * rounded(cols, tile) * widths
 
@@ -279,13 +279,13 @@ class _Torch:
 
 
 @cache
-def _version() -> str:
+def _package_version() -> str:
     return version("flash-attn-4")
 
 
-def _sums(device: torch.device) -> bool:
+def _can_sum(device: torch.device) -> bool:
     """Whether sums were tried with the package's version, on such a device."""
-    return _version() in _SUMMING and torch.cuda.get_device_capability(device)[0] == 9
+    return _package_version() in _SUMMING and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _given(
@@ -308,7 +308,7 @@ def _given(
     return wide | {"q": _filled(q, dim), "lse": lse, "dlse": dlse, "deterministic": deterministic}
 
 
-def _tiles(call: KernelCall) -> tuple[int, int, int]:
+def _tile_sizes(call: KernelCall) -> tuple[int, int, int]:
     """Queries and keys of a tile of the backward, and the multiple that head dims are filled up to,
     on Hopper.
     """

@@ -21,7 +21,7 @@ _ROWS = 16
 
 
 @triton.jit
-def _rows(sizes, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _program_rows(sizes, ROWS: tl.constexpr, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows [ROWS] of a program, in the order batch, token, head: places, whether the row
     exists, and which of its elements exist [ROWS,DIM].
     """
@@ -87,7 +87,7 @@ def _launch(kernel: Any, like: Tensor, tokens: int, *given: Any, **flags: object
 def _merge_kernel(  # type: ignore[no-untyped-def]
     sizes, out, lse, a, a_lse, b, b_lse, at, b_at, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
-    batch, token, head, live, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
     place, b_place = _numbered(at, token), _numbered(b_at, token)
     nothing = float("-inf")
     a_log = tl.load(_at_row(a_lse, batch, head, place), live, nothing)
@@ -140,7 +140,7 @@ def _merge_all_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    batch, token, head, live, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
     nothing = float("-inf")
     lses_at = _at_row(lses, batch, head, token)
     outs_at = _at(outs, batch, token, head, DIM)
@@ -176,7 +176,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     sizes, out, a, b, c, out_at, a_at, b_at, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
     """out[out_at] = a[a_at] + b[b_at] + c; b and c may be None, and so may indices."""
-    batch, token, head, _, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, _, inside = _program_rows(sizes, ROWS, DIM)
     to = _numbered(out_at, token)
     total = _loaded(a, batch, _numbered(a_at, token), head, inside, DIM)
     if b is not None:
@@ -218,7 +218,7 @@ def write_rows(out: Tensor, to: Tensor, x: Tensor) -> None:
 def _delta_kernel(  # type: ignore[no-untyped-def]
     sizes, delta, dout, out, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
-    batch, token, head, live, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
     product = _loaded(dout, batch, token, head, inside, DIM)
     product *= _loaded(out, batch, token, head, inside, DIM)
     tl.store(_at_row(delta, batch, head, token), tl.sum(product, 1), live)
@@ -236,7 +236,7 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
 def _stand_in_kernel(  # type: ignore[no-untyped-def]
     sizes, out, dout, delta, ROWS: tl.constexpr, DIM: tl.constexpr, TERMS: tl.constexpr
 ):
-    batch, token, head, live, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
     column = tl.arange(0, DIM)
     given = _loaded(dout, batch, token, head, inside, DIM)
     rest = tl.load(_at_row(delta, batch, head, token), live, 0.0)
@@ -269,7 +269,7 @@ def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
 def _product_kernel(  # type: ignore[no-untyped-def]
     sizes, out, a, b, scale_ptr, x, share_ptr, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
-    batch, token, head, live, inside = _rows(sizes, ROWS, DIM)
+    batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
     place = batch * sizes[0] + token
     product = _loaded(a, batch, token, head, inside, DIM)
     product *= _loaded(b, batch, token, head, inside, DIM)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
-from megatron_cp_plugin.kernels.choice import choose, loader
+from megatron_cp_plugin.kernels.choice import choose_kernel, loader
 
 # In the order of preference of "auto", fastest first.
 _KERNELS: dict[str, Callable[[], LinearKernel]] = {
@@ -29,4 +29,4 @@ def resolve_linear(name: str, problem: LinearProblem) -> LinearKernel:
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """
-    return choose("linear-attention kernel", name, problem, _KERNELS)
+    return choose_kernel("linear-attention kernel", name, problem, _KERNELS)

@@ -35,7 +35,7 @@ class Reference(SoftmaxKernel):
         if call.packing is not None:
             return forward_by_sequence(self, call)
         q, v = call.q, call.v
-        scores = _scores(call)
+        scores = _masked_scores(call)
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
         out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
@@ -46,7 +46,7 @@ class Reference(SoftmaxKernel):
         if call.packing is not None:
             return backward_by_sequence(self, call, dout, statistics)
         q, k, v, kv_heads = call.q, call.k, call.v, call.k.shape[2]
-        scores = _scores(call)
+        scores = _masked_scores(call)
         p = torch.exp(scores - _by_group(statistics.lse, kv_heads).to(scores.dtype))
         wide_q, wide_k, wide_v = [x.to(p.dtype) for x in (q, k, v)]
         dout_g = dout.to(p.dtype).unflatten(2, (kv_heads, -1))
@@ -60,13 +60,13 @@ class Reference(SoftmaxKernel):
         return found if call.into is None else call.placed(found)
 
     def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum:
-        return _QuerySum(self, call.q)
+        return _ReferenceQuerySum(self, call.q)
 
     def key_sum(self, call: KernelCall) -> KernelSum:
-        return _KeySum(self, call.k, call.v)
+        return _ReferenceKeySum(self, call.k, call.v)
 
 
-class _Sum(KernelSum):
+class _ReferenceSum(KernelSum):
     def __init__(self, kernel: Reference, *like: Tensor) -> None:
         self._backward, self._sum = kernel.backward, GradientSum(*like)
 
@@ -77,14 +77,14 @@ class _Sum(KernelSum):
         return into
 
 
-class _QuerySum(_Sum):
+class _ReferenceQuerySum(_ReferenceSum):
     def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
         dq, dk, dv = self._backward(call._replace(into=None), dout, statistics)
         self._sum.add(slice(0, dq.shape[1]), dq)
         return call.placed((dk, dv))
 
 
-class _KeySum(_Sum):
+class _ReferenceKeySum(_ReferenceSum):
     def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
         dq, dk, dv = self._backward(call._replace(into=None), dout, statistics)
         self._sum.add(slice(0, dk.shape[1]), dk, dv)
@@ -96,7 +96,7 @@ def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:
     return row_values.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
 
 
-def _scores(call: KernelCall) -> Tensor:
+def _masked_scores(call: KernelCall) -> Tensor:
     """Masked scores [B,G,H/G,S,T]."""
     q, k = call.q, call.k
     dtype = accumulation_dtype(q.dtype)

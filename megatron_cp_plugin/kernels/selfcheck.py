@@ -160,7 +160,7 @@ def _tile(
         out, lse = run_forward(kernel, call)
         of_rules = Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))
         found = [run_backward(kernel, call, dout, statistics) for statistics in of_rules]
-        placed = () if packing else _in_place(kernel, call, dout, out, lse)
+        placed = () if packing else _placed_results(kernel, call, dout, out, lse)
     results = [
         ("out", _parts(out, packed_q), _parts(want_out, packed_q)),
         ("lse", _parts(lse.mT, packed_q), _parts(want_lse.mT, packed_q)),
@@ -175,7 +175,7 @@ def _tile(
     return results + [(f"{name} in its place", x, y) for name, x, y in of_all if x is not None]
 
 
-def _in_place(
+def _placed_results(
     kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor | None, ...]:
     """out, lse, dq, dk, dv as some heads of wider tensors; None where the kernel places none."""

@@ -70,7 +70,7 @@ class CudaFlashAttention(FlashAttention2):
     def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
         q, k, v, scale, causal, *_ = call
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *_lengths(call, lengths), 0.0, causal, False, scale=scale
+            q, k, v, *_lengths_for(call, lengths), 0.0, causal, False, scale=scale
         )
         return out, lse
 
@@ -81,12 +81,12 @@ class CudaFlashAttention(FlashAttention2):
         given = dout, q, k, v, statistics.out_for(dout), statistics.lse.contiguous()
         no_dropout = [torch.zeros(2, dtype=torch.uint64, device=q.device)] * 2
         dq, dk, dv = _aten._flash_attention_backward(
-            *given, *_lengths(call, lengths), 0.0, causal, *no_dropout, scale=scale
+            *given, *_lengths_for(call, lengths), 0.0, causal, *no_dropout, scale=scale
         )
         return dq, dk, dv
 
 
-def _lengths(
+def _lengths_for(
     call: KernelCall, lengths: Lengths | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     if lengths is None:

@@ -261,7 +261,7 @@ def _registered() -> _Classes:
 
 
 @lru_cache(maxsize=16)  # the same questions, with other bandwidths
-def _candidates(
+def _candidates_for(
     shape: Shape,
     mask: Mask,
     nodes: tuple[int, ...],
@@ -283,7 +283,7 @@ def _looked_at(
     among: frozenset[str] | None,
     registered: _Classes,
 ) -> _LookedAt:
-    found, refused = _candidates(shape, mask, site.nodes, site.peer, layouts, registered)
+    found, refused = _candidates_for(shape, mask, site.nodes, site.peer, layouts, registered)
     chosen = [one for one in found if among is None or one.name in among]
     estimator = Estimator(shape, mask, site.machine, site.nodes, site.peer, site.kernel)
     estimates = _estimates(chosen, estimator)
@@ -313,7 +313,7 @@ def _table(kind: Kind, looked_at: _LookedAt, site: Site, work: int) -> Table:
                 break
         left.remove((candidate, passes))
         seen.add((candidate.algo, candidate.layout.name))
-        needed = _work(candidate, len(site.nodes))
+        needed = _simulation_work(candidate, len(site.nodes))
         if needed <= work:
             with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
                 simulated[candidate] = _simulated(candidate, kind, site)
@@ -350,7 +350,7 @@ def _far_off(found: Iterable[Candidate], kept: Collection[str], size: int) -> It
             yield Refusal(algo, reason)
 
 
-def _work(candidate: Candidate, size: int) -> int:
+def _simulation_work(candidate: Candidate, size: int) -> int:
     """Of a simulation, in pairs of blocks: of 16 and 32 ranks where there are more, see there."""
     placement = candidate.placements[0]
     members = 1

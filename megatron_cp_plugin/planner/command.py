@@ -128,7 +128,7 @@ def plan_model(
             "suits you best"
         )
     if job.model.experts:
-        print(_experts(job, best.split))
+        print(_experts_in_words(job, best.split))
     parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
@@ -147,7 +147,7 @@ def plan_model(
         write_run_file(path, settings, chosen.algo, options, linear_model=linear)
 
 
-def _experts(job: Job, split: Split) -> str:
+def _experts_in_words(job: Job, split: Split) -> str:
     """How tokens come to their experts, in words."""
     found = dispatch(job.model, split, job.tokens)
     name = found.fastest(job.machine)

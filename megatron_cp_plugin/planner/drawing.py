@@ -172,14 +172,14 @@ def picture(
     check_size(size)
     if seq_len is None:
         seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
-    title, subtitle = described(algo, size, seq_len, mask, options, phase)
+    title, subtitle = titles(algo, size, seq_len, mask, options, phase)
     if registry.kind_of(algo) == "linear":
-        _check(algo, seq_len, mask)
+        _check_drawable(algo, seq_len, mask)
         if phase == "backward":
             raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
         linear = registry.create_linear(algo, VirtualWorld(size).topology(0), options)
         return _of_linear(linear, seq_len, mask, title, subtitle)
-    plan = plan_of(algo, size, seq_len, mask, options, phase)
+    plan = plan_to_draw(algo, size, seq_len, mask, options, phase)
     groups = len(plan.groups)
     return Picture(title, subtitle, size, _steps(plan), *travelling_of(plan), _kinds(plan), groups)
 
@@ -190,14 +190,14 @@ def check_size(size: int) -> None:
         raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
 
 
-def _check(algo: str, seq_len: int, mask: Mask) -> None:
+def _check_drawable(algo: str, seq_len: int, mask: Mask) -> None:
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
     if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
         raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
 
 
-def described(
+def titles(
     algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
 ) -> tuple[str, str]:
     """The title and the subtitle of a picture."""
@@ -206,14 +206,14 @@ def described(
     return title, f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
 
 
-def plan_of(
+def plan_to_draw(
     algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
 ) -> Plan:
     """The plan of one pass of a softmax algorithm that a picture is made from.
 
     Raises: ConfigError as `picture`.
     """
-    _check(algo, seq_len, mask)
+    _check_drawable(algo, seq_len, mask)
     # A number of heads that every algorithm can divide, and each part again.
     heads = _HEADS_PER_RANK * size
     layer = Shape(1, seq_len, heads, heads, 1)
@@ -427,7 +427,7 @@ WHOSE: dict[Queries, str] = {
 }
 
 
-def table(drawn: Picture) -> RenderableType:
+def as_table(drawn: Picture) -> RenderableType:
     """The picture for a terminal; needs rich."""
     from rich.console import Group
     from rich.table import Table

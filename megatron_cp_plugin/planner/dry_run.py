@@ -42,7 +42,7 @@ class Wait(NamedTuple):
     number: int
 
 
-class Tile(NamedTuple):
+class RecordedKernel(NamedTuple):
     """An attention kernel.
 
     Attributes:
@@ -77,7 +77,7 @@ class Memory(NamedTuple):
     bytes: int
 
 
-Event = Tile | Linear | Memory | Post | Wait
+Event = RecordedKernel | Linear | Memory | Post | Wait
 # The record of this thread, if it is recording.
 recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
 
@@ -184,9 +184,9 @@ class _Posting:
         number, ranks = self._number, self.channel[1]
         self._number += 1
         leave, come = (
-            tuple((ranks[rank], _bytes(x)) for x, rank in each) for each in (sends, receives)
+            tuple((ranks[rank], _size_of(x)) for x, rank in each) for each in (sends, receives)
         )
-        of_block = 0 if block is None else _bytes(block) * (len(ranks) - 1)
+        of_block = 0 if block is None else _size_of(block) * (len(ranks) - 1)
         note(Post(self.channel, number, operation, leave, come, of_block))
         living = [sends, sent]
 
@@ -243,5 +243,5 @@ class _PeerChannel(SlottedCommunicator):
         return self._posting(None, sends, receives, None)
 
 
-def _bytes(x: Tensor) -> int:
+def _size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()

@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Pla
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
-from megatron_cp_plugin.planner.dry_run import Tile as Kernel
+from megatron_cp_plugin.planner.dry_run import RecordedKernel as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
 from megatron_cp_plugin.planner.machine import Machine
 
@@ -52,7 +52,7 @@ class _Met(NamedTuple):
     columns: int
 
 
-class _Step(NamedTuple):
+class _StepWork(NamedTuple):
     """The operations of a rank in a step.
 
     Attributes: queries, keys: tokens of the blocks that arrive for the step, from the rank's own
@@ -64,7 +64,7 @@ class _Step(NamedTuple):
     keys: tuple[int, int]
 
 
-_Steps = tuple[tuple[_Step, ...], list[int]]
+_Steps = tuple[tuple[_StepWork, ...], list[int]]
 _Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of queries, owner of keys
 
 
@@ -87,7 +87,7 @@ def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Call
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _PairWork:
     """Work of pairs of blocks, independent of the machine, the heads and the nodes."""
 
     mask: Mask
@@ -184,8 +184,8 @@ class _Blocks:
 
 
 @lru_cache(maxsize=8)  # the same for as many tokens on any machine and any number of ranks
-def _blocks_of(mask: Mask, seq_len: int) -> _Blocks:
-    return _Blocks(mask, seq_len)
+def _blocks_of(mask: Mask, seq_len: int) -> _PairWork:
+    return _PairWork(mask, seq_len)
 
 
 class _Moved(NamedTuple):
@@ -387,12 +387,12 @@ class Estimator:
     @_kept(lambda self, placement, rank, members: (_whatever_heads(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """The distinct steps of a rank, and their order."""
-        kinds: dict[_Step, int] = {}
+        kinds: dict[_StepWork, int] = {}
         steps = self._place(placement, rank, members)
         order = [kinds.setdefault(step, len(kinds)) for step in steps]
         return tuple(kinds), order
 
-    def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_Step]:
+    def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_StepWork]:
         tiles: dict[int, tuple[_Tiles, ...]] = {}
         moved: dict[int, tuple[list[int], list[int]]] = {}  # tokens of queries, and of keys
         seen: tuple[set[int], set[int]] = {rank}, {rank}
@@ -412,7 +412,7 @@ class Estimator:
                 moved[step][1][nodes[key * members] != own_node] += rows
         for number in sorted(tiles):
             (q_near, q_far), (k_near, k_far) = moved[number]
-            yield _Step(tiles[number], (q_near, q_far), (k_near, k_far))
+            yield _StepWork(tiles[number], (q_near, q_far), (k_near, k_far))
 
     def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
         """Time of a message that all ranks receive at once.
@@ -544,7 +544,7 @@ class Estimator:
         return sum(row_bytes(name, self.shape, group, wide) for name in names)
 
     @cached_property
-    def _blocks(self) -> _Blocks:
+    def _blocks(self) -> _PairWork:
         return _blocks_of(self.mask, self.shape.seq_len)
 
     @cached_property

@@ -21,7 +21,7 @@ from megatron_cp_plugin.planner.dry_run import (
     Linear,
     Memory,
     Post,
-    Tile,
+    RecordedKernel,
     Wait,
 )
 from megatron_cp_plugin.planner.machine import Machine
@@ -147,7 +147,7 @@ def launched(machine: Machine, events: Sequence[Event]) -> float:
 def _launch_seconds(machine: Machine, event: Event) -> float:
     """Of the host."""
     host = machine.host
-    if isinstance(event, Tile):
+    if isinstance(event, RecordedKernel):
         return host.kernel if event.phase == "forward" else host.kernel_backward
     if isinstance(event, Post):
         if event.operation == "exchange" and not event.sends and not event.receives:
@@ -173,7 +173,7 @@ def _memory_speed(machine: Machine, event: Memory) -> float:
     return share * machine.memory_bytes_per_second
 
 
-def tile_seconds(machine: Machine, kernel: str, tile: Tile) -> float:
+def tile_seconds(machine: Machine, kernel: str, tile: RecordedKernel) -> float:
     """Seconds of an attention kernel on a GPU of its own."""
     speeds, backward = machine.kernel(kernel), tile.phase == "backward"
     of_keys, of_values = (3, 2) if backward else (1, 1)  # products with D, and with E
@@ -309,9 +309,9 @@ class _Run:
     def _launch(self, seconds: float) -> float:
         return 0.0 if self.captured else seconds
 
-    def _compute(self, number: int, rank: _Rank, event: Tile | Linear | Memory) -> None:
+    def _compute(self, number: int, rank: _Rank, event: RecordedKernel | Linear | Memory) -> None:
         machine = self.machine
-        if isinstance(event, Tile):
+        if isinstance(event, RecordedKernel):
             seconds = tile_seconds(machine, self.kernel, event)
             name = f"attention {event.phase}"
         elif isinstance(event, Linear):
@@ -473,14 +473,14 @@ class _Run:
         ends = dict(begin)
         moving: dict[int, float] = {}
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
-            for target, size in _joined(post.sends):
+            for target, size in _joined_sends(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
                 end = self._move(start, number, target, size, channel[0])
                 for m in {number, target} & ends.keys():
                     ends[m] = max(ends[m], end)
                     moving[m] = min(moving.get(m, start), start)
         for number, (post, _) in operation.posts.items():
-            for source, size in _joined(post.receives):
+            for source, size in _joined_sends(post.receives):
                 if source not in ends:  # the partner is not simulated, and arrives with this rank
                     end = self._move(begin[number], source, number, size, channel[0])
                     ends[number] = max(ends[number], end)
@@ -580,7 +580,7 @@ def _cards(machine: Machine, nodes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _joined(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined_sends(sends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Joins the messages to one rank."""
     sizes: dict[int, int] = {}
     for target, size in sends:

@@ -66,7 +66,7 @@ def table(choice: Choice) -> str:
     lines = []
     for number, (kind, found, _) in enumerate(choice.tables):
         lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
-        lines.append(_table(choice, number, _shown(found, choice.best.rows[number])))
+        lines.append(_table_of_kind(choice, number, _shown(found, choice.best.rows[number])))
     legend = "MiB that a rank sends in its node and between nodes; * chosen"
     if not all(row.simulated for one in choice.tables for row in one.rows):
         legend += "; ~ estimated, the others simulated"
@@ -91,7 +91,7 @@ def _figures(row: Row) -> tuple[object, ...]:
     return row.layout, row.forward, row.backward, row.inside, row.between
 
 
-def _table(choice: Choice, number: int, rows: Sequence[Row]) -> str:
+def _table_of_kind(choice: Choice, number: int, rows: Sequence[Row]) -> str:
     kind, chosen = choice.tables[number].kind, choice.best.rows[number].name
     known = {one.rows[number].name: one.rows[number].peak_bytes for one in choice.combinations}
     seen: set[str] = set()
@@ -128,7 +128,9 @@ def changes(choice: Choice) -> list[str]:
     for words, changed, site in _variations(kinds, choice.site):
         layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
         others = choose(changed, site, layouts=layouts, quick=True, among=among)
-        same = [one for one in others.combinations if _names(one) == _names(choice.best)]
+        same = [
+            one for one in others.combinations if _names_of_rows(one) == _names_of_rows(choice.best)
+        ]
         gain = same[0].seconds / others.best.seconds if same else None
         if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
             than = f", {gain:.2f} times as fast as {choice.best.name}" if gain else ""
@@ -137,7 +139,7 @@ def changes(choice: Choice) -> list[str]:
     return lines or [f"the same choice {words}" for words in [", ".join(looked)] if looked]
 
 
-def _names(combination: Combination) -> tuple[str, ...]:
+def _names_of_rows(combination: Combination) -> tuple[str, ...]:
     return tuple(row.name for row in combination.rows)
 
 

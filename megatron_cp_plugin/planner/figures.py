@@ -70,8 +70,8 @@ def figure(drawn: Picture) -> Figure:
     """The picture; needs matplotlib. Titles and the legend stand beyond its edges."""
     from matplotlib.figure import Figure as NewFigure
 
-    bands: list[list[_Part]] = [[]]
-    for part in _parts(drawn):
+    bands: list[list[_DrawnStep]] = [[]]
+    for part in _drawn_steps(drawn):
         if bands[-1] and sum(one.width for one in (*bands[-1], part)) > _WIDE:
             bands.append([])
         bands[-1].append(part)
@@ -116,7 +116,7 @@ def figure(drawn: Picture) -> Figure:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DrawnStep:
     """A step, and before it its messages, with collectives of one name side by side.
 
     Attributes:
@@ -166,7 +166,7 @@ def _bundle_width(bundle: list[tuple[Collective, int]]) -> float:
     return max(_width(first.name), _width(first.tensors), _LANE * lanes) + 0.1
 
 
-def _parts(drawn: Picture) -> Iterator[_Part]:
+def _drawn_steps(drawn: Picture) -> Iterator[_DrawnStep]:
     times, count = drawn.times, len(drawn.steps)
     moments = {one.before for one in drawn.transfers} | {one.before for one in drawn.collectives}
     for index in sorted({*range(count), *moments}):
@@ -191,10 +191,10 @@ def _parts(drawn: Picture) -> Iterator[_Part]:
                 lane = next(n for n in range(drawn.size) if n not in taken)
                 bundle.append((one, lane))
         transfers = [one for one in drawn.transfers if one.before == index]
-        yield _Part(head, cells, transfers, list(named.values()))
+        yield _DrawnStep(head, cells, transfers, list(named.values()))
 
 
-def _draw_part(axes: Axes, part: _Part, x: float, apart: float) -> None:
+def _draw_part(axes: Axes, part: _DrawnStep, x: float, apart: float) -> None:
     """Args: apart: lines of text, in lanes."""
     came, slots = Counter(one.target for one in part.transfers), Counter[int]()
     end = x + part.arrows

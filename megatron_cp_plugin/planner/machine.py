@@ -216,7 +216,7 @@ class Machine:
 
     def values(self) -> dict[str, Any]:
         """All values as in YAML, as `of` reads them."""
-        return dict(_plain(asdict(self)))
+        return dict(_plain_value(asdict(self)))
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as YAML."""
@@ -277,9 +277,9 @@ def machines() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain_value(one) for key, one in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

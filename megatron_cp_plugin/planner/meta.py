@@ -68,7 +68,9 @@ class OnMeta(TorchDispatchMode):
         return False
 
 
-def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+def run_counted(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, int]:
     """The results of an operation, and the bytes of all tensors that it takes and returns.
 
     Args: as of `__torch_dispatch__`. Tensors on other devices than meta are computed with.
@@ -77,7 +79,7 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
         keys = _key(args), tuple((name, _key(x)) for name, x in kwargs.items())
     except _ElsewhereError:
         result = func(*args, **kwargs)
-        return result, _bytes((args, kwargs, result))
+        return result, _tree_bytes((args, kwargs, result))
     effect = _effect(func, *keys)
     if effect.made is not None:
         return effect.made.empty(), effect.bytes
@@ -99,11 +101,11 @@ def _key(x: Any) -> Any:
     return _Other(type(x), x)
 
 
-def _like(key: Any) -> Any:
+def _entry(key: Any) -> Any:
     """The entry of this key."""
     if isinstance(key, _Laid):
         return key.empty()
-    return key.value if isinstance(key, _Other) else [_like(one) for one in key]
+    return key.value if isinstance(key, _Other) else [_entry(one) for one in key]
 
 
 # torch's own import its compiler for these on meta, which takes seconds.
@@ -113,7 +115,7 @@ _JOINING = torch.ops.aten.cat.default, torch.ops.aten.stack.default
 @lru_cache(maxsize=4096)
 def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> _Effect:
     """Args: keys."""
-    given, named = _like(args), {name: _like(key) for name, key in kwargs}
+    given, named = _entry(args), {name: _entry(key) for name, key in kwargs}
     if func in _JOINING:
         blocks, dim = given[0], given[1] if len(given) > 1 else named.get("dim", 0)
         shape = list(blocks[0].shape)
@@ -124,7 +126,7 @@ def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) ->
         result = blocks[0].new_empty(shape)
     else:
         result = func(*given, **named)
-    size = _bytes((given, named, result))
+    size = _tree_bytes((given, named, result))
     if given and result is given[0]:
         return _Effect(None, in_place=_key(result) == args[0], bytes=size)
     own = all(one.alias_info is None for one in func._schema.returns)
@@ -132,7 +134,7 @@ def _effect(func: OpOverload, args: Any, kwargs: tuple[tuple[str, Any], ...]) ->
     return _Effect(made, in_place=False, bytes=size)
 
 
-def _bytes(tree: Any) -> int:
+def _tree_bytes(tree: Any) -> int:
     tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor))
     return sum(x.numel() * x.element_size() for x in tensors)
 
@@ -191,7 +193,7 @@ class _Operations(OnMeta):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name in self._SILENT:
             return func(*args, **kwargs)
-        result, size = run(func, args, kwargs)
+        result, size = run_counted(func, args, kwargs)
         # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
         # indices and lengths, only a first call does.
         if name != "empty_like" and not _of_host(args):

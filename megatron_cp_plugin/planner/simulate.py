@@ -57,14 +57,16 @@ def simulate(
     nodes = tuple(nodes)
     peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
     layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access)
-    return _simulated(layer, machine, kernel or next(iter(machine.kernels)), captured=captured)
+    return _simulated_layer(
+        layer, machine, kernel or next(iter(machine.kernels)), captured=captured
+    )
 
 
 _ALL, _OF_GRID = 16, 8  # so many ranks are simulated one by one; of a larger grid by blocks
 _MOST = 64  # of a grid by blocks
 
 
-def _simulated(layer: Layer, machine: Machine, kernel: str, *, captured: bool) -> Timeline:
+def _simulated_layer(layer: Layer, machine: Machine, kernel: str, *, captured: bool) -> Timeline:
     size = layer.size
     ranks: tuple[int, ...] = tuple(range(size))
     if size > _ALL:
@@ -73,7 +75,7 @@ def _simulated(layer: Layer, machine: Machine, kernel: str, *, captured: bool) -
             ranks = (0, size // 2, size - 1)
         elif counts := _smaller(layer):
             few, more = (
-                _simulated(layer.of_fewer(count, {}), machine, kernel, captured=captured)
+                _simulated_layer(layer.of_fewer(count, {}), machine, kernel, captured=captured)
                 for count in counts
             )
             return _extended(few, more, counts, size)

@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
-from megatron_cp_plugin.planner.dry_run import Linear, Memory, Tile, note, recording
+from megatron_cp_plugin.planner.dry_run import Linear, Memory, RecordedKernel, note, recording
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -59,7 +59,9 @@ class SizesOnly(SoftmaxKernel):
         # Of a document: harmonic means over pairs. Nothing is seen of empty ones.
         by_row, by_column = (float((pairs / n.clip(1)).sum()) for n in (rows, columns))
         size = (area / by_row, area / by_column) if area else (1.0, 1.0)
-        note(Tile(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal))
+        note(
+            RecordedKernel(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal)
+        )
 
     def unsupported(self, problem: object) -> str | None:
         return None
@@ -96,16 +98,18 @@ class _Sum(KernelSum):
         self._held = call.q.new_empty(kernel.sum_bytes(call, statistics), dtype=torch.uint8)
 
     def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
-        found = call.into or (_like(call.k, call.v) if self._of_queries else _like(call.q))
+        found = call.into or (
+            _sizes_like(call.k, call.v) if self._of_queries else _sizes_like(call.q)
+        )
         held = self._kernel.sum_bytes(call, statistics if self._of_queries else None)
         self._kernel.called(call, statistics, held)
         return found
 
     def total(self, into: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        return into or _like(*self._summed)
+        return into or _sizes_like(*self._summed)
 
 
-def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _sizes_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([x.new_empty(x.shape) for x in tensors])
 
 
@@ -210,7 +214,7 @@ def _flop(q: Tensor, v: Tensor) -> float:
     return 4.0 * q.numel() * v.shape[3]
 
 
-def _segments(q: Tensor, runs: Runs) -> int:
+def _segment_count(q: Tensor, runs: Runs) -> int:
     """Of a batch entry, whose runs are one document each."""
     batch, tokens, heads, _ = q.shape
     return len(runs) * segments_of(tokens // len(runs), batch * tokens, heads)
@@ -227,7 +231,7 @@ class LinearSizes(LinearKernel):
     def forward(self, given: LinearInputs) -> Running[tuple[Tensor, Cache]]:
         q, _, v, _, runs = given
         note(Linear("forward", _flop(q, v) / 3))
-        segments = _segments(q, runs)
+        segments = _segment_count(q, runs)
         living = [_states(q, v, segments)]  # as long as the pass
 
         def intra() -> None:
@@ -245,7 +249,7 @@ class LinearSizes(LinearKernel):
     def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
         q, k, v, _, runs = given
         note(Linear("backward", _flop(q, v) / 3))
-        segments = _segments(q, runs)
+        segments = _segment_count(q, runs)
         living = [_states(q, v, segments)]
 
         def of_chunks() -> Tensor:

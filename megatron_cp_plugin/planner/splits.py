@@ -17,11 +17,11 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Site, choose
-from megatron_cp_plugin.planner.dry_run import Tile
+from megatron_cp_plugin.planner.dry_run import RecordedKernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Model, Recompute, Split
-from megatron_cp_plugin.planner.step import TrainingStep, check_split, nodes_of, step
+from megatron_cp_plugin.planner.step import TrainingStep, check_split, nodes_of_split, step
 
 STEP_TOKENS = 2**22  # of a step, where nobody says
 _CLOSER = 6  # whose attention is simulated, and not only estimated
@@ -87,20 +87,20 @@ def proposals(
         if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
             break
         say(f"estimating attention of way {len(found) + 1} of {len(fitting)}")
-        seconds = _choice(job, split, choices, quick=True).best.seconds
-        found.append((_step(job, split, seconds), split))
+        seconds = _choice_for(job, split, choices, quick=True).best.seconds
+        found.append((_training_step(job, split, seconds), split))
     found.sort(key=_time)
     closer: dict[tuple[int, int], Choice] = {}
     made, with_attention = [], list[TrainingStep]()
     for _, split in found[: 2 * most]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
             say(f"simulating attention, TP {split.tensor}, CP {split.context}")
-            choice = _choice(job, split, closer, quick=False)
+            choice = _choice_for(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
-            taken = _step(job, split, choice.best.seconds, gib)
+            taken = _training_step(job, split, choice.best.seconds, gib)
             if not taken.fits(job.machine) and not split.chunked_loss:
                 split = replace(split, chunked_loss=True)
-                taken = _step(job, split, choice.best.seconds, gib)
+                taken = _training_step(job, split, choice.best.seconds, gib)
             with_attention.append(taken)
             if taken.fits(job.machine):
                 made.append(Proposal(split, choice, taken))
@@ -145,11 +145,11 @@ def _nearest(job: Job) -> str:
 def _small_enough(job: Job, split: Split) -> tuple[TrainingStep, Split]:
     """A lower bound of a step's time; the loss is chunked if the whole logits do not fit."""
     seconds = _least(job, split)
-    whole = _step(job, split, seconds)
+    whole = _training_step(job, split, seconds)
     if whole.fits(job.machine):
         return whole, split
     split = replace(split, chunked_loss=True)
-    return _step(job, split, seconds), split
+    return _training_step(job, split, seconds), split
 
 
 def _time(one: tuple[TrainingStep, Split]) -> tuple[float, int, int, bool]:
@@ -184,7 +184,7 @@ def _ways(job: Job) -> Iterator[Split]:
             yield split
 
 
-def _step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> TrainingStep:
+def _training_step(job: Job, split: Split, seconds: float, gib: float = 0.0) -> TrainingStep:
     """Args: seconds: of one layer's attention."""
     return step(job.model, split, job.tokens, job.machine, attention=seconds, attention_gib=gib)
 
@@ -196,14 +196,18 @@ def _least(job: Job, split: Split) -> float:
         return 0.0
     pairs = visible_pairs(job.tokens, job.mask)
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim
-    tiles = (Tile(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PHASES)
+    tiles = (
+        RecordedKernel(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PHASES
+    )
     return sum(tile_seconds(job.machine, job.kernel, tile) for tile in tiles) / split.context
 
 
-def _choice(job: Job, split: Split, known: dict[tuple[int, int], Choice], *, quick: bool) -> Choice:
+def _choice_for(
+    job: Job, split: Split, known: dict[tuple[int, int], Choice], *, quick: bool
+) -> Choice:
     key = split.tensor, split.context
     if key not in known:
         kind = Kind("attention", job.model.shape(job.tokens, split.tensor), job.mask)
-        site = Site(job.machine, nodes_of(split, job.machine), job.kernel)
+        site = Site(job.machine, nodes_of_split(split, job.machine), job.kernel)
         known[key] = choose([kind], site, quick=quick)
     return known[key]

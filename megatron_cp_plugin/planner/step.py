@@ -59,7 +59,7 @@ class TrainingStep:
         return self.gib <= machine.memory_gib * 0.9
 
 
-def nodes_of(split: Split, machine: Machine) -> tuple[int, ...]:
+def nodes_of_split(split: Split, machine: Machine) -> tuple[int, ...]:
     """The node of each context-parallel rank of the first group."""
     stride = split.tensor
     return tuple(rank * stride // machine.gpus_per_node for rank in range(split.context))
@@ -89,7 +89,7 @@ def step(
     """
     check_split(model, split, tokens)
     if attention is None:
-        shape, nodes = model.shape(tokens, split.tensor), nodes_of(split, machine)
+        shape, nodes = model.shape(tokens, split.tensor), nodes_of_split(split, machine)
         attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes).seconds
     parts = _times(model, split, tokens, machine, attention)
     return TrainingStep(
@@ -154,12 +154,12 @@ def _times(
     local = tokens / split.context
     touched = layers * _TOUCHED * (4 / 3 if again else 1) * model.hidden * 2
     touched += _LOGIT_BYTES * model.vocabulary / split.pipeline
-    to_experts, copies = _experts(model, split, tokens, machine)
+    to_experts, copies = _expert_seconds(model, split, tokens, machine)
     passes = layers * model.expert_share * (3 if again else 2)
     touched_seconds = local / split.tensor * touched / machine.memory_bytes_per_second
     each = {
         "attention": layers * attention,
-        "matrix products": _products(model, split, local, machine, layers, again=again),
+        "matrix products": _product_seconds(model, split, local, machine, layers, again=again),
         "other kernels": touched_seconds + passes * copies,
         "tensor-parallel messages": layers * _tensor(model, split, local, machine, again=again),
         "expert-parallel messages": passes * to_experts,
@@ -178,7 +178,7 @@ def _times(
     return parts
 
 
-def _products(
+def _product_seconds(
     model: Model, split: Split, local: float, machine: Machine, layers: int, *, again: bool
 ) -> float:
     """Of all layers of a stage, and its share of the logits."""
@@ -225,7 +225,9 @@ def dispatch(model: Model, split: Split, tokens: int) -> Dispatch:
     return Dispatch(local, model.hidden, model.active, split.expert, split.expert_tensor)
 
 
-def _experts(model: Model, split: Split, tokens: int, machine: Machine) -> tuple[float, float]:
+def _expert_seconds(
+    model: Model, split: Split, tokens: int, machine: Machine
+) -> tuple[float, float]:
     """Of a pass of a layer: messages to and from experts, and copies for them."""
     if not model.experts:
         return 0.0, 0.0

@@ -28,8 +28,8 @@ from megatron_cp_plugin.planner.drawing import (
     DrawnTransfer,
     check_size,
     collective_lines,
-    described,
-    plan_of,
+    plan_to_draw,
+    titles,
     travelling_of,
 )
 
@@ -128,12 +128,12 @@ def token_picture(
             f"--tokens draws each token, at most {MOST_TOKENS}, got {seq_len}: "
             "make --seq-len smaller"
         )
-    plan = plan_of(algo, size, seq_len, mask, options, phase)
+    plan = plan_to_draw(algo, size, seq_len, mask, options, phase)
     owner = np.zeros(seq_len, np.int64)
     for rank in range(size):
         owner[plan.spans[rank].elements] = rank
-    part, parts = _parts(plan, seq_len)
-    title, subtitle = described(algo, size, seq_len, mask, options, phase)
+    part, parts = _step_parts(plan, seq_len)
+    title, subtitle = titles(algo, size, seq_len, mask, options, phase)
     if len(plan.groups) > 1:
         subtitle += f" · 1 of {len(plan.groups)} head groups"
     steps = plan.steps // len(plan.groups)
@@ -152,7 +152,7 @@ def token_picture(
     )
 
 
-def _parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
+def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
     first = min(compute.heads.q.start for compute in plan.computes)
     ranks = np.zeros((seq_len, seq_len), np.int64)  # one bit each
     step = np.zeros((seq_len, seq_len), np.int64)
@@ -216,7 +216,7 @@ def text(drawn: TokenPicture) -> str:
     return "\n".join([head, *lines, legend, drawn.balance])
 
 
-def save(drawn: TokenPicture, path: Path) -> None:
+def save_tokens(drawn: TokenPicture, path: Path) -> None:
     """Writes the picture (.svg), or the page that plays the steps (.html).
 
     Raises: ConfigError: another ending.
@@ -248,7 +248,7 @@ def svg(drawn: TokenPicture) -> str:
         f'<text class="title" x="10" y="18">{html.escape(drawn.title)}</text>',
         f'<text x="10" y="36">{html.escape(drawn.subtitle)} · {drawn.balance}</text>',
         f'<g transform="translate(20 {top})">{_matrix(drawn)}</g>',
-        _legend(drawn, _SIDE + 44, top + 8),
+        _legend_svg(drawn, _SIDE + 44, top + 8),
         f'<text x="20" y="{top + _SIDE + 18}">rows: queries; columns: keys; bars: who holds a '
         "token</text>",
     ]
@@ -344,7 +344,7 @@ def _matrix(drawn: TokenPicture) -> str:
     return f'{"".join(bars)}<g transform="scale({scale:.5g})">{_back(drawn)}{uses}</g>'
 
 
-def _legend(drawn: TokenPicture, x: int, y: int) -> str:
+def _legend_svg(drawn: TokenPicture, x: int, y: int) -> str:
     rows = -(-drawn.size // (3 if drawn.size > 16 else 2 if drawn.size > 8 else 1))
     return "".join(
         f'<rect x="{x + 80 * (rank // rows)}" y="{y + _LINE * (rank % rows)}" width="12" '
@@ -373,11 +373,11 @@ def page(drawn: TokenPicture) -> str:
         definitions=_definitions(drawn),
         matrix=_matrix(drawn),
         ring=_ring(drawn),
-        said=json.dumps([list(_said(drawn, step)) for step in range(steps)]),
+        said=json.dumps([list(_captions(drawn, step)) for step in range(steps)]),
     )
 
 
-def _said(drawn: TokenPicture, step: int) -> Iterator[str]:
+def _captions(drawn: TokenPicture, step: int) -> Iterator[str]:
     if step < drawn.steps:
         busy = sorted({rank for part in drawn.parts if part.step == step for rank in part.ranks})
         yield f"step {step}: {len(busy)} of {drawn.size} ranks compute"

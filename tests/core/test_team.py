@@ -8,7 +8,7 @@ from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, Tile, Wait
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, RecordedKernel, Wait
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.registry import create
 from tests.core.test_executor import compare
@@ -74,6 +74,6 @@ def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str
                 order += "c" if comes else "l"
             elif isinstance(event, Wait):
                 order += "C" if posted[event.channel, event.number] else "L"
-            elif isinstance(event, Tile):
+            elif isinstance(event, RecordedKernel):
                 order += "."
         assert "".join(kind for kind, _ in groupby(order)) == steps

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
+from megatron_cp_plugin.core.masks.tile_batches import TileBatches, parts
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
@@ -107,7 +107,7 @@ def test_calls_compute_the_pairs_of_their_tiles(
             want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
             for packed, gaps, forward in WAYS:
                 way = {"packed": packed, "gaps": gaps, "forward": forward}
-                calls = Batches(tiles, heads).calls(**way)
+                calls = TileBatches(tiles, heads).calls(**way)
                 assert torch.equal(pairs_of(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
                 for part in parts(tiles, rows, heads, packed, gaps):
@@ -131,16 +131,16 @@ def whole_documents(tile: Tile) -> list[Tile]:
     return found
 
 
-def batches(tiles: list[Tile], heads: int) -> Batches:
+def batches(tiles: list[Tile], heads: int) -> TileBatches:
     """The calls of some tiles."""
-    return Batches(table_of(tiles), heads)
+    return TileBatches(table_of(tiles), heads)
 
 
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):
     """The calls of two blocks of two ranks, with 4 heads."""
     within = layout.within(documents)
     spans = [within.spans(rank, 2, 4096) for rank in (query, key)]
-    return Batches(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
+    return TileBatches(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
 
 
 DOCUMENTS = tuple(start // 4 * 4 for start in random_documents(4096, 200) if start >= 4)
@@ -181,7 +181,7 @@ def test_keys_that_two_tiles_of_a_call_see_get_gradients_in_two_rounds() -> None
         spans, Contiguous().spans(0, 1, 128), Mask(documents=(64,)), rectangular=True
     )
     assert len(tiles) == 4
-    (call,) = Batches(tiles, 4).calls(packed=True)
+    (call,) = TileBatches(tiles, 4).calls(packed=True)
     queries, keys = call.sides(CPU)
     assert queries.taken == slice(0, 64)
     assert len(keys.taken) == 16 + 64 + 16 + 64
@@ -286,10 +286,10 @@ def test_gradients_of_keys_that_two_chunks_see_are_found_where_they_are() -> Non
     spans = PaddedDocuments(documents).spans(0, 2, 512)
     everything = Contiguous().spans(0, 1, 512)
     tiles = plan_tiles(spans, everything, Mask(documents=documents), rectangular=True)
-    calls = Batches(tiles, 128).calls(packed=True, gaps=True)
+    calls = TileBatches(tiles, 128).calls(packed=True, gaps=True)
     assert [(len(call.rows), call.apart) for call in calls] == [(8, True)] * 2
     assert all(isinstance(side.taken, slice) for call in calls for side in call.sides(CPU))
-    (copied,) = Batches(tiles, 4).calls(packed=True, gaps=True)
+    (copied,) = TileBatches(tiles, 4).calls(packed=True, gaps=True)
     assert not copied.apart  # so few rows are one call
-    (forward,) = Batches(tiles, 4).calls(packed=True, gaps=True, forward=True)
+    (forward,) = TileBatches(tiles, 4).calls(packed=True, gaps=True, forward=True)
     assert forward.apart

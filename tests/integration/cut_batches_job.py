@@ -685,7 +685,7 @@ def of_recurrent_models(size: int) -> dict[str, Any]:
     from tests.integration.gated_delta_net_job import block, use_stand_in
     from tests.integration.mamba_job import stack
 
-    cpu.install()  # Megatron makes their weights on GPUs
+    cpu.activate()  # Megatron makes their weights on GPUs
     use_stand_in()
     hybrid_block.TENorm = WrappedTorchNorm  # type: ignore[misc]
     groups = set_up(size)
@@ -719,7 +719,7 @@ def beside_tensor_parallelism(size: int) -> dict[str, Any]:
     """Two tensor-parallel ranks, with sequence parallelism, which the reference has not."""
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()  # Megatron asks for GPUs in sequence parallelism
+    cpu.activate()  # Megatron asks for GPUs in sequence parallelism
     from megatron_cp_plugin import megatron as cp_megatron
 
     groups = set_up(size, tensor=2)
@@ -818,7 +818,7 @@ def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
     from megatron_cp_plugin.integration import cpu
     from tests.integration.gated_delta_net_job import block, use_stand_in
 
-    cpu.install()
+    cpu.activate()
     use_stand_in()
     groups = set_up(size, tensor, **DYNAMIC)
     single = alone(groups)
@@ -1014,7 +1014,7 @@ def of_dynamic_sizes_in_stages(size: int) -> dict[str, Any]:
     from megatron_cp_plugin import megatron as cp_megatron
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()
+    cpu.activate()
     groups = set_up(size, stages=2, **DYNAMIC)
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
     whole = make_model(make_config(1), alone(groups))
@@ -1055,7 +1055,7 @@ def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
 
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()  # Megatron's schedules ask for GPUs
+    cpu.activate()  # Megatron's schedules ask for GPUs
     from megatron_cp_plugin import megatron as cp_megatron
 
     groups = set_up(size, stages=2)
@@ -1120,7 +1120,7 @@ def by_serve(size: int) -> dict[str, Any]:
             linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
             assert ("forward" in vars(linear)) == (size > 1)
             found["zigzag, latents"] = compare_all(latent, sender, rank, size, layout)
-            cpu.install()  # Megatron's offloading asks for streams
+            cpu.activate()  # Megatron's offloading asks for streams
             moved = make_config(size, **OFFLOADED)
             spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
             moving = cp_megatron.adopt(make_model(moved, groups, spec))

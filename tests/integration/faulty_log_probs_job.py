@@ -38,6 +38,6 @@ if __name__ == "__main__":
     # The CPU platform first, as a launcher has it.
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()
+    cpu.activate()
     plant(sys.argv[1])
     sys.exit(token_log_probs.main(sys.argv[2:]))

@@ -377,7 +377,7 @@ def compare(
 def main() -> None:
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()
+    cpu.activate()
     do_without_transformer_engine()
     from megatron_cp_plugin import megatron as cp_megatron
 

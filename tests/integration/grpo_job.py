@@ -350,7 +350,7 @@ def main() -> None:
     way, size, updates, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()  # Megatron's schedules ask for GPUs
+    cpu.activate()  # Megatron's schedules ask for GPUs
     set_up(size)
     if way != "whole":
         from megatron_cp_plugin import megatron as cp_megatron

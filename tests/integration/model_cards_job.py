@@ -458,7 +458,7 @@ def main() -> None:
     else:
         from megatron_cp_plugin.integration import cpu
 
-        cpu.install()  # Megatron asks for GPUs in sequence parallelism and in its schedules
+        cpu.activate()  # Megatron asks for GPUs in sequence parallelism and in its schedules
         experts = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
         others = {"tensor": {"tensor": 2} | experts, "pipeline": {"stages": 2}}
         groups = set_up(size, **others[how])

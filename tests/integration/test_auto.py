@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import auto
 from megatron_cp_plugin.integration.args import PluginFlags, add_arguments, split_flags
-from megatron_cp_plugin.integration.auto import resolve
+from megatron_cp_plugin.integration.auto import resolve_auto
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
@@ -69,7 +69,7 @@ def choose(
         args = parser.parse_args(rest)
         args.world_size = world_size or size
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(8, args.world_size)))
-        found = resolve(flags, args, CPU)
+        found = resolve_auto(flags, args, CPU)
         named, said = found.flags, found.said
         assert not named.is_auto
         check_arguments(args, named.config(size), CPU)  # what comes next finds nothing to refuse
@@ -222,7 +222,7 @@ def test_spans_of_an_example_are_in_windows_and_documents(
     args = parser.parse_args(rest)
     args.world_size = 2
     with pytest.raises(ConfigError, match="seen"):
-        resolve(flags, args, CPU)
+        resolve_auto(flags, args, CPU)
     masks = [kind.mask for kind in kinds]
     assert [mask.window for mask in masks] == [8, None]
     for mask in masks:
@@ -285,7 +285,7 @@ def test_parts_of_experts_count_as_megatron_makes_them(
         flags, rest = split_flags((words + more).split())
         args = parser.parse_args(rest)
         args.world_size = 16
-        resolve(flags, args, CPU)
+        resolve_auto(flags, args, CPU)
     assert [(one.expert, one.expert_tensor) for one in splits] == [(2, 4), (2, 1)]
 
 
@@ -313,7 +313,7 @@ def test_memory_is_that_of_all_parts_of_a_model(
         flags, rest = split_flags((words + more).split())
         args = parser.parse_args(rest)
         args.world_size = 4
-        resolve(flags, args, CPU)
+        resolve_auto(flags, args, CPU)
     expected = Model(
         *("this model", 8, 4096, 512, 32, 32, 192, 128),
         experts=8,
@@ -404,7 +404,7 @@ def test_a_run_takes_the_fastest_of_those_measured(
         flags, rest = split_flags((words + more).split())
         args = parser.parse_args(rest)
         args.world_size = 8
-        found.append(resolve(flags, args, gpu))
+        found.append(resolve_auto(flags, args, gpu))
     free, named = found
     assert len(named.contenders) == 1
     assert 4 <= len(free.contenders) <= 6
@@ -458,7 +458,7 @@ def test_what_was_measured_takes_the_place_of_what_was_chosen(
     resolved = auto.Resolved(chosen, [], {}, ())
     installer._resolved = resolved
     installer._runtime = before = Runtime(chosen.config(2))
-    monkeypatch.setattr(auto, "check_same", lambda flags: None)
+    monkeypatch.setattr(auto, "check_same_choice", lambda flags: None)
     monkeypatch.setattr(auto, "fastest", lambda *_: (other, "measured"))
     groups = argparse.Namespace(cp=None)
     runtime = installer._runtime_of({"pg_collection": groups})

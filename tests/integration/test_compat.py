@@ -30,7 +30,7 @@ def test_an_untested_version_that_is_allowed(monkeypatch: pytest.MonkeyPatch) ->
     flags, rest = split_flags(["--context-parallel-algo", "ring", "--cp-allow-untested-megatron"])
     assert flags.allow_untested_megatron
     assert rest == []
-    compat.check("algorithm", allow_untested=True)
+    compat.check_megatron("algorithm", allow_untested=True)
     monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
     said = refusal(
         lambda: LauncherInstaller(flags, torch.device("cpu")).install(allow_untested=True)

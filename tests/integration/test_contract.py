@@ -45,7 +45,7 @@ def refusal(body: Callable[[], Any]) -> str:
 
 
 def check(*parts: contract.Part) -> None:
-    compat.check(*parts, allow_untested=False)
+    compat.check_megatron(*parts, allow_untested=False)
 
 
 def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
@@ -108,9 +108,11 @@ def test_a_name_that_is_gone_is_named(row: Name, monkeypatch: pytest.MonkeyPatch
         if hasattr(owner, name):
             # That of a base class, which fits or is said not to.
             has = inspect.signature(getattr(owner, name)).parameters
-            assert compatibility.problems(row.part) or {*row.first, *row.parameters} <= set(has)
+            assert compatibility.all_differences(row.part) or {*row.first, *row.parameters} <= set(
+                has
+            )
             return
-    assert f"{row.path} is missing" in compatibility.problems(row.part)
+    assert f"{row.path} is missing" in compatibility.all_differences(row.part)
     if row not in NAMES:
         return  # a run does not look at it
     said = refusal(lambda: check(row.part))
@@ -159,7 +161,7 @@ def test_a_parameter_that_the_plugin_does_not_take_is_named(
         parameters=[*signature.parameters.values(), more]
     )
     monkeypatch.setattr(DotProductAttention, "forward", forward)
-    (line,) = compatibility.problems("algorithm")
+    (line,) = compatibility.all_differences("algorithm")
     assert line.endswith("DotProductAttention.forward has another parameter sparsity")
 
 
@@ -178,7 +180,7 @@ def test_a_gradient_norm_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> N
         return loss_reduced, skipped_iter, False, False, exit_code, norm_of_weights, grad_norm
 
     monkeypatch.setattr(training, "train_step", train_step)
-    (line,) = compatibility.problems("record")
+    (line,) = compatibility.all_differences("record")
     assert "train_step does not return (loss_reduced, skipped_iter, ..., ..., ..., grad_n" in line
 
 
@@ -188,7 +190,7 @@ def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> 
         return optimizer, model
 
     monkeypatch.setattr(training, "setup_model_and_optimizer", set_up)
-    (line,) = compatibility.problems("training")
+    (line,) = compatibility.all_differences("training")
     assert line.endswith("setup_model_and_optimizer does not return (model, ...)")
 
 

@@ -55,7 +55,8 @@ def test_a_batch_is_split_over_the_group_that_the_caller_names(
 def test_what_auto_chose_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = list[PluginFlags]()
     monkeypatch.setattr(
-        "megatron_cp_plugin.integration.auto.check_same", lambda flags: compared.append(flags)
+        "megatron_cp_plugin.integration.auto.check_same_choice",
+        lambda flags: compared.append(flags),
     )
     launched, runtime = launcher(), object()
     launched._runtime = runtime  # type: ignore[assignment]

@@ -264,7 +264,7 @@ def test_wrong_flags_are_refused_before_anything_is_in_force(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cpu, "install", lambda: pytest.fail("installed"))
+    monkeypatch.setattr(cpu, "activate", lambda: pytest.fail("installed"))
     with pytest.raises(ConfigError, match=message):
         launch.prepare(["--cp-platform", "cpu", *arguments.split()])
 

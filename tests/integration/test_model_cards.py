@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_cp_plugin.harness.check_recipe import examine
+from megatron_cp_plugin.harness.check_recipe import findings_of
 from megatron_cp_plugin.harness.models import MODELS
 from megatron_cp_plugin.harness.recipes import Recipe
 from tests.integration.megatron_job import run_warm
@@ -40,7 +40,7 @@ def test_a_card_agrees_with_the_rules(path: Path) -> None:
         split = {"context_parallel_size": 2}
         recipe = Recipe("Megatron-Bridge", dict(model.settings) | split | asked, model=model)
         refused = each in card["refused"] or "all" in card["refused"]
-        assert bool(examine(recipe).refused) == refused, each
+        assert bool(findings_of(recipe).refused) == refused, each
         assert refused or each in card["equal"]
 
 

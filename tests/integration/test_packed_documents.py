@@ -517,7 +517,7 @@ def test_one_pack_of_another_rank_that_is_not_of_the_same_batch(other: str, numb
 def test_stages_that_hold_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stages of two models run before the later ones, whose models were built alike."""
     store = dist.HashStore()
-    monkeypatch.setattr(inputs, "_store", lambda: store)
+    monkeypatch.setattr(inputs, "_data_store", lambda: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
 
     def stages(rank: int) -> list[Any]:

@@ -273,7 +273,7 @@ def fit(size: int, steps: int, file: str) -> None:
 def main() -> None:
     from megatron_cp_plugin.integration import cpu
 
-    cpu.install()  # Megatron's schedules ask for GPUs
+    cpu.activate()  # Megatron's schedules ask for GPUs
     dist.init_process_group("gloo")
     fit(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 

@@ -177,7 +177,7 @@ def test_any_number_of_sequences_fits_a_grid(monkeypatch):
             return lambda *args, **settings: None
 
     monkeypatch.setattr(decayed, "_add_kernel", Kernel())
-    monkeypatch.setattr(decayed, "_on_device", lambda intervals, device: None)
+    monkeypatch.setattr(decayed, "_intervals_on", lambda intervals, device: None)
     x, states = (torch.empty(shape, device="meta") for shape in ((2048, 1024, 64, 128), (1, 1)))
     decayed.add_decayed_(x, x, states, states, [(0, 1024)])
     (grid,) = grids

@@ -309,4 +309,4 @@ def of_package(monkeypatch, release: str, capability: int) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash4, "version", lambda name: release)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    flash4._version.cache_clear()
+    flash4._package_version.cache_clear()

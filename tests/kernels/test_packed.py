@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.masks.tile_batches import Batch, Batches
+from megatron_cp_plugin.core.masks.tile_batches import Batch, TileBatches
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
 from megatron_cp_plugin.core.tiles import Mask, Tile
 from megatron_cp_plugin.errors import ContextParallelError
@@ -231,7 +231,7 @@ def test_tiles_of_all_kinds(
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
         seen[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     assert seen.max() == 1
-    work = Batches(table_of(tiles), 4)
+    work = TileBatches(table_of(tiles), 4)
     calls = work.calls(packed=True, gaps=gaps)
     assert gaps == any(isinstance(call, Batch) and call.apart for call in calls)
     assert len(calls) < len(tiles) / 4
@@ -299,21 +299,21 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
     q, k, v, _ = inputs
     call = Call(Shape.of(q, k, v, 800), Mask(window=5), 64**-0.5, kernel)
 
-    def attend(work: Batches) -> tuple[Tensor, Tensor]:
+    def attend(work: TileBatches) -> tuple[Tensor, Tensor]:
         total = Accumulator(q, 64)
         calls = work.calls(packed=True, gaps=kernel.gaps, forward=True)
         attend_block(total, q, k, v, calls, call)
         return total.result()
 
-    want = attend(Batches(table_of(tiles), 4))
+    want = attend(TileBatches(table_of(tiles), 4))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = attend(Batches(table_of(tiles), 4))
+        got = attend(TileBatches(table_of(tiles), 4))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    graph, work = torch.cuda.CUDAGraph(), Batches(table_of(tiles), 4)
+    graph, work = torch.cuda.CUDAGraph(), TileBatches(table_of(tiles), 4)
     with (
         pytest.raises(ContextParallelError, match="run the same call once before it"),
         torch.cuda.graph(graph, capture_error_mode="thread_local"),

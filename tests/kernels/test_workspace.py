@@ -64,7 +64,7 @@ def test_workspace_of_a_sum(kv_heads: int, given: str) -> None:
     kernel, dtype = kernel_called("flash4"), torch.bfloat16
     reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
     # Sums are for the versions and GPUs that they were tried with; there they must be.
-    if reason or not flash4._sums(torch.device("cuda")):
+    if reason or not flash4._can_sum(torch.device("cuda")):
         pytest.skip(reason or "flash4 has no sums in this version, or on this GPU")
     q, dout = (torch.randn(1, 8192, 16, 128, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(1, 8192, kv_heads, 128, device="cuda", dtype=dtype) for _ in range(2))

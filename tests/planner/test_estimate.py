@@ -42,8 +42,8 @@ def test_blocks_that_lie_alike_are_looked_at_once(
     kernel = next(iter(H200.kernels))
     alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
     estimates = [(alike.least(one), alike.passes(one)) for one in found]
-    monkeypatch.setattr(estimate._Blocks, "_places", lambda _, *spans: spans)
-    monkeypatch.setattr(estimate, "_blocks_of", estimate._Blocks)  # with nothing looked at yet
+    monkeypatch.setattr(estimate._PairWork, "_places", lambda _, *spans: spans)
+    monkeypatch.setattr(estimate, "_blocks_of", estimate._PairWork)  # with nothing looked at yet
     assert estimates == [(each.least(one), each.passes(one)) for one in found]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_cp_plugin.planner.dry_run import Memory, Post, Tile, Wait
+from megatron_cp_plugin.planner.dry_run import Memory, Post, RecordedKernel, Wait
 from megatron_cp_plugin.planner.event_simulation import play
 from megatron_cp_plugin.planner.machine import (
     Host,
@@ -44,7 +44,7 @@ def post(channel, number, sends=(), receives=(), operation="exchange", size=0):
 
 
 def tile(flop):
-    return Tile("forward", 1, 1, 1, flop / 4, 1, 1, 1, 1, False)
+    return RecordedKernel("forward", 1, 1, 1, flop / 4, 1, 1, 1, 1, False)
 
 
 def played(traces, of=None, nodes=(0, 0), **options):

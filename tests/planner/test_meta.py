@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_cp_plugin.planner.meta import OnMeta, run
+from megatron_cp_plugin.planner.meta import OnMeta, run_counted
 
 
 class Compared(OnMeta):
@@ -16,7 +16,7 @@ class Compared(OnMeta):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result, size = run(func, args, kwargs)
+        result, size = run_counted(func, args, kwargs)
         expected = func(*args, **kwargs)
         assert tree_map(layout, result) == tree_map(layout, expected)
         if args and expected is args[0]:

@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.tiles import visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.choice import kernel_names
 from megatron_cp_plugin.planner.costs import cost, document, peak
-from megatron_cp_plugin.planner.drawing import picture, table
+from megatron_cp_plugin.planner.drawing import as_table, picture
 from megatron_cp_plugin.planner.figures import figure
 from megatron_cp_plugin.registry import create
 from tests.any_placement import registered
@@ -65,6 +65,6 @@ def test_any_layer(data: st.DataObject) -> None:
             assert of_rank["sends"]["messages"] == sent[each][2 * number + 1]
     cells = [cell.pairs for step in drawn.steps for cell in step if cell]
     assert sum(cells) == pytest.approx(pairs)
-    table(drawn)
+    as_table(drawn)
     if data.draw(st.integers(0, 9)) == 0:
         figure(drawn)

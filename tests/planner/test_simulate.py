@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner import simulate as simulator
-from megatron_cp_plugin.planner.dry_run import DryRunGroup, Tile
+from megatron_cp_plugin.planner.dry_run import DryRunGroup, RecordedKernel
 from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.planner.machine import (
     Host,
@@ -50,7 +50,7 @@ def test_all_pairs_are_computed_once(algo, peer, mask):
             shape,
             mask,
         )
-        pairs += sum(e.area * e.heads for e in trace.forward if isinstance(e, Tile))
+        pairs += sum(e.area * e.heads for e in trace.forward if isinstance(e, RecordedKernel))
     visible = visible_pairs(2048, mask) * 4
     # Windows are cut into rectangles, of which some pairs are hidden; nothing is left out.
     assert pairs == pytest.approx(visible) if mask.window is None else pairs >= visible

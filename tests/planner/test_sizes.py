@@ -8,7 +8,7 @@ import torch
 from megatron_cp_plugin.core import chunked_loss, partial
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 from megatron_cp_plugin.kernels.reference import Reference
-from megatron_cp_plugin.planner.dry_run import Memory, Tile
+from megatron_cp_plugin.planner.dry_run import Memory, RecordedKernel
 from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly
 from tests.planner.test_dry_run import events_of
 
@@ -44,7 +44,7 @@ def test_results_and_work_are_those_of_the_reference(dtype, window, bounds) -> N
     number = torch.bucketize(position, torch.tensor((bounds or (0, 12))[1:-1]), right=True)
     distance = position[:, None] - position
     seen = (distance >= 0) & (distance < (window or 12)) & (number[:, None] == number)
-    assert isinstance(tile, Tile)
+    assert isinstance(tile, RecordedKernel)
     assert (tile.area, tile.batch, tile.phase) == (seen.sum().item(), 2, "forward")
     (back,) = events_of(lambda: sizes.backward(empty, on_meta(dout), statistics))
     assert (back.area, back.phase) == (tile.area, "backward")

@@ -16,7 +16,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.token_picture import (
     color,
     page,
-    save,
+    save_tokens,
     svg,
     text,
     token_picture,
@@ -137,4 +137,4 @@ def test_what_is_not_drawn(algo: str, size: int, seq_len: int | None, said: str)
 
 def test_another_ending() -> None:
     with pytest.raises(ConfigError, match=r"is a \.svg or \.html file, got 'x\.png'"):
-        save(token_picture("ring", 2), Path("x.png"))
+        save_tokens(token_picture("ring", 2), Path("x.png"))

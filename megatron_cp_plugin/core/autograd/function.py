@@ -37,7 +37,7 @@ def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def as_written(device: torch.device) -> AbstractContextManager[object]:
+def dtypes_as_given(device: torch.device) -> AbstractContextManager[object]:
     """Within this context operations compute in the dtypes that they are given.
 
     Sums and statistics are float32 for a reason, and backward may run under autocast too.
@@ -91,7 +91,7 @@ class Attention(torch.autograd.Function):
         q, k, v = aligned(q, k, v)
         token = PHASE.set("forward")
         try:
-            with as_written(q.device):
+            with dtypes_as_given(q.device):
                 if site is None:
                     out, lse, results = compiled.forward.attend(q, k, v)
                     margin = () if sink is None else (_let_sink(out, lse, sink),)
@@ -115,7 +115,7 @@ class Attention(torch.autograd.Function):
         """See `torch.autograd.Function`."""
         token = PHASE.set("backward")
         try:
-            with as_written(dout.device):
+            with dtypes_as_given(dout.device):
                 wanted = ctx.needs_input_grad[:3]
                 return (*differentiate(ctx, *aligned(dout), wanted=wanted), None, None)
         finally:
@@ -146,7 +146,7 @@ def differentiate(
     if ctx.sink_dtype is not None:
         *saved, margin, out = saved
         dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
-        dout = (dout * _weights(margin)).to(dout.dtype)
+        dout = (dout * _sink_weights(margin)).to(dout.dtype)
     of_q, of_k, of_v = wanted
     if not any(wanted):
         return None, None, None, dsink
@@ -173,11 +173,11 @@ def _let_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """
     sink = sink.to(lse.dtype)[:, None]
     margin = torch.where(lse == sink, 0, lse - sink)  # also where both are -inf: out is 0
-    out.mul_(_weights(margin))
+    out.mul_(_sink_weights(margin))
     return margin
 
 
-def _weights(margin: Tensor) -> Tensor:
+def _sink_weights(margin: Tensor) -> Tensor:
     """lse - sink [B,H,S] -> the share of the keys that have values [B,S,H,1]."""
     return torch.sigmoid(margin).transpose(1, 2).unsqueeze(-1)
 

@@ -27,11 +27,11 @@ from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.autograd.function import (
     Attention,
     aligned,
-    as_written,
     cast_inputs,
     compiled_call,
     differentiable_once,
     differentiate,
+    dtypes_as_given,
 )
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import CommunicatingIn
@@ -213,7 +213,7 @@ class _LatentAttention(torch.autograd.Function):
         of_q, *others = ctx.needs_input_grad[:4]
         sums = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         projecting, wanted = _projecting(_Projection(weight, sums)), (of_q, *[any(others)] * 2)
-        with CommunicatingIn("backward"), projecting, as_written(dout.device):
+        with CommunicatingIn("backward"), projecting, dtypes_as_given(dout.device):
             *gradients, dsink = differentiate(ctx, *aligned(dout), wanted=wanted)
         if others[2]:
             dweight = sums.to(weight.dtype)

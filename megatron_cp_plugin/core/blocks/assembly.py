@@ -119,7 +119,7 @@ class Assembly:
             else:
                 widths = tuple(block.shape[dim] for block in gathered)
                 line = torch.cat(tuple(gathered), dim)
-            return taken(line, dim, _joined(self, widths, line.device))
+            return taken(line, dim, _joined_rows(self, widths, line.device))
         blocks = gathered.unbind() if isinstance(gathered, Tensor) else gathered
         parts = [narrowed(blocks[member], dim, *part) for member, *part, _ in self._segments]
         return torch.cat(parts, dim) if parts else blocks[0].narrow(dim, 0, 0)
@@ -134,7 +134,7 @@ class Assembly:
                 fused.write_rows(blocks[0], numbers, values)
                 return
         if self._many:
-            indices = _placed(self, rows.start, rows.stop, values.device)
+            indices = _rows_by_member(self, rows.start, rows.stop, values.device)
             for block, (found, local) in zip(blocks, indices, strict=True):
                 if len(found):
                     # Values may be sums in float32.
@@ -171,7 +171,7 @@ class Assembly:
 
 
 @kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
-def _joined(order: Assembly, widths: tuple[int, ...], device: torch.device) -> Tensor:
+def _joined_rows(order: Assembly, widths: tuple[int, ...], device: torch.device) -> Tensor:
     """For each assembled row, its index in the members' padded blocks, one behind the other."""
     member, local = order.rows
     before = torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)
@@ -195,7 +195,7 @@ def _numbers(order: Assembly, start: int, stop: int, apart: int, device: torch.d
 
 
 @kept_on_device(maxsize=32)
-def _placed(
+def _rows_by_member(
     order: Assembly, start: int, stop: int, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """For each member, which of some assembled rows are its own, and their places there."""

@@ -73,8 +73,8 @@ def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
     blocks.
     """
     found = []
-    for (first, last), row in _placed(here):
-        for (low, high), other in _placed(there):
+    for (first, last), row in _placed_ranges(here):
+        for (low, high), other in _placed_ranges(there):
             start, stop = max(first, low), min(last, high)
             if start < stop:
                 mine = slice(row + start - first, row + stop - first)
@@ -82,7 +82,7 @@ def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
     return tuple(found)
 
 
-def _placed(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
+def _placed_ranges(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
     """Ranges, and where each begins in the packed block."""
     before = 0
     for start, stop in rows:
@@ -92,10 +92,10 @@ def _placed(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
 
 def positions_of(spans: Ranges, rows: Rows) -> Ranges:
     """Positions of some rows of a block."""
-    return spans.at(*rows[0]) if len(rows) == 1 else _cut([(spans, rows)])[1]
+    return spans.at(*rows[0]) if len(rows) == 1 else _cut_blocks([(spans, rows)])[1]
 
 
-def _cut(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers]:
+def _cut_blocks(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers]:
     """Positions of several blocks, positions of some of their rows, and the spans of these."""
     whole = joined([spans for spans, _ in blocks])
     before = accumulate((spans.total for spans, _ in blocks), initial=0)
@@ -109,7 +109,7 @@ def _cut(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers
 
 def positions_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Numbers]:
     """Positions of some rows of several blocks, and the block of each span."""
-    _, found, span = _cut(blocks)
+    _, found, span = _cut_blocks(blocks)
     return found, np.repeat(np.arange(len(blocks)), [len(spans) for spans, _ in blocks])[span]
 
 
@@ -118,7 +118,7 @@ def rows_of_all(blocks: Sequence[tuple[Ranges, Rows]]) -> Rows:
 
     Args: blocks: positions without steps, and rows.
     """
-    whole, found, span = _cut(blocks)
+    whole, found, span = _cut_blocks(blocks)
     order = np.argsort(whole.start, kind="stable")
     row = np.empty_like(whole.start)
     row[order] = offsets(whole.lengths[order])

@@ -63,7 +63,7 @@ class SlottedCommunicator(Communicator):
                 self.reserve(like)
             if len(self._views) == _KEPT:
                 self._views.clear()
-            starts = _offsets([_bytes(*one) for one in like])
+            starts = _offsets([_bytes_of_shape(*one) for one in like])
             places = [slot * self._slot_bytes + start for start in starts]
             with torch.inference_mode(False):  # see Topology.peer_channel
                 self._views[key] = tuple(
@@ -73,10 +73,10 @@ class SlottedCommunicator(Communicator):
 
     def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in this rank's slots. Args: start: its first byte."""
-        return self._slab[start : start + _bytes(shape, dtype)].view(dtype).view(shape)
+        return self._slab[start : start + _bytes_of_shape(shape, dtype)].view(dtype).view(shape)
 
     def reserve(self, like: Sequence[Described]) -> None:
-        needed = _offsets([_bytes(shape, dtype) for shape, dtype in like])[-1]
+        needed = _offsets([_bytes_of_shape(shape, dtype) for shape, dtype in like])[-1]
         if needed > self._slot_bytes:
             with torch.inference_mode(False):
                 self._grow(needed)
@@ -283,7 +283,7 @@ class PeerCommunicator(SlottedCommunicator):
         from cuda.bindings import driver
 
         address = self._flag_addresses[rank] + 4 * word
-        _checked(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
+        _check_driver(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
     def _await(self, stream: torch.cuda.Stream, word: int) -> None:
         """Holds the stream until a flag of ours is 1."""
@@ -291,7 +291,7 @@ class PeerCommunicator(SlottedCommunicator):
 
         address = self._flag_addresses[self.rank] + 4 * word
         equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        _checked(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
+        _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
 
 
 def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
@@ -314,7 +314,7 @@ def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
     copy.srcDevice, copy.srcPitch = tensor.data_ptr(), distance * tensor.element_size()
     copy.dstDevice, copy.dstPitch = target.data_ptr(), width
     copy.WidthInBytes, copy.Height = width, count
-    _checked(driver.cuMemcpy2DAsync(copy, copies.cuda_stream))
+    _check_driver(driver.cuMemcpy2DAsync(copy, copies.cuda_stream))
 
 
 def _pieces(x: Tensor) -> tuple[int, int, int] | None:
@@ -341,7 +341,7 @@ def _capture_of(stream: torch.cuda.Stream) -> int:
     from cuda.bindings import driver
 
     error, _, capture, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
-    _checked((error,))
+    _check_driver((error,))
     return int(capture)
 
 
@@ -353,7 +353,7 @@ def _refuse_capture(what: str) -> None:
         )
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _bytes_of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -363,7 +363,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(aligned)]
 
 
-def _checked(result: tuple[Any, ...]) -> None:
+def _check_driver(result: tuple[Any, ...]) -> None:
     """Raises: RuntimeError if a driver call failed."""
     if int(result[0]):
         raise RuntimeError(f"CUDA driver call failed: {result[0]}")

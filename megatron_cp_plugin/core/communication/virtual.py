@@ -234,7 +234,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
 
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         turn = self._turn
-        posted = [(tensor, _bits(tensor).clone()) for tensor, _ in sends]
+        posted = [(tensor, _as_bytes(tensor).clone()) for tensor, _ in sends]
         addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
         self._world.under_way.update(addresses)
         for (_, to), (_, bits) in zip(sends, posted, strict=True):
@@ -245,10 +245,10 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         def finish() -> None:
             for buffer, source in receives:
                 message = self._world.take(self._address("blocks", turn, source, self.rank))
-                _bits(buffer).copy_(message)
+                _as_bytes(buffer).copy_(message)
             self._world.under_way.difference_update(addresses)
             for tensor, bits in posted:
-                if not torch.equal(_bits(tensor), bits):
+                if not torch.equal(_as_bytes(tensor), bits):
                     raise RuntimeError(
                         f"rank {self.rank} changed what it sent in turn {turn} on "
                         f"{self.channel!r} before it waited for it"
@@ -262,7 +262,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         return name, turn, self._members[source], self._members[to]
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """The tensor's bytes, as a view; flat if the tensor is contiguous."""
     x = tensor.detach()
     # A view of one expanded element would keep its stride of 0, which bytes cannot have.

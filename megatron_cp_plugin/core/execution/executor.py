@@ -236,7 +236,7 @@ class Executor(RankPart):
             given = q, k, v
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
-            own = _filled(self.filled, own)
+            own = _with_filled_heads(self.filled, own)
         work = Forward(self, own, keep=self.keep)
         work.run()
         out, lse = work.out, work.lse
@@ -264,7 +264,7 @@ class Executor(RankPart):
         else:
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
-            own = _filled(self.filled, own)
+            own = _with_filled_heads(self.filled, own)
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
@@ -334,7 +334,7 @@ def executor_of(
     return Executor(call, parts, of_heads, overlap, *common, filled, keep)
 
 
-def _filled(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_filled_heads(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Adds zero heads, and copies of KV heads, to the tensors."""
     return {
         name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)

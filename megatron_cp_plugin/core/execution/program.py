@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.rows import Rows, common
 from megatron_cp_plugin.core.call import HeadGroup, together
-from megatron_cp_plugin.core.masks.tile_batches import Batches, parts
+from megatron_cp_plugin.core.masks.tile_batches import TileBatches, parts
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -105,7 +105,7 @@ class Task(NamedTuple):
 
     query: BlockId
     key: BlockId
-    work: Batches
+    work: TileBatches
     heads: HeadGroup
     rows: slice | None = None
 
@@ -338,7 +338,7 @@ def gathering_program(
     Args:
         tiles: what the rank computes.
         tokens: queries of the team.
-        packed, gaps: see `Batches`.
+        packed, gaps: see `TileBatches`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
@@ -436,9 +436,9 @@ def _tasks(
 
 
 @lru_cache(maxsize=1024)
-def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> Batches:
+def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> TileBatches:
     """Tiles moved by some rows and columns; one object for equal tiles."""
-    return Batches(tiles.moved(rows, cols), heads)
+    return TileBatches(tiles.moved(rows, cols), heads)
 
 
 def _first(rows: Rows, held: Rows | None) -> int:

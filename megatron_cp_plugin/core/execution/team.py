@@ -179,7 +179,7 @@ class _Scattering(Departure):
             for x in rows_of:
                 x.fill_(-torch.inf)
         self._lses = rows_of[0] if rows_of else None
-        self._places = (*_apart(self._blocks, widths), *rows_of)
+        self._places = (*_by_widths(self._blocks, widths), *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
         self._written, self._mine = list[Blocks](self._places), list[Tensor]()
         if travelling is not None:  # some of the own tokens: all of them are here
@@ -215,7 +215,7 @@ class _Scattering(Departure):
             summed = _sum_scatter(self._outward, blocks)
 
             def add() -> None:
-                for target, total in zip(own, _apart(summed.wait(), widths), strict=True):
+                for target, total in zip(own, _by_widths(summed.wait(), widths), strict=True):
                     if every:
                         target.copy_(total)
                         continue
@@ -378,7 +378,7 @@ def _shares(x: Tensor, members: int, part: Index) -> Tensor:
     return shares if part is None else shares[(EVERYTHING, *part)]
 
 
-def _apart(x: Tensor, widths: Sequence[int]) -> Tensors:
+def _by_widths(x: Tensor, widths: Sequence[int]) -> Tensors:
     """Splits tensors that were joined along their last dimension."""
     return x.split(widths, -1) if len(widths) > 1 else (x,)
 

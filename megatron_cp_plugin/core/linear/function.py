@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.autograd.function import (
-    as_written,
     cast_inputs,
     check_dtypes,
     differentiable_once,
+    dtypes_as_given,
 )
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
@@ -49,7 +49,7 @@ class _LinearAttention(torch.autograd.Function):
             return (out, final, *saved)
 
         inputs = tuple([x for x in (q, k, v, *gates, initial) if x is not None])
-        with CommunicatingIn("forward"), as_written(q.device):
+        with CommunicatingIn("forward"), dtypes_as_given(q.device):
             out, final, *saved = computed_once(site, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
@@ -59,7 +59,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        with CommunicatingIn("backward"), as_written(dout.device):
+        with CommunicatingIn("backward"), dtypes_as_given(dout.device):
             dq, dk, dv, dinitial, dgates = ctx.algorithm.backward(
                 dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
             )
@@ -114,7 +114,7 @@ def attend_linearly(
     """
     check_linear_shapes(q, k, v, gate, beta)
     q, k, v = cast_inputs(q, k, v)
-    _check(q, k, v, initial_state, algorithm, seq_len, documents)
+    _check_call(q, k, v, initial_state, algorithm, seq_len, documents)
     wide = accumulation_dtype(q.dtype)
     states = max(k.shape[2], v.shape[2])
     heads = max(q.shape[2], states)
@@ -201,7 +201,7 @@ def check_linear_shapes(
             )
 
 
-def _check(
+def _check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,

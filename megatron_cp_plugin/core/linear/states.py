@@ -115,7 +115,7 @@ class Route:
 
     def local(self, rank: int) -> Runs:
         """The runs of a rank, by its local tokens."""
-        return _local(self, rank)
+        return _local_runs(self, rank)
 
     def owners_before(self, place: int) -> tuple[int, ...]:
         """Ranks with tokens before a place between runs."""
@@ -172,7 +172,7 @@ class Route:
 
 
 @lru_cache(maxsize=256)
-def _local(route: Route, rank: int) -> Runs:
+def _local_runs(route: Route, rank: int) -> Runs:
     found, before = [], 0
     for start, stop in route.runs[rank]:
         first, end = bisect_right(route.documents, start), bisect_left(route.documents, stop)
@@ -356,7 +356,7 @@ class RunStates:
             given = route.lengths, self.added.shape[1], self.added.dtype
             through = _logs(through, *given, self.added.device)
         if self.added.dtype == torch.float32 and (fused := fused_for(self.added)) is not None:
-            ways = _ways(route, wanted, self.added.device)
+            ways = _ways_of(route, wanted, self.added.device)
             begin = None if first is None else first.unsqueeze(0)
             found = fused.passed_along(self.added, through, begin, *ways)
             if found is not None:
@@ -399,7 +399,7 @@ class Ways(NamedTuple):
 
 
 @kept_on_device(maxsize=128)
-def _ways(route: Route, wanted: tuple[int, ...], device: torch.device) -> Ways:
+def _ways_of(route: Route, wanted: tuple[int, ...], device: torch.device) -> Ways:
     return Ways.of([route.ways[number] for number in wanted], device)
 
 

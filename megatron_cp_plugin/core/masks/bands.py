@@ -178,7 +178,7 @@ class SteppedBlocks(NamedTuple):
         table[:2] += query * _APART
         table[2:4] += key * _APART
         table[4:] += (key - query) * _APART
-        q, kv = (_apart(spans, np.arange(len(spans))) for spans in (q_span, k_span))
+        q, kv = (_far_apart(spans, np.arange(len(spans))) for spans in (q_span, k_span))
         return cls(q, kv, Bands(table), rows, cols)
 
 
@@ -207,7 +207,7 @@ def stretched(parts: Ranges, spans: Ranges, rows: Ranges) -> Ranges:
     return Ranges(np.stack((shift + parts.start * step, last + 1, step)))
 
 
-def _apart(spans: Ranges, number: Numbers) -> Ranges:
+def _far_apart(spans: Ranges, number: Numbers) -> Ranges:
     """Spans without steps; spans of one number are far from spans of the next."""
     return Ranges.between(spans.start + number * _APART, spans.stop + number * _APART)
 
@@ -231,7 +231,7 @@ class BandRows:
         """Args: side: QUERIES or KEYS. Raises: ValueError if positions of a block do not ascend."""
         counts = np.array([len(block) for block in blocks])
         number = np.arange(len(blocks))
-        self.spans = spans = _apart(joined(blocks), np.repeat(number, counts))
+        self.spans = spans = _far_apart(joined(blocks), np.repeat(number, counts))
         if (spans.stop[:-1] > spans.start[1:]).any():
             raise ValueError(f"spans must be ascending and disjoint, got {list(map(list, blocks))}")
         self._rows = np.concatenate(([0], spans.ends))  # before each span, and of all

@@ -68,7 +68,7 @@ class Slices(tuple[Slice, ...]):
             query and a key that another one names.
         """
         try:
-            return _checked(tuple(map(tuple, spans)), seq_len, documents)
+            return _checked_slices(tuple(map(tuple, spans)), seq_len, documents)
         except TypeError:  # one that is no sequence, or has what cannot be hashed
             raise ContextParallelError(f"{_NEEDS}, got {brief(spans)}") from None
 
@@ -120,10 +120,10 @@ def starts_and_slices(documents: Documents) -> tuple[tuple[int, ...], Slices | N
 
 
 @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same
-def _checked(
+def _checked_slices(
     spans: tuple[tuple[object, ...], ...], seq_len: int, documents: tuple[int, ...]
 ) -> Slices:
-    filled = sorted(one for one in map(_slice, spans) if _is_filled(one, seq_len))
+    filled = sorted(one for one in map(_slice_of, spans) if _is_filled(one, seq_len))
     found = Slices.cut(filled, documents)
     for first, second, query, key in _overlaps(found._named.table):
         raise ContextParallelError(
@@ -133,7 +133,7 @@ def _checked(
     return found
 
 
-def _slice(span: tuple[object, ...]) -> Slice:
+def _slice_of(span: tuple[object, ...]) -> Slice:
     try:
         *edges, kind = span
         q_start, q_stop, k_start, k_stop = map(index, edges)  # type: ignore[arg-type]

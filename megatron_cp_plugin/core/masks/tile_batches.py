@@ -121,7 +121,7 @@ _SPARSE = 4
 KernelCall = Tile | Batch
 
 
-class Batches:
+class TileBatches:
     """The tiles of a block of queries and one of keys, and the kernel calls that compute them."""
 
     def __init__(self, tiles: TileTable, heads: int) -> None:
@@ -140,7 +140,7 @@ class Batches:
             forward: results are for queries alone.
         """
         if packed and len(self.tiles.joined) > 1:
-            return tuple(_packed(self.tiles, self._units, self._heads, gaps, forward))
+            return tuple(_packed_call(self.tiles, self._units, self._heads, gaps, forward))
         return tuple(_singly(self.tiles))
 
     @cached_property
@@ -154,7 +154,7 @@ def _singly(tiles: TileTable) -> Iterator[KernelCall]:
         yield tile if stop == start + 1 else _call(tiles, np.arange(start, stop))
 
 
-def _packed(
+def _packed_call(
     tiles: TileTable, kinds: tuple["_Units", ...], heads: int, gaps: bool, forward: bool
 ) -> list[KernelCall]:
     found: list[KernelCall] = []
@@ -325,7 +325,7 @@ class Part:
     """
 
     rows: slice
-    work: Batches
+    work: TileBatches
 
 
 @lru_cache(maxsize=256)
@@ -335,19 +335,23 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
     are a part without tiles.
 
-    Args: heads, packed, gaps: as in `Batches`.
+    Args: heads, packed, gaps: as in `TileBatches`.
     """
-    return tuple(_parts(Batches(tiles, heads).calls(packed=packed, gaps=gaps), tiles, rows, heads))
+    return tuple(
+        _call_parts(TileBatches(tiles, heads).calls(packed=packed, gaps=gaps), tiles, rows, heads)
+    )
 
 
-def _parts(calls: Iterable[KernelCall], tiles: TileTable, rows: int, heads: int) -> Iterator[Part]:
+def _call_parts(
+    calls: Iterable[KernelCall], tiles: TileTable, rows: int, heads: int
+) -> Iterator[Part]:
     reached = 0
-    for start, stop in (*_merged(map(_rows_of, calls)), (rows, rows)):
+    for start, stop in (*_merged_extents(map(_rows_of, calls)), (rows, rows)):
         if start > reached:
-            yield Part(slice(reached, start), Batches(NO_TILES, heads))
+            yield Part(slice(reached, start), TileBatches(NO_TILES, heads))
         if start < stop:
             own = tiles.some((start <= tiles.q.start) & (tiles.q.start < stop))
-            yield Part(slice(start, stop), Batches(own.moved(-start, 0), heads))
+            yield Part(slice(start, stop), TileBatches(own.moved(-start, 0), heads))
         reached = stop
 
 
@@ -355,7 +359,7 @@ def _rows_of(call: KernelCall) -> tuple[int, int]:
     return (call.q.start, call.q.stop) if isinstance(call, Tile) else call.rows.extent
 
 
-def _merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged_extents(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Joins ranges that overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(extents):

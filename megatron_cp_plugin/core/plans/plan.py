@@ -143,7 +143,7 @@ class Sent(NamedTuple):
     messages: int
 
 
-def _positions(spans: TokenMap, block: Block) -> Ranges:
+def _positions_of(spans: TokenMap, block: Block) -> Ranges:
     members = [spans[owner] for owner in block.owners]
     if len(members) == 1:
         (owner,) = block.owners
@@ -154,7 +154,7 @@ def _positions(spans: TokenMap, block: Block) -> Ranges:
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def _tiles(
+def _tiles_of_pairs(
     spans: TokenMap, mask: Mask, rectangular: bool, windows: bool
 ) -> dict[tuple[Block, Block], TileTable]:
     """Cache of the tiles of pairs of blocks."""
@@ -209,7 +209,7 @@ class Plan:
             windows: as in `plan_tiles`.
         """
         kind = self.rectangular, windows
-        pair, found = self._pair(compute), _tiles(self.spans, self.mask, *kind)
+        pair, found = self._pair(compute), _tiles_of_pairs(self.spans, self.mask, *kind)
         if pair not in found:
             pairs = dict.fromkeys(map(self._pair, self._by_rank[compute.rank]))
             new = [one for one in pairs if one not in found]
@@ -244,7 +244,7 @@ class Plan:
 
     def positions(self, block: Block) -> Ranges:
         """Positions of a block's rows, in its order."""
-        return _positions(self.spans, block)
+        return _positions_of(self.spans, block)
 
     def pairs(self, compute: Compute) -> Fraction:
         """Number of (query, key) pairs that are computed, over all heads."""

@@ -212,7 +212,7 @@ class PaddedHeads:
 
     def fill_queries(self, x: Tensor) -> Tensor:
         """[B,S,H,D], rows [B,H,S], with the zero heads."""
-        return _filled(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
+        return _fill_heads(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
 
     def own_queries(self, x: Tensor) -> Tensor:
         """[B,S,all,D], rows [B,all,S], without the zero heads; contiguous."""
@@ -231,7 +231,7 @@ class PaddedHeads:
 
     def fill_keys(self, x: Tensor) -> Tensor:
         """[B,S,G,D] with the zero heads, and copies: [B,S,V,D]."""
-        x = _filled(x, (self.kv_heads, 1), (self.all_kv_heads, 1))
+        x = _fill_heads(x, (self.kv_heads, 1), (self.all_kv_heads, 1))
         copies = self.sent_kv_heads // self.all_kv_heads
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 
@@ -244,7 +244,7 @@ class PaddedHeads:
         return _own(gradient, (self.kv_heads, 1), (self.all_kv_heads, 1))
 
 
-def _filled(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
+def _fill_heads(x: Tensor, own: tuple[int, int], all_of: tuple[int, int]) -> Tensor:
     """Args: own, all_of: KV heads, and query heads for each."""
     if own == all_of:
         return x
