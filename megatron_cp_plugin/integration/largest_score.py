@@ -66,7 +66,7 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Iterator[Tensor]:
     for start in range(0, tile.rows, step):
         stop = min(start + step, tile.rows)
         seen = stop + tile.cols - tile.rows if tile.causal else tile.cols
-        scores = _scores_of(q[:, :, start:stop], k[..., :seen])
+        scores = _query_key_product(q[:, :, start:stop], k[..., :seen])
         if tile.causal:
             n = stop - start
             later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
@@ -74,7 +74,7 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Iterator[Tensor]:
         yield scores
 
 
-def _scores_of(q: Tensor, k: Tensor) -> Tensor:
+def _query_key_product(q: Tensor, k: Tensor) -> Tensor:
     """[B,G,R,H/G,D] times [B,G,D,C] in the dtype of sums."""
     dtype = accumulation_dtype(q.dtype)
     left, right = q.flatten(2, 3).flatten(0, 1), k.flatten(0, 1)
