@@ -91,12 +91,14 @@ def shortlist(
     """
     if len(choice.site.nodes) == 1 or not all(isinstance(one.shape, Shape) for one in kinds):
         return (choice.best,)
-    seen: set[tuple[str, str]] = set()
+    seen: dict[tuple[str, str], set[float]] = {}
     first, others = list[Combination](), list[Combination]()
     for one in choice.combinations:
         of = one.algo, one.rows[0].layout
-        (others if of in seen else first).append(one)
-        seen.add(of)
+        # Of options that change nothing here, such as routes on two ranks, the first is enough.
+        if one.seconds not in seen.get(of, ()):
+            (others if of in seen else first).append(one)
+            seen.setdefault(of, set()).add(one.seconds)
     near = _NEAR * choice.best.seconds
     order = [
         *(one for one in first if one.seconds <= near),
