@@ -139,8 +139,8 @@ def documents_like(
     comes nearest to the mean of all. Eight others follow, as different as all draws are: in
     simulations the fastest algorithm of one draw takes up to 1.24 times as long as the best of 320.
 
-    Args: over_tokens: the length to come near to in the mean over tokens, not over documents; the
-        first draw and three others are the nearest ones. 0: the mean of all draws.
+    Args: over_tokens: the length to come near to in the mean over tokens, not over documents: the
+        three nearest draws follow the first one. 0: the mean of all draws.
     """
     multiple = layout.multiple(size) if layout.name == PaddedDocuments.name else 1
     drawn = [
