@@ -84,13 +84,13 @@ class Example:
 
     Attributes:
         words: the assumptions; empty: none.
-        measured: masks for which candidates are measured; empty: `mask`.
+        drawn: documents of several batches, for which candidates are measured.
     """
 
     mask: Mask = field(compare=False)
     words: str = field(compare=False)
     key: tuple[object, ...]
-    measured: tuple[Mask, ...] = field(default=(), compare=False)
+    drawn: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
 
 @lru_cache(maxsize=64)  # all layers of a batch have the same mask
@@ -108,8 +108,8 @@ def example_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Example:
     found = statistics_of(mask.documents, seq_len)
     over_tokens = min(seq_len, found.mean * exp(found.sigma**2))
     drawn = documents_like(found, seq_len, layout, size, over_tokens)
-    like, *measured = [replace(mask, documents=documents) for documents in drawn]
-    return Example(like, f"; documents {found.label}, as in this call", (like,), tuple(measured))
+    like = replace(mask, documents=drawn[0])
+    return Example(like, f"; documents {found.label}, as in this call", (like,), drawn[1:])
 
 
 def statistics_of(documents: Sequence[int], seq_len: int) -> LogNormal:
@@ -214,7 +214,8 @@ def _chosen(
     asked = compared(topology, "choices", f"one that {AUTO} chooses for", (question, gpu))
     check_agreement([repr(question) for question, _ in asked])
     nodes, peer_access = topology.nodes, topology.peer_access
-    kind = Kind("attention", shape, example.mask, measured=example.measured)
+    masks = tuple(replace(example.mask, documents=one) for one in example.drawn)
+    kind = Kind("attention", shape, example.mask, measured=masks)
     answer: tuple[Combination, ...] | ContextParallelError | None = None
     if topology.rank == 0:
         try:

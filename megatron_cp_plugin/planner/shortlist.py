@@ -8,6 +8,7 @@ documents of several batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from math import ceil
 from operator import mul
 from statistics import mean, median
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import unrecorded
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
@@ -28,7 +30,6 @@ from megatron_cp_plugin.planner.choose import (
     Choice,
     Combination,
     Kind,
-    Row,
     too_large,
     with_memory,
 )
@@ -147,27 +148,23 @@ def measure(
     fitting = [one for one in combinations if _needed(one, kinds, topology.size) <= room]
     if len(fitting) < 2:
         return None
-    steps: dict[tuple[str, Options, int], list[_Step]] = {}  # of each batch
-    for one in fitting:
-        for number, (row, kind) in enumerate(zip(one.rows, kinds, strict=True)):
-            if (row.algo, row.options, number) not in steps:
-                steps[row.algo, row.options, number] = [
-                    _Step(row, kind.shape, mask, topology, kernel, device)
-                    for mask in kind.measured or (kind.mask,)
-                ]
+    keys = [
+        [(number, row.algo, row.options) for number, row in enumerate(one.rows)] for one in fitting
+    ]
+    steps: dict[tuple[int, str, Options], list[_Step]] = {}  # of each batch
+    for number, algo, options in dict.fromkeys(chain(*keys)):
+        kind, algorithm = kinds[number], registry.create(algo, topology, dict(options))
+        steps[number, algo, options] = [
+            _Step(algorithm, kind.shape, mask, kernel, device)
+            for mask in kind.measured or (kind.mask,)
+        ]
     with torch.no_grad(), unrecorded():
         times = iter(_in_turns([one for own in steps.values() for one in own], topology, timer))
     seconds = {key: mean(next(times) for _ in own) for key, own in steps.items()}
     topology.drop_peer_channels()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    found = [
-        sum(
-            kind.count * seconds[row.algo, row.options, number]
-            for number, (row, kind) in enumerate(zip(one.rows, kinds, strict=True))
-        )
-        for one in fitting
-    ]
+    found = (sum(kinds[key[0]].count * seconds[key] for key in own) for own in keys)
     return Measured(tuple(fitting), tuple(found))
 
 
@@ -197,15 +194,19 @@ def _in_turns(steps: Sequence[_Step], topology: Topology, timer: Timer) -> list[
     for step in steps:
         step.ready()()  # kernels are compiled, buffers made
     # The same numbers on all ranks: each step is a collective operation.
-    alone = topology.gather([step.seconds(1, timer) for step in steps])
-    calls = [ceil(_SERIES / max(times)) for times in zip(*alone, strict=True)]
-    of_a_round = sum(map(mul, calls, map(max, zip(*alone, strict=True))))
+    alone = _slowest([step.seconds(1, timer) for step in steps], topology)
+    calls = [ceil(_SERIES / seconds) for seconds in alone]
     least, most = _ROUNDS
     series: list[list[float]] = [[] for _ in steps]
-    for _ in range(min(most, max(least, int(_SECONDS / of_a_round)))):
+    for _ in range(min(most, max(least, int(_SECONDS / sum(map(mul, calls, alone)))))):
         for step, count, own in zip(steps, calls, series, strict=True):
             own.append(step.seconds(count, timer))
-    return [max(times) for times in zip(*topology.gather(list(map(median, series))), strict=True)]
+    return _slowest(list(map(median, series)), topology)
+
+
+def _slowest(seconds: list[float], topology: Topology) -> list[float]:
+    """The longest of each number of seconds over all ranks; a collective operation."""
+    return list(map(max, zip(*topology.gather(seconds), strict=True)))
 
 
 class _Step:
@@ -213,15 +214,14 @@ class _Step:
 
     def __init__(
         self,
-        row: Row,
+        algorithm: Algorithm,
         shape: Shape | LinearShape,
         mask: Mask,
-        topology: Topology,
         kernel: str,
         device: torch.device,
     ) -> None:
         assert isinstance(shape, Shape)
-        algorithm = self._algorithm = registry.create(row.algo, topology, dict(row.options))
+        self._algorithm, topology = algorithm, algorithm.topology
         layout = algorithm.layout.within(mask.followed)
         tokens = layout.length(topology.rank, topology.size, shape.seq_len)
         self._seed, self._device, self._dtype = topology.rank, device, DTYPES[shape.element_bytes]
