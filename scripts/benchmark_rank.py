@@ -16,7 +16,8 @@ The limit is the best kernel's time for the whole sequence on one GPU, divided b
 pair at 128K tokens, or at all tokens where they are fewer, with the same mask (with the causal one
 for spans, which no kernel here has, and for windows where the kernel has none), times the pairs of
 a rank in the mean. `step` begins on an idle GPU; `steady` is a step among others, launched one
-after another, as the layers of a model are. A profiled step splits the time into kernels of
+after another, as the layers of a model are, and its limit is measured in turns with it: a GPU at
+its power limit computes slower when it is warm. A profiled step splits the time into kernels of
 attention, other kernels and copies; in what is left of the step the GPU is idle and waits for the
 host.
 
@@ -83,6 +84,7 @@ NODE = 8  # ranks of one
 DEVICE = "cuda"
 _NOISE_ELEMENTS = 2**24
 _SECONDS = 0.3  # for which a short call is repeated
+_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Row:
         idle_ms: Of a step in which no kernel runs.
         host_ms: In which the host launches a step.
         steady_ms, steady_share: Of a step among others, where the host may be ahead of the GPU.
+        steady_limit_ms: The limit, measured in turns with such steps.
         kernels: Launches and microseconds by (the beginning of) a kernel's name.
         attention_us: Of each kernel of attention, in order.
         captured_ms, captured_share: Of replays of a CUDA graph.
@@ -123,6 +126,7 @@ class Row:
     idle_ms: float = 0.0
     host_ms: float = 0.0
     steady_ms: float = 0.0
+    steady_limit_ms: float = 0.0
     steady_share: float = 0.0
     captured_ms: float = 0.0
     captured_share: float = 0.0
@@ -294,24 +298,27 @@ def medians_ms(body: Callable[[], object], iters: int, warmup: int = 2) -> tuple
     return statistics.median(times[warmup:]), statistics.median(of_host[warmup:])
 
 
-def steady_ms(body: Callable[[], object], once_ms: float) -> float:
-    """Time of a call among others, none of which waits for the GPU: the median of three series.
-
-    Args:
-        once_ms: What a call takes by itself.
+def steady_ms(*bodies: Callable[[], object]) -> list[float]:
+    """Times of calls among others of their kind, none of which waits for the GPU: medians of
+    `_TURNS` series of each, in turns.
     """
-    times, calls = list[float](), max(4, round(_SECONDS * 1e3 / once_ms))
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    series = []
+    for body in bodies:
         body()
-        start.record()
-        for _ in range(calls):
+        series.append((body, max(2, round(_SECONDS * 1e3 / median_ms(body, 1, 1)))))
+    times = [list[float]() for _ in bodies]
+    for _ in range(_TURNS):
+        for (body, calls), own in zip(series, times, strict=True):
+            torch.cuda.synchronize()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             body()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / calls)
-    return statistics.median(times)
+            start.record()
+            for _ in range(calls):
+                body()
+            stop.record()
+            torch.cuda.synchronize()
+            own.append(start.elapsed_time(stop) / calls)
+    return list(map(statistics.median, times))
 
 
 @contextmanager
@@ -344,10 +351,17 @@ class Limit:
         if key not in self._known:
             torch.cuda.empty_cache()
             self._known[key] = self._of_a_pair(case, tokens)
-        pairs = case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len))
-        return self._known[key] * pairs / case.ranks
+        return self._known[key] * _pairs_of_rank(case)
 
     def _of_a_pair(self, case: Case, tokens: int) -> float:
+        forward, backward, pairs = self.passes(case, tokens)
+        took = median_ms(forward, self._iters) + median_ms(backward, self._iters)
+        return took / pairs
+
+    def passes(
+        self, case: Case, tokens: int
+    ) -> tuple[Callable[[], object], Callable[[], object], int]:
+        """The two passes of the best kernel over so many tokens, and their pairs."""
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
         documents, windows = bool(mask.documents), mask.window is not None
@@ -360,18 +374,30 @@ class Limit:
         if documents:
             ends = (0, *mask.documents, tokens)
             call = call._replace(packing=Packing.adjacent(ends, ends))
-
-        def forward() -> tuple[Tensor, Tensor]:
-            return run_forward(kernel, call)
-
-        out, lse = forward()
+        out, lse = run_forward(kernel, call)
         statistics = Statistics(lse, out=out)
+        return (
+            partial(run_forward, kernel, call),
+            partial(run_backward, kernel, call, dout, statistics),
+            visible_pairs(tokens, mask),
+        )
 
-        def backward() -> object:
-            return run_backward(kernel, call, dout, statistics)
+    def in_turns(self, case: Case, step: Callable[[], object]) -> tuple[float, float]:
+        """A step among others, and the limit among others in turns with it, in ms."""
+        tokens = min(case.seq_len, MEASURED_AT)
+        forward, backward, pairs = self.passes(case, tokens)
 
-        took = median_ms(forward, self._iters) + median_ms(backward, self._iters)
-        return took / visible_pairs(tokens, mask)
+        def both() -> None:
+            forward()
+            backward()
+
+        own, whole_ms = steady_ms(step, both)
+        return own, whole_ms / pairs * _pairs_of_rank(case)
+
+
+def _pairs_of_rank(case: Case) -> float:
+    """Visible pairs of a query and a key, of a rank in the mean."""
+    return case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
 
 
 def busiest(name: str, options: dict[str, Any], case: Case) -> int:
@@ -425,14 +451,12 @@ def of_latents(
     return apart if sent else kept, inputs
 
 
-def measure(
-    case: Case, spec: str, limit_ms: float, args: argparse.Namespace, *, graphs: bool
-) -> Row:
+def measure(case: Case, spec: str, limit: Limit, args: argparse.Namespace, *, graphs: bool) -> Row:
     """One row.
 
     Args:
         spec: An algorithm with options, as `name:option=value`.
-        limit_ms: Of a step.
+        limit: Of all rows.
         graphs: Whether the step is captured as well.
     """
     name, *pairs = spec.split(":")
@@ -440,6 +464,7 @@ def measure(
     sent = options.pop("send", "") == "latents"
     if sent and "chunks" in option_names(name):
         options.setdefault("chunks", 1)
+    limit_ms = limit.step_ms(case)
     row = Row(case.ranks, case.tokens, case.heads, case.words, spec, case.batch, limit_ms=limit_ms)
     try:
         rank = busiest(name, options, case) if args.rank is None else args.rank
@@ -477,10 +502,11 @@ def measure(
         with cp.record_communication() as log:
             step()
         row = replace(row, forward_ms=forward_ms, step_ms=step_ms, share=limit_ms / step_ms)
-        steady = steady_ms(step, step_ms)
-        row = replace(row, steady_ms=steady, steady_share=limit_ms / steady)
         peak = torch.cuda.max_memory_allocated() / 2**30
         row = replace(row, host_ms=host_ms, sent_gb=log.bytes() / 1e9, peak_gib=peak)
+        steady, beside = limit.in_turns(case, step)
+        row = replace(row, steady_ms=steady, steady_limit_ms=beside)
+        row = replace(row, steady_share=beside / steady)
         row = split(row, step, args)
         if graphs:
             row = captured(row, step, args)
@@ -648,9 +674,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{args.seconds:g} s are over: {len(asked) - number + 1} rows not measured")
                 break
             torch.cuda.empty_cache()
-            limit_ms, start = limit.step_ms(case), perf_counter()
+            limit.step_ms(case)  # known from here on, and not among the row's seconds
+            start = perf_counter()
             with at_most(args.row_seconds):
-                row = measure(case, spec, limit_ms, args, graphs=graphs)
+                row = measure(case, spec, limit, args, graphs=graphs)
             rows.append(replace(row, use=use))
             file.write(json.dumps(asdict(rows[-1])) + "\n")
             file.flush()

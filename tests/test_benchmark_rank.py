@@ -72,6 +72,8 @@ def test_rows_of_a_file_are_measured_in_order(made_up_gpu, tmp_path, capsys):
         assert row["kernels"] == {"flash_fwd": [1, 40], "merge": [1, 10], "flash_bwd": [1, 100]}
         assert row["attention_us"] == [40, 100]
         assert row["step_ms"] >= row["host_ms"] * 0.99 > 0
+        assert row["steady_limit_ms"] > 0
+        assert row["steady_share"] == pytest.approx(row["steady_limit_ms"] / row["steady_ms"])
         assert row["idle_ms"] == pytest.approx(row["step_ms"] - 0.1504, abs=1e-6)
     printed = capsys.readouterr().out
     assert "row 4 of 4" in printed
