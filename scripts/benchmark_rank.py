@@ -302,10 +302,7 @@ def steady_ms(*bodies: Callable[[], object]) -> list[float]:
     """Times of calls among others of their kind, none of which waits for the GPU: medians of
     `_TURNS` series of each, in turns.
     """
-    series = []
-    for body in bodies:
-        body()
-        series.append((body, max(2, round(_SECONDS * 1e3 / median_ms(body, 1, 1)))))
+    series = [(body, max(2, round(_SECONDS * 1e3 / median_ms(body, 1)))) for body in bodies]
     times = [list[float]() for _ in bodies]
     for _ in range(_TURNS):
         for (body, calls), own in zip(series, times, strict=True):
@@ -354,11 +351,11 @@ class Limit:
         return self._known[key] * _pairs_of_rank(case)
 
     def _of_a_pair(self, case: Case, tokens: int) -> float:
-        forward, backward, pairs = self.passes(case, tokens)
+        forward, backward, pairs = self._passes(case, tokens)
         took = median_ms(forward, self._iters) + median_ms(backward, self._iters)
         return took / pairs
 
-    def passes(
+    def _passes(
         self, case: Case, tokens: int
     ) -> tuple[Callable[[], object], Callable[[], object], int]:
         """The two passes of the best kernel over so many tokens, and their pairs."""
@@ -384,8 +381,7 @@ class Limit:
 
     def in_turns(self, case: Case, step: Callable[[], object]) -> tuple[float, float]:
         """A step among others, and the limit among others in turns with it, in ms."""
-        tokens = min(case.seq_len, MEASURED_AT)
-        forward, backward, pairs = self.passes(case, tokens)
+        forward, backward, pairs = self._passes(case, min(case.seq_len, MEASURED_AT))
 
         def both() -> None:
             forward()
