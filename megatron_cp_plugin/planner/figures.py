@@ -71,7 +71,8 @@ def figure(drawn: Picture) -> Figure:
     from matplotlib.figure import Figure as NewFigure
 
     bands: list[list[_DrawnStep]] = [[]]
-    for part in _drawn_steps(drawn):
+    nothing = _DrawnStep(["no query sees a key"], [None] * drawn.size, [], [])
+    for part in list(_drawn_steps(drawn)) or [nothing]:
         if bands[-1] and sum(one.width for one in (*bands[-1], part)) > _WIDE:
             bands.append([])
         bands[-1].append(part)

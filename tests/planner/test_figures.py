@@ -16,6 +16,9 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.planner.figures import figure, save
 from tests.planner.test_drawing import MASKS, PAPER, ROOT, SEQ_LEN, draw
+from tests.span_masks import mask_of
+
+NOTHING = mask_of([(0, 2, 0, 1, "bi_causal")], SEQ_LEN)  # no query sees a key
 
 
 def texts(path: Path) -> Counter[str]:
@@ -40,11 +43,12 @@ def written(made: Figure) -> list[Text]:
         ("attention2d", 4, "causal", PAPER | {"gradients": "float32", "rows": 2, "cols": 2}),
         ("attention2d", 16, "window", PAPER | {"rows": 4}),
         ("usp", 8, "causal", {"ulysses": 4, "chunks": 2, "layout": "contiguous", "keep": "local"}),
+        *((algo, 2, "nothing", {}) for algo in ("ring", "ulysses", "attention2d")),
     ],
 )
 def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) -> None:
     """No text over another, none outside of the picture; the title whole."""
-    seen = MASKS[mask]
+    seen = NOTHING if mask == "nothing" else MASKS[mask]
     seq_len = SEQ_LEN if seen.special else None
     drawn = picture(algo, size, seq_len=seq_len, mask=seen, options=options)
     made = figure(drawn)
