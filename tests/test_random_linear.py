@@ -1,15 +1,17 @@
 """Linear attention with random options, lengths, rates and documents, against the recurrence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
+import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.layout import document_starts, shard, unshard
+from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, layout_of
@@ -43,6 +45,12 @@ class LinearAttention:
     strided: bool
     kernel: str
     seed: int
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, which may follow the documents."""
+        documents = document_starts(self.bounds, self.seq_len)
+        return layout_of(self.algo, dict(self.options)).within(documents)
 
     def inputs(self) -> list[Tensor]:
         """q, k, v, initial state, and the gradients of out and of the final state."""
@@ -100,7 +108,7 @@ def linear_attentions(draw: st.DrawFn, world: World) -> LinearAttention:
 
 def call(one: LinearAttention, topology: Topology) -> list[Tensor | None]:
     """Out, final state, and gradients of q, k, v and the initial state."""
-    layout, rank, size = layout_of(one.algo, dict(one.options)), topology.rank, topology.size
+    layout, rank, size = one.layout, topology.rank, topology.size
     *whole, initial, dout, dfinal = one.inputs()
     mine = [shard(x, 1, layout, rank, size) for x in (*whole, dout)]
     if one.strided:
@@ -137,11 +145,10 @@ def call(one: LinearAttention, topology: Topology) -> list[Tensor | None]:
     return [*found, *([] if one.initial else [None])]
 
 
-@examples(15)
-@given(st.data())
-def test_equals_the_recurrence(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    calls = data.draw(st.lists(linear_attentions(world), min_size=1, max_size=2))
+def check(world: World, calls: Sequence[LinearAttention]) -> bool:
+    """Whether all ranks make the calls, whose results are those of the recurrence; all refuse them
+    otherwise.
+    """
 
     def body(topology: Topology) -> list[list[Tensor | None]] | str:
         try:
@@ -155,10 +162,9 @@ def test_equals_the_recurrence(data: st.DataObject) -> None:
     if refusals:
         event(f"refused: {refusals[0][:70]}")
         assert len(refusals) == world.size
-        return
+        return False
     names = "out", "final state", "dq", "dk", "dv", "dinitial"
     for number, one in enumerate(calls):
-        layout = layout_of(one.algo, dict(one.options))
         for index, (name, want) in enumerate(zip(names, one.expected(), strict=True)):
             of_ranks = [of_rank[number][index] for of_rank in results]
             if of_ranks[0] is None:
@@ -168,6 +174,35 @@ def test_equals_the_recurrence(data: st.DataObject) -> None:
                 assert all(map(of_ranks[0].equal, of_ranks))
                 whole = of_ranks[0]
             else:
-                whole = sum(of_ranks) if name == "dinitial" else unshard(of_ranks, 1, layout)
+                whole = sum(of_ranks) if name == "dinitial" else unshard(of_ranks, 1, one.layout)
             error = (whole - want).norm() / want.norm().clamp_min(1e-3)
             assert error <= 1e-10, f"{name} of call {number} is off by {error:.1e}"
+    return True
+
+
+@examples(15)
+@given(st.data())
+def test_equals_the_recurrence(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    check(world, data.draw(st.lists(linear_attentions(world), min_size=1, max_size=2)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", ["auto", "fla"])
+@pytest.mark.parametrize("algo", ["lasp2", "linear_ulysses"])
+@pytest.mark.parametrize(
+    ("size", "bounds"),
+    [(3, (0, 7, 8, 30)), (2, (0, 12, 12, 13)), (3, (0, 1, 2)), (5, (0, 1, 2, 3)), (7, (0, 2, 3))],
+    ids=["documents", "empty one", "no tokens", "two without", "four without"],
+)
+def test_ranks_share_documents(
+    size: int, bounds: tuple[int, ...], algo: str, kernel: str, causal: bool
+) -> None:
+    """Ranks have equal work, or no tokens where there are fewer of them than ranks."""
+    options, rates = (("layout", "documents"),), (0.9,) * size
+    states = size % 2 == 1
+    sizes = bounds[-1], 1, 4, 3
+    made = (rates, bounds, causal, states, states, (True,) * 4, False, kernel, 0)
+    assert check(
+        World(size, size, peer_access=False), [LinearAttention(algo, options, *sizes, *made)]
+    )

@@ -86,15 +86,12 @@ class Route:
     @staticmethod
     @lru_cache(maxsize=64)  # every pass has the same
     def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
-        """The route from the first token to the last."""
-        return Route(
-            tuple(
-                tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
-                for rank in range(size)
-            ),
-            seq_len,
-            documents,
-        )
+        """The route from the first token to the last. A rank without tokens has a run of none."""
+        runs = [
+            tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
+            for rank in range(size)
+        ]
+        return Route(tuple(own or ((seq_len, seq_len),) for own in runs), seq_len, documents)
 
     @cached_property
     def back(self) -> "Route":
