@@ -501,8 +501,7 @@ def measure(case: Case, spec: str, limit: Limit, args: argparse.Namespace, *, gr
         peak = torch.cuda.max_memory_allocated() / 2**30
         row = replace(row, host_ms=host_ms, sent_gb=log.bytes() / 1e9, peak_gib=peak)
         steady, beside = limit.in_turns(case, step)
-        row = replace(row, steady_ms=steady, steady_limit_ms=beside)
-        row = replace(row, steady_share=beside / steady)
+        row = replace(row, steady_ms=steady, steady_limit_ms=beside, steady_share=beside / steady)
         row = split(row, step, args)
         if graphs:
             row = captured(row, step, args)

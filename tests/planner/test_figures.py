@@ -18,7 +18,8 @@ from megatron_cp_plugin.planner.figures import figure, save
 from tests.planner.test_drawing import MASKS, PAPER, ROOT, SEQ_LEN, draw
 from tests.span_masks import mask_of
 
-NOTHING = mask_of([(0, 2, 0, 1, "bi_causal")], SEQ_LEN)  # no query sees a key
+# Under "nothing" no query sees a key.
+SEEN = MASKS | {"nothing": mask_of([(0, 2, 0, 1, "bi_causal")], SEQ_LEN)}
 
 
 def texts(path: Path) -> Counter[str]:
@@ -48,7 +49,7 @@ def written(made: Figure) -> list[Text]:
 )
 def test_texts_fit(algo: str, size: int, mask: str, options: dict[str, object]) -> None:
     """No text over another, none outside of the picture; the title whole."""
-    seen = NOTHING if mask == "nothing" else MASKS[mask]
+    seen = SEEN[mask]
     seq_len = SEQ_LEN if seen.special else None
     drawn = picture(algo, size, seq_len=seq_len, mask=seen, options=options)
     made = figure(drawn)

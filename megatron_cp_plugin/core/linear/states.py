@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.errors import ConfigError, brief
 
 Interval = tuple[int, int]
@@ -87,11 +88,15 @@ class Route:
     @lru_cache(maxsize=64)  # every pass has the same
     def of(layout: Layout, size: int, seq_len: int, documents: tuple[int, ...] = ()) -> "Route":
         """The route from the first token to the last. A rank without tokens has a run of none."""
-        runs = [
-            tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len))
-            for rank in range(size)
-        ]
-        return Route(tuple(own or ((seq_len, seq_len),) for own in runs), seq_len, documents)
+        end = (Span(seq_len, seq_len),)
+        return Route(
+            tuple(
+                tuple((span.start, span.stop) for span in layout.spans(rank, size, seq_len) or end)
+                for rank in range(size)
+            ),
+            seq_len,
+            documents,
+        )
 
     @cached_property
     def back(self) -> "Route":
