@@ -1,13 +1,14 @@
 """What is measured of a choice, and what follows from it, with a clock that is made up."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import log
 from statistics import mean, stdev
 from threading import get_ident
+from time import sleep
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from megatron_cp_plugin.planner import shortlist as module
 from megatron_cp_plugin.planner.choose import Kind, Site, choose
 from megatron_cp_plugin.planner.detected_machine import documents_like
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
+from megatron_cp_plugin.planner.shortlist import Measured, measure, order_of, shortlist
 from tests.oracle import naive_attention
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def kinds(*masks: Mask, shape: Shape = SMALL) -> list[Kind]:
 class Clock:
     """Runs what it times, and says for step n of a rank what `seconds` says.
 
-    Attributes: steps: number of steps, which are timed in turns.
+    Attributes: steps: number of steps, which are timed in order, then in turns.
     """
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
@@ -55,8 +56,9 @@ class Clock:
     def __call__(self, body: Callable[[], object]) -> float:
         body()
         rank = self._ranks[get_ident()]
-        number, self.calls[rank] = self.calls[rank] % self.steps, self.calls[rank] + 1
-        return self._seconds(rank, number)
+        turn, number = divmod(self.calls[rank], self.steps)
+        self.calls[rank] += 1
+        return self._seconds(rank, order_of(turn - 1, self.steps)[number] if turn else number)
 
 
 def with_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], float]) -> Clock:
@@ -127,6 +129,96 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].best == listed[2]
     assert found[0].seconds[:3] == (0.5, 1.0, 0.3)
     assert str(found[0]).startswith(f"auto measured {len(listed)} candidates: {listed[0].name} 500")
+
+
+def test_two_delays_of_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidate 1 is the fastest; of its five series two take ten times as long."""
+    timed: dict[int, int] = defaultdict(int)
+
+    def seconds(rank: int, number: int) -> float:
+        if number != 1:
+            return 0.5
+        timed[rank] += 1
+        return 3.0 if timed[rank] in (2, 5) else 0.3
+
+    clock = with_clock(monkeypatch, seconds)
+    of_call = kinds(Mask())
+    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+    clock.steps = len(listed)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_call, topology, "reference", CPU)
+
+    for found in run_virtual(2, job):
+        assert found is not None
+        assert found.best == listed[1]
+        assert found.seconds[1] == 0.3
+
+
+def test_no_step_gains_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All take equally long but the second one, 2% less; behind the third, any takes a tenth less,
+    because of a higher clock.
+    """
+    before: dict[int, int] = {}
+
+    def seconds(rank: int, number: int) -> float:
+        previous, before[rank] = before.get(rank), number
+        return (0.49 if number == 1 else 0.5) * (0.9 if previous == 2 else 1.0)
+
+    clock = with_clock(monkeypatch, seconds)
+    of_call = kinds(Mask())
+    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+    clock.steps = len(listed)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_call, topology, "reference", CPU)
+
+    for found in run_virtual(2, job):
+        assert found is not None
+        assert found.seconds == (0.5, 0.49, *[0.5] * (len(listed) - 2))
+
+
+@pytest.mark.parametrize("count", [5, 6, 8, 15, 40, 48])
+def test_steps_follow_all_others_equally_often(count: int) -> None:
+    turns = count if count % 2 == 0 else 2 * count
+    orders = [order_of(turn, count) for turn in range(turns)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert set(pairs.values()) == {turns // count}
+    assert len(pairs) == count * (count - 1)
+    # Of five turns not in most, the ends of turns included.
+    following = Counter(pairwise(chain.from_iterable(orders[:5])))
+    assert max(following.values()) <= 2
+
+
+def test_all_ranks_begin_a_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is late at the end of each step, as where a mask gives it most of the work."""
+    ended = [0, 0]
+    early = []
+    of_thread: dict[int, int] = {}
+
+    def timer(body: Callable[[], object]) -> float:
+        rank = of_thread[get_ident()]
+        if min(ended) < ended[rank]:
+            early.append(rank)
+        body()
+        sleep(0.01 * rank)
+        ended[rank] += 1
+        return 0.5
+
+    monkeypatch.setattr(module, "timer_on", lambda device: timer)
+    of_call = kinds(Mask())
+    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+
+    def job(topology: Topology) -> None:
+        of_thread[get_ident()] = topology.rank
+        assert measure(listed, of_call, topology, "reference", CPU) is not None
+
+    run_virtual(2, job)
+    assert ended == [6 * len(listed)] * 2
+    assert not early
 
 
 def test_documents_of_all_batches_count(monkeypatch: pytest.MonkeyPatch) -> None:
