@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner import shortlist as module
-from megatron_cp_plugin.planner.choose import Kind, Site, choose
+from megatron_cp_plugin.planner.choose import Combination, Kind, Site, choose
 from megatron_cp_plugin.planner.detected_machine import documents_like
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import Measured, measure, order_of, shortlist
@@ -53,9 +53,14 @@ class Clock:
     def of_rank(self, rank: int) -> None:
         self._ranks[get_ident()] = rank
 
+    @property
+    def rank(self) -> int:
+        """The rank of this thread."""
+        return self._ranks[get_ident()]
+
     def __call__(self, body: Callable[[], object]) -> float:
         body()
-        rank = self._ranks[get_ident()]
+        rank = self.rank
         turn, number = divmod(self.calls[rank], self.steps)
         self.calls[rank] += 1
         return self._seconds(rank, order_of(turn - 1, self.steps)[number] if turn else number)
@@ -66,6 +71,24 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], fl
     for where in (module, detected_machine):
         monkeypatch.setattr(where, "timer_on", lambda device: clock)
     return clock
+
+
+def measured(
+    clock: Clock, of_model: list[Kind], size: int = 2
+) -> tuple[tuple[Combination, ...], Measured]:
+    """The shortlist, and what all ranks measured of it."""
+    site = Site(MACHINE, MACHINE.nodes(size), "flash4")
+    listed = shortlist(choose(of_model, site), of_model)
+    clock.steps = len(listed) * sum(len(kind.measured) or 1 for kind in of_model)
+
+    def job(topology: Topology) -> Measured | None:
+        clock.of_rank(topology.rank)
+        return measure(listed, of_model, topology, "reference", CPU)
+
+    found = run_virtual(size, job)
+    assert len(set(found)) == 1
+    assert found[0] is not None
+    return listed, found[0]
 
 
 def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
@@ -114,21 +137,10 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         return {1: 1.0 if rank == 2 else 0.1, 2: 0.3}.get(number, 0.5)
 
     clock = with_clock(monkeypatch, seconds)
-    of_call = kinds(Mask(documents=(30, 60)))
-    choice = choose(of_call, Site(MACHINE, MACHINE.nodes(4), "flash4"))
-    listed = shortlist(choice, of_call)
-    clock.steps = len(listed)
-
-    def job(topology: Topology) -> Measured | None:
-        clock.of_rank(topology.rank)
-        return measure(listed, of_call, topology, "reference", CPU)
-
-    found = run_virtual(4, job)
-    assert len(set(found)) == 1
-    assert found[0] is not None
-    assert found[0].best == listed[2]
-    assert found[0].seconds[:3] == (0.5, 1.0, 0.3)
-    assert str(found[0]).startswith(f"auto measured {len(listed)} candidates: {listed[0].name} 500")
+    listed, found = measured(clock, kinds(Mask(documents=(30, 60))), 4)
+    assert found.best == listed[2]
+    assert found.seconds[:3] == (0.5, 1.0, 0.3)
+    assert str(found).startswith(f"auto measured {len(listed)} candidates: {listed[0].name} 500")
 
 
 def test_two_delays_of_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +153,9 @@ def test_two_delays_of_the_host_change_nothing(monkeypatch: pytest.MonkeyPatch) 
         timed[rank] += 1
         return 3.0 if timed[rank] in (2, 5) else 0.3
 
-    clock = with_clock(monkeypatch, seconds)
-    of_call = kinds(Mask())
-    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
-    clock.steps = len(listed)
-
-    def job(topology: Topology) -> Measured | None:
-        clock.of_rank(topology.rank)
-        return measure(listed, of_call, topology, "reference", CPU)
-
-    for found in run_virtual(2, job):
-        assert found is not None
-        assert found.best == listed[1]
-        assert found.seconds[1] == 0.3
+    listed, found = measured(with_clock(monkeypatch, seconds), kinds(Mask()))
+    assert found.best == listed[1]
+    assert found.seconds[1] == 0.3
 
 
 def test_no_step_gains_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,18 +168,8 @@ def test_no_step_gains_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> Non
         previous, before[rank] = before.get(rank), number
         return (0.49 if number == 1 else 0.5) * (0.9 if previous == 2 else 1.0)
 
-    clock = with_clock(monkeypatch, seconds)
-    of_call = kinds(Mask())
-    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
-    clock.steps = len(listed)
-
-    def job(topology: Topology) -> Measured | None:
-        clock.of_rank(topology.rank)
-        return measure(listed, of_call, topology, "reference", CPU)
-
-    for found in run_virtual(2, job):
-        assert found is not None
-        assert found.seconds == (0.5, 0.49, *[0.5] * (len(listed) - 2))
+    listed, found = measured(with_clock(monkeypatch, seconds), kinds(Mask()))
+    assert found.seconds == (0.5, 0.49, *[0.5] * (len(listed) - 2))
 
 
 @pytest.mark.parametrize("count", [5, 6, 8, 15, 40, 48])
@@ -195,29 +187,22 @@ def test_steps_follow_all_others_equally_often(count: int) -> None:
 
 def test_all_ranks_begin_a_step_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is late at the end of each step, as where a mask gives it most of the work."""
-    ended = [0, 0]
-    early = []
-    of_thread: dict[int, int] = {}
+    clock, early = with_clock(monkeypatch, lambda rank, number: 0.5), []
 
     def timer(body: Callable[[], object]) -> float:
-        rank = of_thread[get_ident()]
-        if min(ended) < ended[rank]:
+        rank = clock.rank
+        if min(clock.calls[0], clock.calls[1]) < clock.calls[rank]:
             early.append(rank)
-        body()
-        sleep(0.01 * rank)
-        ended[rank] += 1
-        return 0.5
+
+        def late() -> None:
+            body()
+            sleep(0.01 * rank)
+
+        return clock(late)
 
     monkeypatch.setattr(module, "timer_on", lambda device: timer)
-    of_call = kinds(Mask())
-    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
-
-    def job(topology: Topology) -> None:
-        of_thread[get_ident()] = topology.rank
-        assert measure(listed, of_call, topology, "reference", CPU) is not None
-
-    run_virtual(2, job)
-    assert ended == [6 * len(listed)] * 2
+    listed, _ = measured(clock, kinds(Mask()))
+    assert clock.calls == {0: 6 * len(listed), 1: 6 * len(listed)}
     assert not early
 
 
@@ -231,17 +216,9 @@ def test_documents_of_all_batches_count(monkeypatch: pytest.MonkeyPatch) -> None
     clock = with_clock(monkeypatch, seconds)
     masks = [Mask(documents=(30, 60)), Mask(documents=(48,))]
     of_call = [Kind("attention", SMALL, masks[0], measured=tuple(masks))]
-    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
-    clock.steps = 2 * len(listed)
-
-    def job(topology: Topology) -> Measured | None:
-        clock.of_rank(topology.rank)
-        return measure(listed, of_call, topology, "reference", CPU)
-
-    for found in run_virtual(2, job):
-        assert found is not None
-        assert found.seconds == pytest.approx([0.5, 0.35, *[0.5] * (len(listed) - 2)])
-        assert found.best == listed[1]
+    listed, found = measured(clock, of_call)
+    assert found.seconds == pytest.approx([0.5, 0.35, *[0.5] * (len(listed) - 2)])
+    assert found.best == listed[1]
 
 
 def test_draws_of_documents_are_a_typical_one_and_some_that_stand_for_all() -> None:
@@ -270,17 +247,9 @@ def test_draws_of_documents_are_a_typical_one_and_some_that_stand_for_all() -> N
 def test_layers_count_as_often_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = with_clock(monkeypatch, lambda rank, number: 0.1)
     of_model = kinds(Mask(), Mask(window=24))  # one layer, and two
-    choice = choose(of_model, Site(MACHINE, MACHINE.nodes(2), "flash4"))
-    listed = shortlist(choice, of_model)
-
-    def job(topology: Topology) -> Measured | None:
-        clock.of_rank(topology.rank)
-        return measure(listed, of_model, topology, "reference", CPU)
-
-    for found in run_virtual(2, job):
-        assert found is not None
-        assert found.seconds == pytest.approx([0.3] * len(listed))
-        assert found.best == listed[0]  # of equals the one that the simulation prefers
+    listed, found = measured(clock, of_model)
+    assert found.seconds == pytest.approx([0.3] * len(listed))
+    assert found.best == listed[0]  # of equals the one that the simulation prefers
 
 
 @pytest.mark.parametrize("missing", ["gpu", "memory"])
