@@ -241,9 +241,9 @@ def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
         ("merge 16+16 -> 32", 8, lambda: merge_into(wide, wide_lse, a, lse, b, lse)),
         ("merge 32+16 -> 32", 10, lambda: merge_into(wide, wide_lse, wide, wide_lse, b, lse)),
         ("merge 32+16 -> 16", 8, lambda: merge_into(half, half_lse, wide, wide_lse, b, lse)),
-        ("sum 16+16 -> 32", 8, lambda: sum_into(wide, a, b)),
-        ("sum 32+16 -> 32", 10, lambda: sum_into(wide, wide, b)),
-        ("sum 32+16 -> 16", 8, lambda: sum_into(half, wide, b)),
+        ("sum 16+16 -> 32", 8, lambda: sum_into((wide,), (a,), (b,))),
+        ("sum 32+16 -> 32", 10, lambda: sum_into((wide,), (wide,), (b,))),
+        ("sum 32+16 -> 16", 8, lambda: sum_into((half,), (wide,), (b,))),
     ]
     rows: list[Sequence[str]] = []
     for name, element_bytes, body in cases:

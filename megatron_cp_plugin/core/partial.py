@@ -92,34 +92,36 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def _sum_into(out: Tensor, a: Tensor, *others: Tensor) -> None:
-    """out = a + the others, two at most, summed in float32 (float64 for float64); out may be a."""
-    fused = fused_for(out)
-    if fused is not None and a.dtype != torch.float64:
-        fused.sum_into(out, a, *others)
-    elif not others:
-        out.copy_(a)
-    else:
-        wide = accumulation_dtype(a.dtype)
-        total = a.to(wide)
-        for b in others:
-            total = total + b.to(wide)
-        out.copy_(total)
+def _sum_into(outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
+    """Each of one or two outs [B,S,heads,D] = the sum of its terms, in float32 (float64 for
+    float64). Args: terms: three at most, each for all outs; the first may be the outs.
+    """
+    fused = fused_for(outs[0])
+    if fused is not None and terms[0][0].dtype != torch.float64:
+        fused.sum_into(outs, *terms)
+        return
+    for out, a, *others in zip(outs, *terms, strict=True):
+        wide = accumulation_dtype(a.dtype) if others else a.dtype
+        out.copy_(sum([b.to(wide) for b in others], start=a.to(wide)))
 
 
-def _add_rows(total: Tensor, rows: SomeRows, *gradients: Tensor) -> None:
-    """Adds one or two to some rows of a total [B,S,heads,D], in place; one if rows are numbers."""
+def _add_rows(totals: Sequence[Tensor], rows: SomeRows, *terms: Sequence[Tensor]) -> None:
+    """Adds terms to some rows of totals [B,S,heads,D], in place: two at most, one for numbers."""
     if not isinstance(rows, RowIndex):
-        part = total if gradients[0].shape[1] == total.shape[1] else rows_at(total, rows)
-        _sum_into(part, part, *gradients)
+        whole = terms[0][0].shape[1] == totals[0].shape[1]
+        parts = totals if whole else [rows_at(x, rows) for x in totals]
+        _sum_into(parts, parts, *terms)
         return
-    fused, (gradient,) = fused_for(total), gradients
-    if fused is not None and total.dtype != torch.float64:
-        fused.add_rows_into(total, rows.to, gradient, rows.of)
-        return
-    added = gradient if rows.of is None else gradient.index_select(1, rows.of)
-    wide = accumulation_dtype(total.dtype)
-    total[:, rows.to] = (total.index_select(1, rows.to).to(wide) + added.to(wide)).to(total.dtype)
+    (gradients,) = terms
+    fused = fused_for(totals[0])
+    for total, gradient in zip(totals, gradients, strict=True):
+        if fused is not None and total.dtype != torch.float64:
+            fused.add_rows_into(total, rows.to, gradient, rows.of)
+            continue
+        added = gradient if rows.of is None else gradient.index_select(1, rows.of)
+        wide = accumulation_dtype(total.dtype)
+        sums = total.index_select(1, rows.to).to(wide) + added.to(wide)
+        total[:, rows.to] = sums.to(total.dtype)
 
 
 def _merge_rows(out: Tensor, lse: Tensor, rows: SomeRows, b: Tensor, b_lse: Tensor) -> None:
@@ -168,7 +170,7 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
     widths = [x.shape[3] for x in tensors]
     whole = first.new_empty((*first.shape[:3], sum(widths)))
     for part, x in zip(whole.split(widths, -1), tensors, strict=True):
-        fused.sum_into(part, x)
+        fused.sum_into((part,), (x,))
     return whole
 
 
@@ -317,7 +319,7 @@ class Accumulator(_Partials):
             if whole:
                 merge_into(*wide, total_out, total_lse, out, lse)
             else:
-                _sum_into(wide[0], total_out)
+                _sum_into(wide[:1], (total_out,))
                 wide[1].copy_(total_lse)
                 _merge_rows(*wide, rows, out, lse)
             self._total, self._owned = wide, True
@@ -364,7 +366,7 @@ class Accumulator(_Partials):
             if len(parts) == 2:
                 merge_into(some, some_lse, *parts[0], *parts[1])
             else:
-                _sum_into(some, parts[0][0])
+                _sum_into((some,), parts[0][:1])
                 some_lse.copy_(parts[0][1])
         return out, lse
 
@@ -373,7 +375,7 @@ class Accumulator(_Partials):
         if self._place is None:
             return out.to(dtype), lse
         if out is not self._place[0]:
-            _sum_into(self._place[0], out)
+            _sum_into(self._place[:1], (out,))
             self._place[1].copy_(lse)
         return self._place
 
@@ -454,17 +456,18 @@ class GradientSum(_Partials):
         """
         dtype = dtype or self._like[0].dtype
         if plus is not None:
-            return tuple([_plus(x, other, dtype) for x, other in zip(self.held, plus, strict=True)])
+            return tuple(_plus(self.held, plus, dtype))
         return tuple([x.to(dtype).contiguous() for x in self.final(dtype)])
 
     def write(self, outs: Tensors, plus: Tensors | None = None) -> None:
         """outs [B,S,heads,D] = the sums, and `plus` if there are some; outs may be strided."""
-        totals = self.final(outs[0].dtype) if plus is None else self.held
-        for index, (out, total) in enumerate(zip(outs, totals, strict=True)):
-            if plus is not None:
-                _sum_into(out, total, plus[index])
-            elif self.placed is None or total is not self.placed[index]:
-                _sum_into(out, total)
+        if plus is not None:
+            _sum_into(outs, self.held, plus)
+            return
+        both = zip(outs, self.final(outs[0].dtype), self.placed or outs, strict=True)
+        moved = [(out, x) for out, x, place in both if self.placed is None or x is not place]
+        if moved:
+            _sum_into(*zip(*moved, strict=True))
 
     def keeps(self, rows: SomeRows) -> bool:
         """See _Partials; `few` gradients that wait are not kept for longer than they may be."""
@@ -483,29 +486,26 @@ class GradientSum(_Partials):
         if not waiting:
             return self._total or self._own_buffers()
         if not self._total and len(waiting) > 1:
-            pieces = self._pieces()
-            self._total = [self._joined(index, pieces, dtype) for index in range(len(self._like))]
+            self._total = self._joined(self._pieces(), dtype)
             return self._total
         if not self._total:
             self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
         if self._total[0].dtype == dtype:
             for some, parts in self._pieces():
-                for index, total in enumerate(self._total):
-                    _add_rows(total, some, *[tensors[index] for tensors in parts])
+                _add_rows(self._total, some, *parts)
         elif len(waiting) == 1 and self._whole(*waiting[0]):
-            both = zip(self._total, waiting[0][1], strict=True)
-            return [_plus(total, last, dtype) for total, last in both]
+            return _plus(self._total, waiting[0][1], dtype)
         return self.held
 
-    def _joined(self, index: int, pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
-        """One of the sums, of waiting partials alone."""
-        like = self._like[index]
-        whole = like.new_empty(like.shape, dtype=dtype)
-        if not _covers_all(pieces, like.shape[1]):
-            whole.zero_()
+    def _joined(self, pieces: Sequence[Piece], dtype: torch.dtype) -> list[Tensor]:
+        """The sums of waiting partials alone."""
+        whole = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
+        if not _covers_all(pieces, whole[0].shape[1]):
+            for x in whole:
+                x.zero_()
         for rows, parts in pieces:
             assert isinstance(rows, slice)
-            _sum_into(whole[:, rows], *[tensors[index] for tensors in parts])
+            _sum_into([x[:, rows] for x in whole], *parts)
         return whole
 
     def _leaves_most(self, rows: SomeRows) -> bool:
@@ -534,8 +534,7 @@ class GradientSum(_Partials):
                 return
             sums = tuple([x.to(self._wide) for x in waiting])
             here = slice(rows.start - other.start, rows.stop - other.start)
-            for total, gradient in zip(sums, gradients, strict=True):
-                _add_rows(total, here, gradient)
+            _add_rows(sums, here, gradients)
             self._waiting[index] = other, sums
             return
 
@@ -547,23 +546,18 @@ class GradientSum(_Partials):
     def _add(self, rows: SomeRows, gradients: Tensors) -> None:
         """Adds to wide totals."""
         if self._total and not self._owned and self._whole(rows, gradients):
-            for index, gradient in enumerate(gradients):  # one by one: the old totals are let go of
-                self._total[index] = _plus(self._total[index], gradient, self._wide)
-            self._owned = True
+            self._total, self._owned = _plus(self._total, gradients, self._wide), True
             return
-        totals = self._total if self._owned else self._own_buffers()
-        for total, gradient in zip(totals, gradients, strict=True):
-            _add_rows(total, rows, gradient)
+        _add_rows(self._total if self._owned else self._own_buffers(), rows, gradients)
 
     def _own_buffers(self) -> list[Tensor]:
         """The totals as wide buffers."""
         if not self._total:
             self._total = [torch.zeros_like(x, dtype=self._wide) for x in self._like]
         elif not self._owned:
-            for index, like in enumerate(self._like):
-                wide = torch.empty_like(like, dtype=self._wide)
-                _sum_into(wide, self._total[index])
-                self._total[index] = wide
+            wide = [torch.empty_like(x, dtype=self._wide) for x in self._like]
+            _sum_into(wide, self._total)
+            self._total = wide
         self._owned = True
         return self._total
 
@@ -571,10 +565,10 @@ class GradientSum(_Partials):
         return isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
 
 
-def _plus(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(a.shape, dtype=dtype, device=a.device)
-    _sum_into(out, a, b)
-    return out
+def _plus(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    outs = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in a]
+    _sum_into(outs, a, b)
+    return outs
 
 
 def _covers_all(pieces: Sequence[Piece], tokens: int) -> bool:

@@ -6,6 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E head dim of va
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ class OnePass:
 
     merge_into: _InPlace = _noted("merge", _bytes)
     merge_all_into: _InPlace = _noted("merge", _bytes)
-    sum_into: _InPlace = _noted("sum", _bytes)
+    sum_into: _InPlace = _noted("sum", lambda *each: _bytes(*chain(*each)))
     merge_rows_into: _InPlace = _noted(
         "merge", lambda out, lse, to, *_: int(3 * len(to) / out.shape[1] * _bytes(out, lse))
     )

@@ -4,6 +4,8 @@ A rank runs alone, on tensors without storage; what merges and sums read and wri
 pass, is no copy, but a sum of one tensor is.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,9 +54,10 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
     copies = Copies()
 
     class Counting(OnePass):
-        def sum_into(self, out: Tensor, a: Tensor, *others: Tensor) -> None:
-            if not others:
-                copies.note(out)
+        def sum_into(self, outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
+            if len(terms) == 1:
+                for out in outs:
+                    copies.note(out)
 
     monkeypatch.setattr(devices, "_fused", {"meta": Counting})
     algorithm = create(algo, DryRunGroup(rank, (0,) * size, peer_access=True), options)

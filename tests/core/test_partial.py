@@ -195,9 +195,10 @@ class Counted:
         out.copy_(sum(x * (x_lse - merged).exp().mT.unsqueeze(-1) for x, x_lse in parts))
         lse.copy_(merged)
 
-    def sum_into(self, out, a, *others):
-        self.asked.append(("sum", out.dtype, out.shape[1]))
-        out.copy_(sum((b.float() for b in others), start=a.float()))
+    def sum_into(self, outs, *terms):
+        for out, a, *others in zip(outs, *terms, strict=True):
+            self.asked.append(("sum", out.dtype, out.shape[1]))
+            out.copy_(sum((b.float() for b in others), start=a.float()))
 
 
 @pytest.fixture

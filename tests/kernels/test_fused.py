@@ -35,14 +35,21 @@ merge_all_into(*want, outs, lses)
 for x, y in zip(got, want):
     torch.testing.assert_close(x, y)
 total = torch.full((2, 5, 3, 8), torch.nan)
-fused.sum_into(total[:, 1:3], a[:, 1:3], b[:, 2:4])
+fused.sum_into((total[:, 1:3],), (a[:, 1:3],), (b[:, 2:4],))
 assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
 assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
-fused.sum_into(total, a)
+fused.sum_into((total,), (a,))
 assert torch.equal(total, a.float())
 first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
-fused.sum_into(first, first, b, c)
+fused.sum_into((first,), (first,), (b,), (c,))
 assert torch.equal(first, a.float() + b.float() + c.float())
+wider, total_2 = torch.randn(2, 5, 3, 13).bfloat16(), torch.full((2, 5, 3, 20), torch.nan)
+for terms in (((a, wider),), ((a, wider), (b, wider)), ((b, wider), (a, wider), (c, wider))):
+    outs = torch.full((2, 5, 3, 8), torch.nan), total_2[..., 2:15]
+    fused.sum_into(outs, *terms)
+    for out, *each in zip(outs, *terms):
+        assert torch.equal(out, sum(x.float() for x in each))
+assert total_2[..., :2].isnan().all() and total_2[..., 15:].isnan().all()
 
 from megatron_cp_plugin.core.partial import _add_rows, _merge_rows, RowIndex, rows_at
 
@@ -58,7 +65,7 @@ for index in (RowIndex(to, of), RowIndex(to)):
     got, want = total.clone(), total.clone()
     added = b if index.of is not None else b[:, :3]
     fused.add_rows_into(got[:, :, 1:], index.to, added[:, :, 1:], index.of)
-    _add_rows(want[:, :, 1:], index, added[:, :, 1:])
+    _add_rows((want[:, :, 1:],), index, (added[:, :, 1:],))
     assert torch.equal(got, want) and not torch.equal(got, total)
 got, want = (total.clone(), a_lse.clone()), (total.clone(), a_lse.clone())
 b_lse[0, 0, 2] = -torch.inf  # of the row that goes to 3
@@ -126,6 +133,8 @@ COMPILED = (
     ("sum", {"c": None}),
     ("sum", {"b": None, "c": None, "out_at": None, "b_at": None}),
     ("sum", {"b": None, "c": None, "a_at": None, "b_at": None}),
+    ("two_sums", {"DIM_2": 64}),
+    ("two_sums", {"DIM_2": 64, "b": None, "c": None, "b_2": None, "c_2": None}),
     ("delta", {}),
     ("stand_in", {"TERMS": 3}),
     ("product", {}),
@@ -141,6 +150,7 @@ COMPILED = (
 # Of the kernels' arguments: tensors with three strides, the others, and numbers.
 STRIDED = {
     **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
+    **dict.fromkeys(("out_2", "a_2", "b_2", "c_2"), "*bf16"),
     **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
 }
 

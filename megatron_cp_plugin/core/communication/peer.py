@@ -195,7 +195,7 @@ class PeerCommunicator(SlottedCommunicator):
     def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         if not sends and not receives:
             return Pending(lambda: None)
-        current, copies = torch.cuda.current_stream(), self._stream
+        current, copies = torch.cuda.current_stream(self._device), self._stream
         capture = _capture_of(current)
         self._captured |= capture != 0
         arrival = self.size * self._slots + slot
@@ -210,9 +210,8 @@ class PeerCommunicator(SlottedCommunicator):
             for to, targets in places:
                 self._await(copies, to * self._slots + slot)
                 self._write(copies, self.rank, to * self._slots + slot, 0)
-                with torch.cuda.stream(copies):
-                    for (tensor, _), target in zip(sends, targets, strict=True):
-                        _push(copies, tensor, target)
+                for (tensor, _), target in zip(sends, targets, strict=True):
+                    _push(copies, tensor, target)
                 self._write(copies, to, arrival, 1)
             done.record(copies)
 
@@ -224,7 +223,7 @@ class PeerCommunicator(SlottedCommunicator):
                 # Behind what was captured meanwhile. Where all branches of a graph have one queue
                 # (CUDA_DEVICE_MAX_CONNECTIONS=1) kernels would wait there for the other rank.
                 send()
-            now = torch.cuda.current_stream()
+            now = torch.cuda.current_stream(self._device)
             # What leaves before what comes: so there is no order of a graph's branches in which
             # ranks wait for each other's messages before they have sent their own. The flag of
             # what comes has been set back by then.
@@ -240,10 +239,10 @@ class PeerCommunicator(SlottedCommunicator):
         return Pending(finish)
 
     def _follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        current, copies = torch.cuda.current_stream(), self._stream
+        current, copies = torch.cuda.current_stream(self._device), self._stream
         reader = self._readers[slot]
         for source in sources:
             # Before a capture, and before a replay, everything is in order on one stream.
@@ -295,17 +294,21 @@ class PeerCommunicator(SlottedCommunicator):
 
 
 def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
-    """Copies a tensor to a contiguous one, by a copy engine. Args: copies: the current stream."""
+    """Copies a tensor to a contiguous one, by a copy engine and without a change of the current
+    stream, which takes the host longer.
+    """
+    from cuda.bindings import driver
+
     if tensor.is_contiguous():
-        target.copy_(tensor)
+        size = tensor.numel() * tensor.element_size()
+        places = target.data_ptr(), tensor.data_ptr()
+        _check_driver(driver.cuMemcpyAsync(*places, size, copies.cuda_stream))
         return
     pieces = _pieces(tensor)
     if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:
         for part, place in zip(tensor, target, strict=True):
             _push(copies, part, place)
         return
-    from cuda.bindings import driver
-
     # torch would do it by a kernel.
     count, elements, distance = pieces
     width = elements * tensor.element_size()
