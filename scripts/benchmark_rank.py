@@ -149,24 +149,26 @@ def _arrivals() -> torch.cuda.Stream:
 
 
 def arrive(*buffers: Tensor) -> Callable[[], None]:
-    """Writes random numbers into contiguous buffers, on a stream of their own.
+    """Writes random numbers into contiguous buffers, on a stream of their own, by the host's calls
+    that a message over peer memory takes.
 
     Returns:
         What makes the current stream wait for them.
     """
     if not buffers:
         return lambda: None
-    stream = _arrivals()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for buffer in buffers:
-            noise, flat = _noise(buffer.dtype), buffer.view(-1)
-            for start in range(0, flat.numel(), noise.numel()):
-                part = flat[start : start + noise.numel()]
-                part.copy_(noise[: part.numel()])
-            buffer.record_stream(stream)
-        event = stream.record_event()
-    return lambda: torch.cuda.current_stream().wait_event(event)
+    from cuda.bindings import driver
+
+    stream, device = _arrivals(), buffers[0].device
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for buffer in buffers:
+        noise, size = _noise(buffer.dtype), buffer.numel() * buffer.element_size()
+        most = noise.numel() * noise.element_size()
+        for start in range(0, size, most):
+            places = buffer.data_ptr() + start, noise.data_ptr()
+            driver.cuMemcpyAsync(*places, min(size - start, most), stream.cuda_stream)
+    event = stream.record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(event)
 
 
 class _Nowhere(Communicator):
