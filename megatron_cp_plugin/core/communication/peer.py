@@ -300,9 +300,9 @@ def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
     from cuda.bindings import driver
 
     if tensor.is_contiguous():
-        size = tensor.numel() * tensor.element_size()
-        places = target.data_ptr(), tensor.data_ptr()
-        _check_driver(driver.cuMemcpyAsync(*places, size, copies.cuda_stream))
+        if size := tensor.numel() * tensor.element_size():
+            places = target.data_ptr(), tensor.data_ptr()
+            _check_driver(driver.cuMemcpyAsync(*places, size, copies.cuda_stream))
         return
     pieces = _pieces(tensor)
     if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:
