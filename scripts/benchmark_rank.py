@@ -59,6 +59,7 @@ from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.devices import capture
+from megatron_cp_plugin.core.communication.peer import push
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
     Packing,
@@ -149,25 +150,22 @@ def _arrivals() -> torch.cuda.Stream:
 
 
 def arrive(*buffers: Tensor) -> Callable[[], None]:
-    """Writes random numbers into contiguous buffers, on a stream of their own, by the host's calls
-    that a message over peer memory takes.
+    """Copies random numbers into contiguous buffers, on a stream of their own, as peer transport
+    copies a message.
 
     Returns:
         What makes the current stream wait for them.
     """
     if not buffers:
         return lambda: None
-    from cuda.bindings import driver
-
     stream, device = _arrivals(), buffers[0].device
     stream.wait_stream(torch.cuda.current_stream(device))
     for buffer in buffers:
-        noise, size = _noise(buffer.dtype), buffer.numel() * buffer.element_size()
-        most = noise.numel() * noise.element_size()
-        for start in range(0, size, most):
-            places = buffer.data_ptr() + start, noise.data_ptr()
-            driver.cuMemcpyAsync(*places, min(size - start, most), stream.cuda_stream)
-    event = stream.record_event()
+        noise = _noise(buffer.dtype)
+        for part in buffer.view(-1).split(len(noise)):
+            push(stream, noise[: len(part)], part)
+    event = torch.cuda.Event()
+    event.record(stream)
     return lambda: torch.cuda.current_stream(device).wait_event(event)
 
 

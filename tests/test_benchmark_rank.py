@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from random import Random
 from time import perf_counter
 
 import benchmark_rank as benchmark
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.errors import ConfigError
+from tests.core.test_peer import Gpus, Stream, cuda
 
 ROWS = Path(__file__).parents[1] / "docs" / "data" / "ranks.csv"
 HEADER = "ranks,tokens,heads,mask,algorithm,captured,use\n"
@@ -50,6 +52,24 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [("flash_fwd", 0.0, 40.0), ("merge", 50.0, 60.0), ("flash_bwd", 60.0, 160.4)]
     monkeypatch.setattr(benchmark, "device_spans", lambda events: spans)
     monkeypatch.setattr(benchmark, "_SECONDS", 0.0)
+
+
+def test_blocks_that_arrive_are_random_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones than there are random numbers, too."""
+    noise, gpus = torch.arange(1.0, 6.0), Gpus(Random(0))
+    buffers = torch.zeros(2, 6), torch.zeros(3), torch.zeros(0, 4)
+    with cuda(gpus):
+        current, arrivals = Stream(), Stream()
+        monkeypatch.setattr(benchmark, "_noise", lambda dtype: noise.to(dtype))
+        monkeypatch.setattr(benchmark, "_arrivals", lambda: arrivals)
+        with gpus.on(current):
+            wait = benchmark.arrive(*buffers)
+            wait()
+            seen: list[torch.Tensor] = []
+            current.do(lambda: seen.extend(x.clone() for x in buffers))
+        gpus.finish()
+    assert torch.equal(seen[0].view(-1), torch.cat((noise, noise, noise[:2])))
+    assert torch.equal(seen[1], noise[:3])
 
 
 def test_rows_of_a_file_are_measured_in_order(made_up_gpu, tmp_path, capsys):

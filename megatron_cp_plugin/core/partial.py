@@ -464,8 +464,9 @@ class GradientSum(_Partials):
         if plus is not None:
             _sum_into(outs, self.held, plus)
             return
-        both = zip(outs, self.final(outs[0].dtype), self.placed or outs, strict=True)
-        moved = [(out, x) for out, x, place in both if self.placed is None or x is not place]
+        places = self.placed or (None,) * len(outs)
+        each = zip(outs, self.final(outs[0].dtype), places, strict=True)
+        moved = [(out, x) for out, x, place in each if x is not place]
         if moved:
             _sum_into(*zip(*moved, strict=True))
 

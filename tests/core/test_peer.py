@@ -751,7 +751,7 @@ def test_pieces_are_no_further_apart_than_a_copy_in_two_dimensions_takes(
     place = Place(shape)
     gpus = Gpus(Random(0))
     with cuda(gpus):
-        peer._push(Stream(), x, place)  # type: ignore[arg-type]
+        peer.push(Stream(), x, place)  # type: ignore[arg-type]
     assert gpus.copied == whole
 
 

@@ -211,7 +211,7 @@ class PeerCommunicator(SlottedCommunicator):
                 self._await(copies, to * self._slots + slot)
                 self._write(copies, self.rank, to * self._slots + slot, 0)
                 for (tensor, _), target in zip(sends, targets, strict=True):
-                    _push(copies, tensor, target)
+                    push(copies, tensor, target)
                 self._write(copies, to, arrival, 1)
             done.record(copies)
 
@@ -293,9 +293,11 @@ class PeerCommunicator(SlottedCommunicator):
         _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
 
 
-def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
-    """Copies a tensor to a contiguous one, by a copy engine and without a change of the current
-    stream, which takes the host longer.
+def push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
+    """Copies a tensor to a contiguous one of its shape and dtype, by a copy engine, on the stream
+    `copies`. A change of the current stream would keep the host longer.
+
+    Raises: RuntimeError if the driver refuses.
     """
     from cuda.bindings import driver
 
@@ -307,7 +309,7 @@ def _push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
     pieces = _pieces(tensor)
     if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:
         for part, place in zip(tensor, target, strict=True):
-            _push(copies, part, place)
+            push(copies, part, place)
         return
     # torch would do it by a kernel.
     count, elements, distance = pieces
