@@ -46,6 +46,10 @@ def test_results_and_work_are_those_of_the_reference(dtype, window, bounds) -> N
     seen = (distance >= 0) & (distance < (window or 12)) & (number[:, None] == number)
     assert isinstance(tile, RecordedKernel)
     assert (tile.area, tile.batch, tile.phase) == (seen.sum().item(), 2, "forward")
+    if window:  # half a row is lost at each edge of the mask in a row
+        hidden = (distance >= window) & (number[:, None] == number)
+        edges = 12 + hidden.any(1).sum().item()
+        assert tile.area / tile.rows == pytest.approx(edges / 2)
     (back,) = events_of(lambda: sizes.backward(empty, on_meta(dout), statistics))
     assert (back.area, back.phase) == (tile.area, "backward")
 
