@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.errors import ConfigError
-from tests.core.test_peer import Gpus, Stream, cuda
+from tests.gpu_model import Gpus, Stream, cuda
 
 ROWS = Path(__file__).parents[1] / "docs" / "data" / "ranks.csv"
 HEADER = "ranks,tokens,heads,mask,algorithm,captured,use\n"
