@@ -46,7 +46,7 @@ def test_results_and_work_are_those_of_the_reference(dtype, window, bounds) -> N
     seen = (distance >= 0) & (distance < (window or 12)) & (number[:, None] == number)
     assert isinstance(tile, RecordedKernel)
     assert (tile.area, tile.batch, tile.phase) == (seen.sum().item(), 2, "forward")
-    if window:  # half a row is lost at each edge of the mask in a row
+    if window:  # what a kernel loses goes with the edges of the mask, one or two in a row
         hidden = (distance >= window) & (number[:, None] == number)
         edges = 12 + hidden.any(1).sum().item()
         assert tile.area / tile.rows == pytest.approx(edges / 2)
