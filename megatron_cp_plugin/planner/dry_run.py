@@ -47,7 +47,8 @@ class RecordedKernel(NamedTuple):
 
     Attributes:
         rows, columns: Of a document, in the mean over pairs: harmonic, because what a kernel loses
-            is in inverse proportion.
+            is in inverse proportion. Under a causal window rows are fewer: a kernel loses at both
+            edges of the mask.
         area: Pairs of a query and a key, for each head.
     """
 

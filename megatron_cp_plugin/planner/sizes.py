@@ -58,9 +58,10 @@ class SizesOnly(SoftmaxKernel):
         pairs = pairs_within(rows, columns, call.causal, call.window)
         area = float(pairs.sum())
         # Of a document: harmonic means over pairs. Nothing is seen of empty ones.
-        by_row, by_column = (float((pairs / n.clip(1)).sum()) for n in (rows, columns))
+        of_rows, of_columns = pairs / rows.clip(1), pairs / columns.clip(1)
         if call.causal and call.window:  # another edge of the mask, where a kernel loses as much
-            by_row = float((rows + (columns - call.window).clip(0)).sum()) / 2
+            of_rows = (rows + (columns - call.window).clip(0)) / 2
+        by_row, by_column = float(of_rows.sum()), float(of_columns.sum())
         size = (area / by_row, area / by_column) if area else (1.0, 1.0)
         note(
             RecordedKernel(phase, batch, *size, area, heads, kv_heads, dim, value_dim, call.causal)
