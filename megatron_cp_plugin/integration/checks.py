@@ -130,8 +130,8 @@ def describe_recompute(settings: Settings) -> str | None:
     row_bytes = s.head_dims[1] * s.dtype.itemsize + 4
     return (
         f"recompute ({granularity}): attention runs once, its output and lse are kept, "
-        f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch; "
-        "--cp-recompute-attention runs it twice instead"
+        f"{tokens * heads * row_bytes / 2**20:.3g} MiB for each layer and micro-batch, on the host "
+        "while the GPU is short of memory; --cp-recompute-attention runs it twice instead"
     )
 
 

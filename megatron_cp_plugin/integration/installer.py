@@ -12,12 +12,14 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
@@ -83,7 +85,8 @@ class Installer(ABC):
             "YarnRotaryEmbedding._set_cos_sin_cache": set_cos_sin_cache,
         }
         if not self.recomputes:
-            hooks |= {"checkpoint": checkpoint, "te_checkpoint": checkpoint}
+            keeping = partial(checkpoint, HostMemory())
+            hooks |= {"checkpoint": keeping, "te_checkpoint": keeping}
         return hooks
 
     @abstractmethod
@@ -272,14 +275,19 @@ def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
     return set(lines)
 
 
-def checkpoint(original: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def checkpoint(
+    memory: HostMemory, original: Callable[..., Any], function: Callable[..., Any], *args: Any
+) -> Any:
     """Calls Megatron's or Transformer Engine's `checkpoint` without a second run of attention.
 
     Megatron checkpoints a layer, some layers (`--recompute-granularity full`) or the core attention
     (`selective`) by giving one function to it. Each call is given a function of its own here, which
     keeps what attention computed until the recomputation uses it.
+
+    Args: memory: where that and the function's inputs are while the GPU is short of memory.
     """
-    return original(Checkpointed(function), *args)
+    with memory.keeping():
+        return original(Checkpointed(function, memory), *args)
 
 
 def skip_built_helpers() -> None:

@@ -17,6 +17,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.linear.function import attend_linearly
@@ -31,6 +32,7 @@ HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 2
 WIDTH = HEADS * HEAD_DIM
 
 Run = Callable[[Callable[..., Any], Tensor], Tensor]
+checkpointed = partial(Checkpointed, memory=HostMemory())
 
 
 def no_checkpoint(function: Callable[..., Any], x: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ def expected(layers: list[Layer], seed: int) -> list[Tensor]:
 def test_attention_runs_once_and_gradients_are_the_same_bits(run: Run) -> None:
     layer = Layer(alone())
     want = expected([layer], seed=1)
-    for wrap, runs in ((Checkpointed, 1), (lambda function: function, 2)):
+    for wrap, runs in ((checkpointed, 1), (lambda function: function, 2)):
         x = batch(1)
         run(wrap(layer.forward), x).square().sum().backward()
         assert layer.runs == runs
@@ -172,7 +174,7 @@ def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: 
         algorithm = create(algo, topology, {})
         layer = Layer(algorithm, seq_len=size * TOKENS)
         x = batch(topology.rank)
-        run(Checkpointed(layer.forward) if keep else layer.forward, x).square().sum().backward()
+        run(checkpointed(layer.forward) if keep else layer.forward, x).square().sum().backward()
         return gradients([layer], x), layer.runs
 
     with cp.record_communication() as once:
@@ -191,7 +193,7 @@ def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: 
 
 @pytest.mark.parametrize("algo", ["ring", "zigzag", "distflash"])
 def test_what_is_kept_is_out_and_lse(algo: str) -> None:
-    function = Checkpointed(Layer(alone(algo)).forward)
+    function = checkpointed(Layer(alone(algo)).forward)
     y = reentrant(function, batch(0))
     ((kept,),) = function._kept.values()
     storages = {
@@ -232,14 +234,14 @@ def test_micro_batches_in_any_order(schedule: str, run: Run) -> None:
             before = [layer.runs for layer in layers]
             with torch.no_grad():
                 forward(batch(99))
-                run(Checkpointed(forward), batch(98))
+                run(checkpointed(forward), batch(98))
             for layer, runs in zip(layers, before, strict=True):
                 layer.runs = runs
             continue
         seed = int(action[1])
         if action[0] == "F":
             x = batch(seed)
-            under_way[seed] = x, run(Checkpointed(forward), x)
+            under_way[seed] = x, run(checkpointed(forward), x)
             continue
         x, y = under_way.pop(seed)
         y.square().sum().backward()
@@ -275,17 +277,17 @@ def test_an_exception_in_either_run_leaves_nothing_behind(run: Run) -> None:
         return y
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        run(Checkpointed(forward), batch(1))
+        run(checkpointed(forward), batch(1))
     assert recompute._running.get() == ()
     fails_in, runs = 2, 0
     with pytest.raises(RuntimeError, match="out of memory"):
-        run(Checkpointed(forward), batch(1)).sum().backward()
+        run(checkpointed(forward), batch(1)).sum().backward()
     assert recompute._running.get() == ()
     fails_in, runs = 0, 0
     layer.runs = 0
     layer.zero_grad()
     x = batch(1)
-    run(Checkpointed(forward), x).square().sum().backward()
+    run(checkpointed(forward), x).square().sum().backward()
     assert layer.runs == 1
     assert same(gradients([layer], x), want)
 
@@ -296,9 +298,9 @@ def test_the_checkpoint_of_a_checkpoint() -> None:
     x = batch(1)
 
     def outer(x: Tensor) -> Tensor:
-        return reentrant(Checkpointed(layer.forward), x)
+        return reentrant(checkpointed(layer.forward), x)
 
-    reentrant(Checkpointed(outer), x).square().sum().backward()
+    reentrant(checkpointed(outer), x).square().sum().backward()
     assert layer.runs == 1
     assert same(gradients([layer], x), want)
 
@@ -308,7 +310,7 @@ def test_a_second_backward_of_one_graph_computes_again(run: Run) -> None:
     layer = Layer(alone())
     want = expected([layer], seed=1)
     x = batch(1)
-    loss = run(Checkpointed(layer.forward), x).square().sum()
+    loss = run(checkpointed(layer.forward), x).square().sum()
     loss.backward(retain_graph=True)
     assert same(gradients([layer], x), want)
     loss.backward()
@@ -325,7 +327,7 @@ def test_nothing_is_left_after_many_steps() -> None:
     gc.disable()
     try:
         for step in range(300):
-            function = Checkpointed(layer.forward)
+            function = checkpointed(layer.forward)
             functions.add(function)
             y = megatron(function, batch(step))
             ((kept,),) = function._kept.values()
@@ -350,7 +352,7 @@ def test_without_a_checkpoint_or_a_site_everything_runs() -> None:
     for site in (None, "here"):
         computed_once(site, (), compute)
     assert len(calls) == 2
-    function = Checkpointed(lambda: computed_once(None, (), compute))
+    function = checkpointed(lambda: computed_once(None, (), compute))
     function(), function()
     assert len(calls) == 4
 
@@ -362,7 +364,7 @@ def test_other_shapes_in_the_second_run_are_refused() -> None:
         x = torch.ones(next(sizes))
         computed_once("here", (x,), lambda: (x + 1,))
 
-    function = Checkpointed(forward)
+    function = checkpointed(forward)
     function()
     with pytest.raises(ContextParallelError, match="set recompute_attention to true"):
         function()
@@ -391,7 +393,7 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
             return out.tanh()
 
         x = batch(topology.rank)
-        run(Checkpointed(forward) if keep else forward, x).square().sum().backward()
+        run(checkpointed(forward) if keep else forward, x).square().sum().backward()
         return gradients([], x)
 
     with cp.record_communication() as once:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
@@ -101,7 +102,9 @@ def test_the_key_of_a_run_file(value: str, tmp_path: Path) -> None:
 def test_each_checkpoint_gets_a_function_of_its_own() -> None:
     given = []
     for _ in range(2):
-        checkpoint(lambda function, *args: given.append((function, args)), print, False, 1)
+        checkpoint(
+            HostMemory(), lambda function, *args: given.append((function, args)), print, False, 1
+        )
     (first, args), (second, _) = given
     assert first is not second
     assert args == (False, 1)

@@ -20,6 +20,7 @@ from typing import cast
 
 from torch import Tensor
 
+from megatron_cp_plugin.core.autograd.host_memory import HostMemory, Moved
 from megatron_cp_plugin.errors import ContextParallelError
 
 _running: "ContextVar[tuple[Checkpointed, ...]]" = ContextVar("checkpointed", default=())
@@ -33,15 +34,18 @@ class _Kept:
     Inputs are not kept, because the second run computes them again.
     """
 
-    results: tuple[Tensor | int | None, ...]
+    results: tuple[Tensor | Moved | int | None, ...]
     shapes: tuple[object, ...]
 
     @classmethod
-    def of(cls, inputs: Sequence[Tensor], results: Sequence[Tensor | None]) -> "_Kept":
-        places = {id(x): index for index, x in enumerate(inputs)}
-        kept = (places.get(id(x), x) for x in results)
-        kept = (x.detach() if isinstance(x, Tensor) else x for x in kept)
-        return cls(tuple(kept), _shapes(inputs))
+    def of(
+        cls, inputs: Sequence[Tensor], results: Sequence[Tensor | None], memory: HostMemory
+    ) -> "_Kept":
+        places: dict[int, Tensor | Moved | int] = {id(x): n for n, x in enumerate(inputs)}
+        for x in results:
+            if x is not None and id(x) not in places:
+                places[id(x)] = memory.keep(x.detach())
+        return cls(tuple(places.get(id(x)) for x in results), _shapes(inputs))
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         if _shapes(inputs) != self.shapes:
@@ -49,7 +53,9 @@ class _Kept:
                 f"a checkpointed function called attention with {_shapes(inputs)} when it was "
                 f"recomputed, got {self.shapes} at first: set recompute_attention to true"
             )
-        return tuple(inputs[x] if isinstance(x, int) else x for x in self.results)
+        back = {x: x.tensor() for x in dict.fromkeys(self.results) if isinstance(x, Moved)}
+        found = (back[x] if isinstance(x, Moved) else x for x in self.results)
+        return tuple(inputs[x] if isinstance(x, int) else x for x in found)
 
 
 def _shapes(inputs: Sequence[Tensor]) -> tuple[object, ...]:
@@ -63,8 +69,9 @@ class Checkpointed:
     Transformer Engine's, and both kinds of torch.utils.checkpoint. A third run computes everything.
     """
 
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., object], memory: HostMemory) -> None:
+        """Args: memory: where results are kept when the GPU is short of memory."""
+        self._function, self._memory = function, memory
         self._keeping = True
         self._kept: dict[Hashable, deque[_Kept]] = {}
 
@@ -80,8 +87,7 @@ class Checkpointed:
             self._keeping = False
 
     def _keep(self, site: Hashable, kept: _Kept) -> None:
-        if self._keeping:
-            self._kept.setdefault(site, deque()).append(kept)
+        self._kept.setdefault(site, deque()).append(kept)
 
     def _take(self, site: Hashable) -> _Kept | None:
         waiting = None if self._keeping else self._kept.get(site)
@@ -109,7 +115,9 @@ def computed_once[T: Tensor | None](
     found = [kept for checkpoint in running if (kept := checkpoint._take(site)) is not None]
     # Kept results have the types of computed ones.
     results = cast(tuple[T, ...], found[0].with_inputs(inputs)) if found else compute()
-    kept = _Kept.of(inputs, results)
-    for checkpoint in running:
-        checkpoint._keep(site, kept)
+    keeping = [checkpoint for checkpoint in running if checkpoint._keeping]
+    if keeping:
+        kept = _Kept.of(inputs, results, keeping[0]._memory)
+        for checkpoint in keeping:
+            checkpoint._keep(site, kept)
     return results
