@@ -8,6 +8,8 @@
         --runs tp,tp-v1,zigzag,ulysses --prefill
     python scripts/benchmark_train.py --shape gpt3-2.7b --layers 8 --tokens 32K --gpus 2 \
         --net nodes --pipeline 2 --micro-batches 4 --runs te:p2p,zigzag,attention2d:variant=no
+    python scripts/benchmark_train.py --shape llama3-8b --tokens 128K,256K,512K --gpus 4 \
+        --runs zigzag --recompute full --states bfloat16 --lean-loss --warmup 1 --iters 2,1,1
 
 Every combination of run, recompute, CUDA graphs and number of GPUs is one torchrun of
 benchmark_train_job.py, which measures all lengths (one, where a graph fixes it): random data,
@@ -18,8 +20,12 @@ they do not divide its own; `tp-v1` is tensor parallelism alone, whose ranks all
 has the attention kernel that ALGO takes at context-parallel size 1. Jobs start ahead, as far as
 they need no GPU, while others measure; those of fewer GPUs go side by side. `--net sockets` is a
 slow network, as in benchmark_attention.py; `--net nodes` takes every GPU twice, as a rank of each
-of two nodes that reach each other through loopback. `--pipeline` and `--data` take their share of
-the ranks, the algorithm has the rest.
+of two nodes that reach each other through loopback. `--pipeline`, `--data` and `--tensor` take
+their share of the ranks, the algorithm has the rest.
+
+MFU is the work of a step without recompute (see `Model.flops`: six operations a weight and token,
+and half of all scores) over step time, number of GPUs and the dense bf16 peak of an H100 or H200.
+The JSON has the memory of the fullest rank at points of a step.
 
 Prints a table, writes markdown, JSON and a picture. Running out of memory is a result. Without a
 GPU, the tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs,
@@ -35,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -52,7 +58,7 @@ from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.tokens import tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
-H200_DENSE_BF16_TFLOPS = 989.0
+HOPPER_DENSE_BF16_TFLOPS = 989.0  # H100 (SXM) and H200
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ SHAPES = {
     "llama7b": Model(32, 4096, 32, 11008, 32, True),
     "llama13b": Model(40, 5120, 40, 13824, 40, True),
     "llama-gqa": Model(32, 4096, 32, 11008, 8, True),
+    "llama3-8b": Model(32, 4096, 32, 14336, 8, True, vocabulary=128256),
     "llama-33h": Model(32, 4224, 33, 11008, 33, True),
     "llama-16h": Model(64, 2048, 16, 11008, 16, True),
     "llama-8h": Model(128, 1024, 8, 11008, 8, True),
@@ -134,6 +141,19 @@ SHARDING = {
     "torch-fsdp2": "--use-torch-fsdp2 --ckpt-format torch_dist",
     "megatron-fsdp": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
     "--use-distributed-optimizer --ckpt-format fsdp_dtensor",
+}
+_BFLOAT16 = (
+    "--use-precision-aware-optimizer --grad-reduce-in-bf16 --main-grads-dtype bf16 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+)
+# What gradients and the optimizer's states are: float32; gradients and moments in bfloat16, with
+# weights of 32 bits (8 bytes a weight in place of 16, 6 of 12 of them sharded); or states of the
+# host, which computes Adam's step.
+STATES = {
+    "float32": "",
+    "bfloat16": _BFLOAT16,
+    "host": "--use-precision-aware-optimizer --grad-reduce-in-bf16 --optimizer-cpu-offload "
+    "--overlap-cpu-optimizer-d2h-h2d",
 }
 # All through TCP sockets of one host: a stand-in for a slow network.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
@@ -186,6 +206,7 @@ class Row:
     memory_gib: float = 0.0
     loss: float = 0.0
     note: str = ""
+    points_gib: dict[str, float] = field(default_factory=dict)
     profile_ms: tuple[dict[str, float], ...] = ()
 
 
@@ -212,8 +233,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=1, help="in each step")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--data", type=int, default=1, help="data-parallel size")
-    parser.add_argument("--iters", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument(
+        "--iters", type=steps_of, default=(5,), help="of each length, comma-separated, or of all"
+    )
+    parser.add_argument("--warmup", type=steps_of, default=(2,), help="steps before, likewise")
     parser.add_argument(
         "--prefill",
         action="store_true",
@@ -225,6 +249,17 @@ def parse() -> argparse.Namespace:
         choices=sorted(SHARDING),
         default="optimizer",
         help="of the state of a model over data and context parallelism; default: %(default)s",
+    )
+    parser.add_argument(
+        "--states",
+        choices=sorted(STATES),
+        default="float32",
+        help="gradients and optimizer; host: on the CPU; default: %(default)s",
+    )
+    parser.add_argument(
+        "--lean-loss",
+        action="store_true",
+        help="ours in chunks; Megatron's by Transformer Engine's kernel, which keeps logits once",
     )
     parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
@@ -249,24 +284,33 @@ def parse() -> argparse.Namespace:
             f"--micro-batches {args.micro_batches}: leave them out"
         )
     for gpus in map(int, args.gpus.split(",")):
-        ranks, split = gpus * nodes_of(args), args.pipeline * args.data
+        ranks, split = gpus * nodes_of(args), args.pipeline * args.data * args.tensor
         if ranks % split:
             parser.error(
-                f"--pipeline {args.pipeline} and --data {args.data} need a multiple of {split} "
-                f"ranks, got {ranks}: change --gpus"
+                f"--pipeline {args.pipeline}, --data {args.data} and --tensor {args.tensor} need a "
+                f"multiple of {split} ranks, got {ranks}: change --gpus"
             )
     if args.prefill and args.pipeline * args.data > 1:
         parser.error(
             f"--prefill is of one prompt on ranks that all have the whole model, got --pipeline "
             f"{args.pipeline} --data {args.data}: leave them out"
         )
+    if args.sharding != "optimizer" and args.states != "float32":
+        parser.error(f"--sharding {args.sharding} needs --states float32, got {args.states}")
     for name, recompute in product(args.runs.split(","), args.recompute.split(",")):
         if recompute not in RECOMPUTE:
             parser.error(f"--recompute takes {', '.join(RECOMPUTE)}, got {recompute}")
         shape = SHAPES[args.shape]
+        if args.tensor > 1 and name.partition(":")[0] in TENSOR:
+            parser.error(f"{name} takes all ranks, got --tensor {args.tensor}: leave it out")
         if shape.linear and (name.startswith("te:") or name in TENSOR):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
+
+
+def steps_of(text: str) -> tuple[int, ...]:
+    """Numbers of steps, of each length or of all."""
+    return tuple(map(int, text.split(",")))
 
 
 def nodes_of(args: argparse.Namespace) -> int:
@@ -300,11 +344,11 @@ def command(
 ) -> list[str]:
     """The torchrun of one case, on one of its nodes."""
     nodes = nodes_of(args)
-    size = len(case.devices) * nodes // (args.pipeline * args.data)
+    size = len(case.devices) * nodes // (args.pipeline * args.data * args.tensor)
     plan = Plan(
         case.lengths,
         args.longest,
-        args.warmup + (CAPTURE_STEPS if case.graphs != "none" else 0),
+        tuple(n + (CAPTURE_STEPS if case.graphs != "none" else 0) for n in args.warmup),
         args.iters,
         SHAPES[args.shape].vocabulary,
         str(gate),
@@ -322,6 +366,7 @@ def command(
         *RECOMPUTE[case.recompute].split(),
         *GRAPHS[case.graphs].split(),
         *SHARDING[args.sharding].split(),
+        *STATES[args.states].split(),
         *args.extra.split(),
     ]
 
@@ -376,12 +421,18 @@ def algorithm_flags(args: argparse.Namespace, name: str, size: int) -> dict[str,
     shape = SHAPES[args.shape]
     algo, *options = name.split(":")
     flags: dict[str, object] = {"context-parallel-size": size}
+    if args.tensor > 1:
+        flags |= {"tensor-model-parallel-size": args.tensor, "sequence-parallel": True}
     if algo in TENSOR:
         flags = {"context-parallel-size": 1, "tensor-model-parallel-size": size}
         flags["num-attention-heads"] = -(-shape.heads // size) * size
         if size > 1 and algo == "tp":
             flags["sequence-parallel"] = True
         algo, *options = options or ["megatron"]
+    if args.lean_loss and algo in ("te", "megatron"):
+        flags |= {"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "te"}
+    elif args.lean_loss:
+        flags["cp-chunked-loss"] = True
     if algo == "te":
         return flags | {"context-parallel-algo": "megatron", "cp-comm-type": options[0]}
     flags["context-parallel-algo"] = algo
@@ -500,9 +551,10 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
         case.graphs,
         step_ms,
         sequences * report.tokens / step_ms * 1000,
-        flops / (step_ms / 1000) / size / (H200_DENSE_BF16_TFLOPS * 1e12),
+        flops / (step_ms / 1000) / size / (HOPPER_DENSE_BF16_TFLOPS * 1e12),
         report.memory_bytes / 2**30,
         report.loss,
+        points_gib={name: size / 2**30 for name, size in report.points_bytes.items()},
         profile_ms=report.profile_ms,
     )
 
@@ -593,6 +645,9 @@ def main() -> int:
     title += f", sharded by {args.sharding}" if args.sharding != "optimizer" else ""
     title += f", {args.pipeline} pipeline stages" if args.pipeline > 1 else ""
     title += f", data parallel {args.data}" if args.data > 1 else ""
+    title += f", tensor parallel {args.tensor}" if args.tensor > 1 else ""
+    title += f", states {args.states}" if args.states != "float32" else ""
+    title += ", lean loss" if args.lean_loss else ""
     title += NETWORK_TITLES[args.net]
     names = PREFILL_HEADER if args.prefill else HEADER
     rows = []

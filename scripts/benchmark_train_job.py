@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +41,7 @@ class Plan:
 
     Attributes:
         lengths: global tokens, ascending. longest: after them, double until memory is exhausted.
+        warmup, iters: steps of each length; the last number is also that of all further ones.
         gate: the job leaves its GPUs alone before this file exists.
         profile: all ranks profile one more step of each length.
         prefill: a step is a forward alone, up to the logits of the last token.
@@ -48,8 +49,8 @@ class Plan:
 
     lengths: tuple[int, ...]
     longest: bool
-    warmup: int
-    iters: int
+    warmup: tuple[int, ...]
+    iters: tuple[int, ...]
     vocabulary: int
     gate: str
     profile: bool = False
@@ -63,6 +64,12 @@ class Plan:
             tokens *= 2
             yield tokens
 
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The steps of each length, before it is measured and while it is."""
+        for number in count():
+            warmup, iters = (of[min(number, len(of) - 1)] for of in (self.warmup, self.iters))
+            yield warmup, iters
+
 
 @dataclass(frozen=True)
 class Report:
@@ -70,6 +77,7 @@ class Report:
 
     Attributes:
         step_ms: rank 0's. memory_bytes: the greatest of any rank.
+        points_bytes: the same at points of a step, and what the GPU's driver says is in use.
         profile_ms: of one more step, of each rank: milliseconds of each class of device activity.
     """
 
@@ -79,6 +87,7 @@ class Report:
     loss: float = 0.0
     out_of_memory: bool = False
     profile_ms: tuple[dict[str, float], ...] = ()
+    points_bytes: dict[str, int] = field(default_factory=dict)
 
     def say(self) -> None:
         """Prints what `read_reports` reads."""
@@ -106,6 +115,7 @@ class Clock:
         self.tokens = plan.lengths[0]
         self._batch: dict[str, Tensor] = {}
         self._loss = torch.zeros(2)
+        self._held: dict[str, int] = {}
         self._steps = self._all_steps()
 
     def tick(self) -> None:
@@ -128,31 +138,43 @@ class Clock:
     def _all_steps(self) -> Iterator[None]:
         from megatron.training import get_args
 
-        for tokens in self._plan.all_lengths():
+        for tokens, (warmup, iters) in zip(
+            self._plan.all_lengths(), self._plan.steps(), strict=False
+        ):
             self.tokens = tokens
             get_args().seq_length = tokens  # ranks make room by it for what others send
             gc.collect()
             torch.cuda.empty_cache()
             self._batch = _batch(tokens, self._plan.vocabulary)
             marks = []
-            for step in range(self._plan.warmup + self._plan.iters):
+            for step in range(warmup + iters):
                 marks.append(_now())
-                if step == self._plan.warmup:
+                if step == warmup:
+                    self._held = {"before the forward": torch.cuda.memory_allocated()}
                     torch.cuda.reset_peak_memory_stats()
                 yield
             marks.append(_now())
             times = [1000 * (end - start) for start, end in pairwise(marks)]
-            memory = torch.cuda.max_memory_allocated()
+            self._note_peak("peak of the backward or the optimizer")
+            free, total = torch.cuda.mem_get_info()
+            self._held["in use, driver"] = total - free
             spans = (yield from self._profiled()) if self._plan.profile else []
-            self._report(times[self._plan.warmup :], memory, spans)
+            self._report(times[warmup:], spans)
         dist.barrier()  # whoever ends first would look like a lost rank to the others
         raise EndOfPlan
 
     def keep_loss(self, sum_of_losses: Any, losses: Tensor) -> Any:
         """Calls a loss function of `forward_step` and keeps its sum and number of tokens."""
         result = sum_of_losses(losses)
+        self._held["after the forward"] = torch.cuda.memory_allocated()
+        self._note_peak("peak of the forward")
         self._loss = result[2]["lm loss"]
         return result
+
+    def _note_peak(self, name: str) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        self._held[name] = max(peak, self._held.get(name, 0))
+        torch.cuda.reset_peak_memory_stats()
 
     def _profiled(self) -> Generator[None, None, list[Span]]:
         profiler = new_profiler()
@@ -161,10 +183,14 @@ class Clock:
             torch.cuda.synchronize()
         return device_spans(profiler.events())
 
-    def _report(self, times: Sequence[float], held: int, spans: Sequence[Span]) -> None:
-        memory = torch.tensor(held, device="cuda")
+    def _report(self, times: Sequence[float], spans: Sequence[Span]) -> None:
+        # Of ranks without a loss, in a pipeline, some points are missing.
+        points: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(points, self._held)
+        names = dict.fromkeys(name for held in points for name in held)
+        most = {name: max(held.get(name, 0) for held in points) for name in names}
+        memory = max(size for name, size in most.items() if name.startswith("peak"))
         loss = self._loss.double().clone()
-        dist.all_reduce(memory, dist.ReduceOp.MAX)
         dist.all_reduce(loss)
         profiles: list[Any] = [None] * (dist.get_world_size() if spans else 0)
         if spans:
@@ -173,9 +199,13 @@ class Clock:
             total, tokens = loss.tolist()
             for line in (*longest(spans), *(gaps(spans) if spans else ())):
                 print(line)
-            held = int(memory.item())
             Report(
-                self.tokens, tuple(times), held, total / tokens, profile_ms=tuple(profiles)
+                self.tokens,
+                tuple(times),
+                memory,
+                total / tokens,
+                profile_ms=tuple(profiles),
+                points_bytes=most,
             ).say()
 
 

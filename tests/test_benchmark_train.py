@@ -140,6 +140,9 @@ def test_parameters_are_sharded(
         "--recompute twice",
         "--shape tnl-1b --runs lasp,te:p2p",
         "--shape llama8b",
+        "--gpus 4 --runs tp --tensor 2",
+        "--gpus 4 --tensor 3",
+        "--sharding torch-fsdp2 --states bfloat16",
         "--shape tnl-1b --runs lasp,tp",
         "--prefill --recompute full",
         "--gpus 4 --prefill --data 2",
@@ -160,6 +163,7 @@ def test_what_the_command_line_refuses(
     [
         ("llama7b", 6.7384),
         ("llama13b", 13.0158),
+        ("llama3-8b", 8.0303),
         ("gpt3-66b", 65.23 + 2 * 9216 * 32e-6),
         ("gpt3-175b", 173.95 + 2 * 12288 * 32e-6),
         ("tnl-0.4b", 0.4645),
@@ -185,7 +189,8 @@ def test_a_job_measures_until_memory_is_exhausted(tmp_path: Path) -> None:
     assert exhausted.out_of_memory
     for report in (short, long):
         assert not report.out_of_memory
-        assert len(report.step_ms) == plan.iters
+        assert {"before the forward", "after the forward"} < report.points_bytes.keys()
+        assert (len(report.step_ms),) == plan.iters
         assert min(report.step_ms) > 0
         assert report.loss == pytest.approx(5.5, abs=0.3)  # untrained: log 256
 
@@ -293,6 +298,34 @@ def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "--tensor-model-parallel-size" not in ours
 
 
+def test_a_whole_model_that_hardly_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensor beside context parallelism, lean states, and each contender's lean loss."""
+    args = arguments(
+        monkeypatch,
+        "--shape llama3-8b --tokens 128K,256K --gpus 4 --tensor 2 --runs te:p2p,zigzag "
+        "--recompute full --states bfloat16 --lean-loss --warmup 1 --iters 2,1",
+    )
+    theirs, ours = (
+        benchmark_train.command(args, case, tmp_path, 0)
+        for case in benchmark_train.plan_cases(args)
+    )
+    for words in (theirs, ours):
+        given = dict(pairwise(words))
+        assert given["--tensor-model-parallel-size"] == given["--context-parallel-size"] == "2"
+        assert given["--exp-avg-sq-dtype"] == given["--main-grads-dtype"] == "bf16"
+        assert {"--sequence-parallel", "--use-distributed-optimizer"} < set(words)
+    assert dict(pairwise(theirs))["--cross-entropy-fusion-impl"] == "te"
+    assert "--cp-chunked-loss" in ours
+    assert "--cp-chunked-loss" not in theirs
+    assert "--cross-entropy-loss-fusion" not in ours
+    start = next(at for at, word in enumerate(ours) if word.endswith("benchmark_train_job.py"))
+    plan = Plan(**json.loads(ours[start + 1]))
+    assert list(zip(plan.lengths, plan.steps(), strict=False)) == [
+        (128 << 10, (1, 2)),
+        (256 << 10, (1, 1)),
+    ]
+
+
 def measure(
     folder: Path,
     shape: str,
@@ -305,7 +338,7 @@ def measure(
     """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
     gate = folder / "gate"
     gate.touch()
-    plan = Plan((32, 64), True, warmup=1, iters=2, vocabulary=256, gate=str(gate), prefill=prefill)
+    plan = Plan((32, 64), True, (1,), (2,), vocabulary=256, gate=str(gate), prefill=prefill)
     recompute = "none" if prefill else "full"
     case = benchmark_train.Case(name, recompute, tuple(range(ranks)), plan.lengths)
     args: Any = Namespace(
@@ -314,15 +347,18 @@ def measure(
         kv_heads=None,
         extra="",
         longest=True,
-        warmup=1,
-        iters=2,
+        warmup=(1,),
+        iters=(2,),
         profile=False,
         micro_batches=1,
         pipeline=pipeline,
         data=1,
+        tensor=1,
         net="default",
         prefill=prefill,
         sharding="optimizer",
+        states="float32",
+        lean_loss=False,
     )
     words = benchmark_train.command(args, case, gate, 0)
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
