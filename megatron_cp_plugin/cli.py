@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_module(command: str, *words: str) -> int:
     with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
         if command == "check":
-            need("megatron", "check", "megatron", "yaml")
+            need("megatron", "check", "megatron", "omegaconf", "yaml")
             # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
         name = COMMANDS[command]["module"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compares small models with all kinds of layers of public ones with CP 1, and writes docs/models.
 
-Each model of `megatron_cp_plugin.harness.models` whose sizes are known is built with few numbers
+Each model of tests/integration/public_models.yaml is built with few numbers
 (tests/integration/model_cards_job.py) on 2 and on 4 CPU processes, and on twice as many with
 another parallelism. Models that become the same have one card.
 
@@ -23,8 +23,6 @@ from typing import Any
 
 import yaml
 from forks import ForkedJob
-
-from megatron_cp_plugin.harness.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "tests" / "integration" / "model_cards_job.py"
@@ -50,12 +48,12 @@ def alike() -> dict[str, list[str]]:
     """Models by what is built of them: the first one's name, and those of all."""
     sys.path.insert(0, str(ROOT))
     from tests.integration.model_cards_job import small
+    from tests.integration.public_models import MODELS
 
     groups: dict[str, list[str]] = {}
     for model in MODELS:
-        if "num_layers" in model.settings:
-            built = json.dumps(small(dict(model.settings)), sort_keys=True)
-            groups.setdefault(built, []).append(model.name)
+        built = json.dumps(small(dict(model.settings)), sort_keys=True)
+        groups.setdefault(built, []).append(model.name)
     return {names[0]: names for names in groups.values()}
 
 

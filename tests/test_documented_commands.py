@@ -95,11 +95,8 @@ ELSEWHERE: dict[str, str] = {
     "megatron-cp train --config NAME": "tests/test_cli.py",
     "megatron-cp train --config FILE": "tests/test_cli.py",
     "megatron-cp train": "tests/test_cli.py",
-    "megatron-cp check run-qwen3-235B-A22B.sh": "tests/test_check_recipe.py",
-    "megatron-cp check recipe.py:llama3_8b_pretrain_config model.context_parallel_size=4": (
-        "tests/test_check_recipe.py"
-    ),
-    "megatron-cp check verl.yaml --machine h200 --gpus 64": "tests/test_check_recipe.py",
+    "megatron-cp check torchrun --nproc-per-node 8 pretrain_gpt.py "
+    "--context-parallel-algo zigzag <your own flags>": "tests/test_check.py",
     "megatron-cp plan --model llama3-8b --gpus 8 --machine h100 --tokens ...": (
         "tests/planner/test_command.py"
     ),
@@ -114,7 +111,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli doctor": GPUS,
     "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": "tests/test_doctor.py",
-    "megatron-cp check RECIPE": "tests/test_check_recipe.py",
+    "megatron-cp check": "tests/test_check.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
     "megatron-cp invariance": "tests/test_invariance.py",
     "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",

@@ -80,7 +80,8 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
     check("sizes", settings)
     layers = kinds_of_layers(flags, settings)
     kinds = counted(layers)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    asks = device.type == "cuda" and flags.machine is None
+    gpu = torch.cuda.get_device_name(device) if asks else None
     machine, how = machine_here(flags.machine, gpu)
     site = Site(
         machine,

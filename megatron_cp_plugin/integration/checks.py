@@ -24,7 +24,8 @@ from megatron_cp_plugin.kernels.selfcheck import check_kernel
 def check_arguments(args: Any, config: ContextParallelConfig, device: torch.device) -> str | None:
     """Checks Megatron's arguments as parsed, before Megatron validates them.
 
-    Returns: the name of the attention kernel; None where the arguments do not say enough.
+    Returns: the name of the attention kernel; None where the arguments do not say enough, or no
+    GPU of the run is here.
     """
     settings = Settings(args, config, device)
     config.layout  # noqa: B018  (an unknown algorithm or option is the first thing to say)
@@ -52,7 +53,8 @@ def check_algorithms(settings: Settings) -> None:
 
 
 def _check_kernel(settings: Settings) -> str | None:
-    if settings.num_attention_heads is None or settings.hidden_size is None:
+    unknown = settings.num_attention_heads is None or settings.hidden_size is None
+    if unknown or settings.runs_elsewhere:
         return None
     config, device, dtype = settings.cp, settings.device, settings.dtype
     head_dim, value_dim = settings.head_dims

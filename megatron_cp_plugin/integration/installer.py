@@ -135,7 +135,7 @@ class LauncherInstaller(Installer):
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         hooks = super()._hooks() | {
             "add_megatron_arguments": self._add_arguments,
-            "validate_args": self._validate_args,
+            "validate_args": self.validate_args,
             "TransformerConfig.__post_init__": _check_model_config,
             "MLATransformerConfig.__post_init__": _check_model_config,
             "setup_model_and_optimizer": self._set_up_model,
@@ -155,12 +155,18 @@ class LauncherInstaller(Installer):
         parser.add_argument(ALGORITHM, help=argparse.SUPPRESS)  # which the launcher leaves there
         return parser
 
-    def _validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
+    def validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
+        """Checks arguments as parsed, for the plugin and by Megatron's own `original`.
+
+        Returns: Megatron's arguments, validated.
+
+        Raises: ContextParallelError: They are refused.
+        """
         compat.check_args(args)
         self._flags.comm_type.check_model(args)
         config = self._activate(args)
         _write_args(config, args)
-        check("start", Settings(args, config))
+        check("start", Settings(args, config, self._device))
         with refusals_in_one_line():
             validated = original(args, {} if defaults is None else defaults)
         compat.check_args(validated, "validated args")

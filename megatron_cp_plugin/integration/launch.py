@@ -97,7 +97,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         from megatron_cp_plugin.integration import compat
 
         compat.check_megatron("script", allow_untested=flags.allow_untested_megatron)
-        words = _with_run_file(path, words)
+        words = with_run_file(path, words)
         flags, rest = split_flags(words)
         flags.check()
     elif flags.algo is None:
@@ -112,7 +112,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
             from megatron_cp_plugin.integration.rules import check
             from megatron_cp_plugin.integration.settings import Settings
 
-            check("files", Settings(_all_flags().parse_known_args(rest)[0]))
+            check("files", Settings(all_flags().parse_known_args(rest)[0]))
         if platform == "cuda" and flags.record is None and not run_file:
             # A GPU is there and Megatron's own path is asked for: nothing is touched.
             return rest
@@ -161,13 +161,13 @@ def read_run_file(path: str | None) -> dict[str, Any]:
     return as_written(path)
 
 
-def _with_run_file(path: str | None, words: list[str]) -> list[str]:
+def with_run_file(path: str | None, words: list[str]) -> list[str]:
     """Returns the command line of our own script, with what its run file says before it.
 
     Raises:
         ConfigError: A flag is none of Megatron's or ours, or the run file is wrong.
     """
-    parser = _all_flags()
+    parser = all_flags()
     parser.parse_args(words)
     if path is None:
         return words
@@ -181,7 +181,7 @@ def _with_run_file(path: str | None, words: list[str]) -> list[str]:
     return argv + words
 
 
-def _all_flags() -> argparse.ArgumentParser:
+def all_flags() -> argparse.ArgumentParser:
     """Megatron's flags and ours."""
     from megatron.training.arguments import add_megatron_arguments
 
@@ -198,7 +198,7 @@ def _check_spelling(argv: Sequence[str]) -> None:
     near = [flag for flag in flags if get_close_matches(flag, ours, cutoff=0.85)]
     if not near:
         return
-    known = _all_flags()._option_string_actions
+    known = all_flags()._option_string_actions
     for flag in near:
         if flag not in known:
             raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see --help")

@@ -58,7 +58,7 @@ class Rule:
         setting: Of a feature: the setting that asks for it, named like its flag.
         reason: Of a feature: why it is refused.
         instead: Of a feature: what to do.
-        here: Whether it asks what is installed on this machine.
+        here: Whether it asks what this machine has: packages, data, folders.
     """
 
     when: Callable[[Settings], object]
@@ -89,7 +89,8 @@ class Rule:
 
 def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
     """Everything that the table does not let through a door, with what `check` says of it."""
-    rules = (rule for rule in RULES if door in rule.doors)
+    elsewhere = settings.runs_elsewhere
+    rules = (rule for rule in RULES if door in rule.doors and not (rule.here and elsewhere))
     return ((rule, said) for rule in rules if (said := rule.refusal(settings)))
 
 
@@ -743,11 +744,11 @@ RULES: tuple[Rule, ...] = (
     # Before and after Megatron's own checks.
     Rule(_without_transformer_engine, "Megatron's hybrid models have layers of Transformer Engine, "
          "which is not installed, got --hybrid-layer-pattern {s.hybrid_layer_pattern}: install it, "
-         "or name a stack of other layers with --spec", ("start",)),
-    Rule(_cannot_write, "", ("start", "files")),
+         "or name a stack of other layers with --spec", ("start",), here=True),
+    Rule(_cannot_write, "", ("start", "files"), here=True),
     Rule(_missing_data, "--data-path got {prefix}, and there is no {missing}: write the run files' "
          "data with megatron-cp prepare-data --output {prefix}{pieces}, or add --mock-data",
-         ("start", "files")),
+         ("start", "files"), here=True),
     Rule(_micro_batches, "an interleaved pipeline of {s.stages} stages needs micro-batches "
          "divisible by its group size {group}, and a group size of at least {s.stages}, got "
          "{count} micro-batches: use {usable}", ("validated",)),

@@ -61,6 +61,12 @@ class Settings:
         return self._config
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the run is for GPUs, and this machine has none: `megatron-cp check` asks."""
+        of_gpu = self.device is not None and self.device.type == "cuda"
+        return of_gpu and not torch.cuda.is_available()
+
+    @property
     def has_linear(self) -> bool:
         """Whether layers of the plugin compute linear attention."""
         return self.cp.algo != registry.AUTO and self.cp.has_linear_layers

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_cp_plugin.harness.models import MODELS
 from tests.integration.cut_batches_job import (
     BATCHES,
     VOCABULARY,
@@ -35,6 +34,7 @@ from tests.integration.cut_batches_job import (
     set_up,
     weigh_further_tokens,
 )
+from tests.integration.public_models import MODELS
 
 TOKENS = 48
 # A small number in the place of each size, or of what a model has of these.

@@ -238,6 +238,7 @@ def test_a_wrong_kernel_is_refused_on_gpus(
     monkeypatch.setattr(checks, "resolve", lambda name, problem: TwiceTheKeys())
     monkeypatch.setattr(checks, "check_kernel", check_here)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config, device = ContextParallelConfig("zigzag", 4), torch.device("cuda", 1)
     assert check_arguments(args, config, CPU) == "twice"
     assert not checked
