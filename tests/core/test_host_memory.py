@@ -186,7 +186,7 @@ def test_copies_overlap_with_what_comes_after(monkeypatch: pytest.MonkeyPatch) -
     _, total = torch.cuda.mem_get_info()
     monkeypatch.setattr(host_memory, "ROOM", 2 * total // host_memory.LEAST_BYTES)
     keep = partial(torch.full, (host_memory.LEAST_BYTES,), dtype=torch.uint8, device="cuda")
-    moved = [memory.keep(keep(number)) for number in range(50)]
+    moved = [memory.keep(keep(number)) for number in range(20)]
     for number, x in reversed(list(enumerate(moved))):
         assert isinstance(x, Moved)
         assert bool((x.tensor() == number).all())

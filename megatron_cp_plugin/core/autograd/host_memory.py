@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Smaller tensors stay: nothing is gained by them.
-LEAST_BYTES = 16 << 20
+# Smaller tensors stay, without a look at the memory: nothing is gained by them.
+LEAST_BYTES = 64 << 20
 # A layer of a Llama is recomputed and differentiated in the room of 27 of its inputs; logits, of a
 # vocabulary of 128K, are 32 of them.
 ROOM = 40
