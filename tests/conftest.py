@@ -46,8 +46,8 @@ LONGEST = """
     test_conformance test_documents integration/test_cut_batches integration/test_mistakes
     integration/test_recurrent test_documented_commands integration/test_training
     test_benchmark_train integration/test_packed_documents integration/test_chunked_loss
-    planner/test_choose integration/test_auto integration/test_resume test_parity_matrix
-    integration/test_inputs integration/test_model_cards test_parity_gpus
+    planner/test_choose integration/test_auto integration/test_resume test_parity_runs
+    integration/test_inputs integration/test_model_cards
     integration/test_latent_attention integration/test_random_runs integration/test_linear_models
     test_convergence_smoke test_functional test_doctor algorithms/test_collective_conformance
     test_spans core/test_plan test_wrappers test_random_attention test_invariance

@@ -119,17 +119,3 @@ def test_a_batch_with_a_kernel_of_its_own(tmp_path: Path) -> None:
     assert [row["name"] for row in timed[1:]] == ["ring:kernel=reference", "zigzag:backward=query"]
     assert all(row["step_ms"] > 0 for row in timed)
     assert (tmp_path / "time.png").stat().st_size > 10_000
-
-
-def test_span_masks_are_timed(tmp_path: Path) -> None:
-    """A shared prefix and images, by every algorithm asked for, on CPU ranks."""
-    words = (
-        f"{SCRIPT.with_name('benchmark_spans.py')} --device cpu --scale 4 --heads 2:1 --head-dim 8 "
-        "--iters 1 --kernel reference --algos zigzag,ulysses"
-    )
-    first, second = run_program(tmp_path, *words.split(), ranks=2).succeeded().processes
-    assert not second.stdout
-    rows = [json.loads(line) for line in first.stdout.splitlines()]
-    assert [row["name"] for row in rows] == ["one GPU / 2: reference", "zigzag", "ulysses"] * 2
-    assert {row["mask"] for row in rows} == {"shared prefix", "image blocks"}
-    assert all(row["of_limit"] > 0 for row in rows if not row["name"].startswith("one GPU"))

@@ -57,7 +57,7 @@ class DistFlash(PointToPoint):
     An owner of queries fetches K, V and (backward) returns dK, dV. A helper fetches Q and returns
     (out, lse); in the backward it fetches Q, dO, delta, lse, returns dQ and keeps its own dK, dV.
     Everything goes straight from rank to rank. A returned gradient is of one pair of blocks, as the
-    kernel gave it; its owner sums in float32. Bytes of each rank: docs/data/bytes.md.
+    kernel gave it; its owner sums in float32.
 
     Under windows, documents and spans ranks help by work, see WorkPlacement. With layout "thd", in
     which all pairs of blocks are equal work but under spans, nobody helps: keys travel, in P steps.

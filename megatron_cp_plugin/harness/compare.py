@@ -30,7 +30,7 @@ from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.text_table import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
-# One rounding of a dtype; docs/data/parity.md says how many count as equal.
+# One rounding of a dtype; docs/parity.md says how many count as equal.
 _ROUNDING = {"bfloat16": 2**-9, "float16": 2**-11}
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")

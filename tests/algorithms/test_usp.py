@@ -8,7 +8,6 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Side, during
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
-from scripts.traffic_table import BETWEEN_NODES, between_nodes
 from tests.test_conformance import Case, assert_conforms
 
 HEADS, KV_HEADS, DIM = 12, 6, 8
@@ -46,8 +45,24 @@ def test_bytes_between_teams_are_those_of_the_grid(rows: int) -> None:
 @pytest.mark.parametrize(("kv_heads", "share"), [(32, 0.67), (8, 0.84)])
 def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) -> None:
     """Of 4 nodes of 8 ranks the busiest network card; of two rows and columns, or of one column."""
-    *others, grid = (between_nodes(line, 4, 32, kv_heads) for line in BETWEEN_NODES)
-    assert grid < share * min(others)
+    shape, topology = (
+        Shape(1, 2048, 32, kv_heads, 128),
+        VirtualWorld(32, ranks_per_node=8).topology(0),
+    )
+
+    def busiest(algo: str, **options: object) -> int:
+        made = create(algo, topology, options)
+        plans = [made.plan(shape, Mask(), phase) for phase in PHASES]
+        sent = (sum(p.sent(n, shape, topology.nodes).bytes for p in plans) for n in range(32))
+        return max(sent)
+
+    model = {"gradients": "model"}
+    others = (
+        busiest("zigzag", route="double", **model),
+        busiest("attention2d", **model),
+        busiest("usp", ulysses=8, **model),
+    )
+    assert busiest("usp", ulysses=8, route="grid") < share * min(others)
 
 
 def test_rows_of_the_grid_are_inside_nodes() -> None:

@@ -49,7 +49,7 @@ REFERENCES = {
     "stages": (f"{YARN} --pipeline-model-parallel-size 2 --softmax-type learnable", 2),
 }
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# Not of mla_up_proj, for which Megatron compiles something first: scripts/parity_combinations.py.
+# Not of mla_up_proj, for which Megatron compiles something first: scripts/parity.yaml.
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
 
 

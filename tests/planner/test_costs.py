@@ -1,13 +1,17 @@
 """What `megatron-cp plan` says of each algorithm."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.planner.costs import cost, peak
+from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.registry import available
 
 SHAPE = Shape(1, 4096, 32, 8, 128)
@@ -26,6 +30,31 @@ def test_bytes() -> None:
     found = cost("zigzag", 4, SHAPE, Mask(causal=False))
     # K and V of 1024 tokens, 8 heads, bfloat16, to the next rank, three times.
     assert found.forward_bytes == 3 * 2 * 1024 * 8 * 128 * 2
+
+
+def test_bytes_of_the_pages() -> None:
+    """Of the rank that sends most, in units of one whole Q: docs/algorithms.md."""
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    model = {"gradients": "model"}
+    for name, algo, options in (
+        ("zigzag", "zigzag", model | {"backward": "kv"}),
+        ("distflash", "distflash", {}),
+        ("allgather", "allgather", model),
+        ("ulysses", "ulysses", {}),
+        ("usp, teams of 4", "usp", model | {"ulysses": 4}),
+        ("attention2d", "attention2d", model),
+    ):
+        cells = []
+        for kv_heads, size in ((32, 8), (32, 64), (8, 8), (8, 64)):
+            shape = Shape(1, 16384, 32, kv_heads, 128)
+            found = cost(algo, size, shape, options=options)
+            unit = shape.seq_len * shape.query_width * shape.element_bytes
+            cells.append(f"{(found.forward_bytes + found.backward_bytes) / unit:.2f}")
+            algorithm = planned(algo, size, shape, Mask(), options)
+            plans = [algorithm.plan(shape, Mask(), phase) for phase in PHASES]
+            each = [[plan.sent(rank, shape).bytes for plan in plans] for rank in range(size)]
+            assert max(each, key=sum) == [found.forward_bytes, found.backward_bytes]
+        assert f"| {name} | {' | '.join(cells)} |" in text
 
 
 def test_a_window_leaves_less_to_send() -> None:

@@ -208,6 +208,6 @@ def test_attention_is_simulated_where_it_is_not_given():
 def test_memory_of_linear_attention_is_that_measured(
     gpus: int, thousands: int, recompute: Any, gib: float
 ) -> None:
-    """TNL-1B on H200, docs/data/benchmarks_log.md."""
+    """TNL-1B on H200, measured at 196ba6b (docs/papers/lasp.md)."""
     found = memory(MODELS["tnl-1b"], Split(context=gpus, recompute=recompute), 1024 * thousands)
     assert sum(found.values()) == pytest.approx(gib, rel=0.05)

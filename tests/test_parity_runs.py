@@ -1,0 +1,308 @@
+"""The rows of the parity runs, how a run is judged, and a few of the runs themselves."""
+
+import argparse
+import csv
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from megatron.training.arguments import add_megatron_arguments
+from omegaconf import OmegaConf
+from parity import Job, Row, Verdict
+
+from megatron_cp_plugin.harness.parity import Comparison, RankRecording, Recording, Worst
+from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.checks import check_arguments
+from megatron_cp_plugin.integration.rules import check
+from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
+from tests import forked_launch
+
+ROWS = {platform: parity.rows_of(platform) for platform in ("cpu", "cuda")}
+JOBS = {job.name: job for row in ROWS["cuda"] for job in row.jobs}
+
+
+def row_of(key: str, platform: str = "cuda") -> Row:
+    (found,) = (row for row in ROWS[platform] if row.key == key)
+    return found
+
+
+# Ranks and samples without a token that counts; the same by tokens, of further tokens; padded
+# documents, cut apart; experts over the ranks, with auxiliary losses and padding; and one refused.
+CELLS = {
+    "padded/zigzag": "equal",
+    "mtp-per-token/zigzag": "equal",
+    "thd-mla/distflash:layout=thd": "equal",
+    "moe-ep-cp/distflash": "equal",
+    "moe-drop/zigzag": "refused: --context-parallel-algo zigzag does not support dropping tokens",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cpu", "--output", str(tmp_path), "--table", str(tmp_path / "rows.csv")]
+    assert parity.main([*words, "--commit", "abc", "--only", *CELLS]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines.keys() == CELLS.keys()
+    for name, verdict in CELLS.items():
+        assert lines[name].startswith(verdict)
+    with (tmp_path / "rows.csv").open() as table:
+        rows = {f"{row['key']}/{row['algorithm']}": row for row in csv.DictReader(table)}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        name: verdict.partition(":")[0] for name, verdict in CELLS.items()
+    }
+    assert float(rows["padded/zigzag"]["later_gradient"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_run_files_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Megatron's parser and by the start-up checks, so that no GPU is asked in vain."""
+    monkeypatch.setattr("megatron.core.ssm.gated_delta_net.HAVE_FLA", True)
+    parser, both = (
+        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)) for _ in range(2)
+    )
+    add_arguments(both)
+    for job in JOBS.values():
+        config = job.config
+        config.megatron.data_path = ["text"]
+        OmegaConf.save(config, tmp_path / "run.yaml")
+        flags, rest = split_flags(yaml_to_argv(str(tmp_path / "run.yaml"), both))
+        assert flags.platform == "cuda"
+        flags.check()
+        args = parser.parse_args(rest)
+        args.world_size = job.run.processes
+        assert (flags.algo is None) == (job.run.variant is None)
+        if flags.algo is not None:
+            of_run, device = flags.config(args.context_parallel_size), torch.device("cuda")
+            check("validated", Settings(args, of_run, device))
+            if flags.kernel in ("auto", "chunked"):  # which are tried where they run
+                device, args.cuda_graph_impl = torch.device("cpu"), "none"
+            check_arguments(args, of_run, device)
+    assert {"bf16/zigzag", "bf16/usp", "fp8/yardstick"} < JOBS.keys()
+
+
+def test_keys_are_unique_and_samples_can_be_split() -> None:
+    for rows in ROWS.values():
+        assert len({row.key for row in rows}) == len(rows)
+    assert all(parity.SEQ_LENGTH % (2 * row.cp) == 0 for row in ROWS["cpu"])
+    lengths = {len(document) for document in parity.padded_documents()}
+    padded = [row for row in ROWS["cpu"] if row.data == "padded_documents"]
+    assert len(padded) > 4
+    assert all(length % (2 * row.cp) == 0 for row in padded for length in lengths)
+
+
+def test_the_table_has_runs_of_these_rows() -> None:
+    """Of all rows on the CPU but those that were added since they were run as a whole."""
+    with parity.TABLE.open() as lines:
+        found = list(csv.DictReader(lines))
+    for platform, rows in ROWS.items():
+        names = {job.name for row in rows for job in row.jobs} | {
+            f"{row.key}/te:p2p" for row in rows
+        }
+        ran = {f"{r['key']}/{r['algorithm']}" for r in found if r["platform"] == platform}
+        assert ran <= names
+    assert sum(row["verdict"] == "equal" for row in found if row["platform"] == "cpu") == 392
+
+
+def test_the_reference_shards_no_parameters() -> None:
+    """It has Megatron's own data parallelism, whatever the runs have."""
+    reference, *runs = row_of("fsdp", "cpu").jobs
+    assert "use_torch_fsdp2" not in reference.config.megatron
+    assert all(job.config.megatron.use_torch_fsdp2 for job in runs)
+
+
+def verdict(loss: float, gradients: Mapping[str, float], key: str = "bf16") -> Verdict:
+    found = Verdict(Job(row_of(key), "zigzag", JOBS["bf16/zigzag"].run))
+    found.comparison = Comparison(*[Worst(1e-7)] * 4)
+    found.loss, found.gradients = loss, gradients
+    return found
+
+
+STICK = verdict(1e-4, {"a": 1e-2, "b": 2e-2, "c": 3e-2})
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradients", "said"),
+    [
+        (2.9e-4, {"a": 3.9e-2, "b": 3.9e-2, "c": 5.9e-2}, ""),
+        # Half the median one: allowed what the median one is.
+        (1e-4, {"a": 4.2e-2, "b": 1e-2}, "off by 4.2e-02, 2.1 times the yardstick: a"),
+        (1e-4, {"a": 1e-2, "c": 6.3e-2}, "off by 6.3e-02, 2.1 times the yardstick: c"),
+        (1e-4, {"a": math.nan, "b": 1e-2}, "inf times the yardstick: a"),
+        (3.1e-4, {"a": 1e-2}, "a loss is off by 3.1e-04 (allowed 3.0e-04)"),
+        (math.nan, {"a": 1e-2}, "a loss is off by nan"),
+    ],
+)
+def test_runs_are_held_to_the_yardstick(
+    loss: float, gradients: Mapping[str, float], said: str
+) -> None:
+    run = verdict(loss, gradients)
+    parity.hold_to(run, STICK)
+    assert len(run.problems) == bool(said)
+    assert said in "".join(run.problems)
+    assert run.word == ("beyond the bound" if said else "equal")
+
+
+def test_a_yardstick_that_failed_measures_nothing() -> None:
+    for broken in (replace(STICK, problems=["diverged"]), replace(STICK, gradients={})):
+        run = verdict(0.0, {"a": 0.0})
+        parity.hold_to(run, broken)
+        assert run.problems == ["the yardstick failed"]
+
+
+def test_verdicts_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    first, second = verdict(1e-4, {"a": 1e-2}), verdict(2e-5, {"a": 3e-2}, key="fp32")
+    parity.write_table(table, [first, second], "abc")
+    again = replace(first, times_p2p=4.5, problems=["far off"])
+    stick = replace(STICK, job=JOBS["bf16/yardstick"])
+    refused = replace(second, refused="no", problems=["exit code 2"], comparison=None)
+    parity.write_table(table, [again, stick, refused], "def")
+    assert table.read_text().splitlines()[1:] == [
+        "bf16,zigzag,cuda,1e-04,1e-02,,4.5,beyond the bound,def",
+        "fp32,zigzag,cuda,,,,,refused,def",
+        "bf16,te:p2p,cuda,1e-04,3e-02,,,equal,def",
+    ]
+
+
+def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
+    """What two ranks recorded of their only iteration."""
+    rank = RankRecording(
+        settings={},
+        shard=(0, 0, 0),
+        weights={},
+        gradients={1: {"weight": digest}},
+        communication={},
+        iterations=[],
+        replays={1: replays},
+        sent_bytes={1: sent},
+    )
+    return Recording([rank, rank], {})
+
+
+@pytest.mark.parametrize(
+    ("replays", "sent", "captured", "said"),
+    [
+        (8, 0, True, ""),
+        (0, 64, False, ""),
+        (0, 64, True, "rank 0 replayed 0 CUDA graphs in iteration 1"),
+        (0, 0, True, "rank 0 replayed 0 CUDA graphs in iteration 1"),
+        (8, 64, True, "rank 0 sent 64 bytes for attention outside of CUDA graphs"),
+        (8, 0, False, "rank 0 replayed 8 CUDA graphs in iteration 1"),
+    ],
+)
+def test_a_run_was_captured_as_it_should_be(
+    replays: int, sent: int, captured: bool, said: str
+) -> None:
+    found = parity.check_graphs(recorded(replays, sent), captured=captured, attention=captured)
+    assert found[:1] == ([said] if said else [])
+
+
+def test_attention_may_run_beside_captured_mlps() -> None:
+    assert not JOBS["graphs-documents-te/zigzag"].captures_attention
+    assert JOBS["graphs-moe-te/zigzag"].captures_attention
+    assert not JOBS["graphs/zigzag"].captures_attention
+    assert parity.check_graphs(recorded(8, 64), captured=True, attention=False) == []
+    assert len(parity.check_graphs(recorded(0, 64), captured=True, attention=False)) == 2
+
+
+def test_a_captured_run_equals_the_eager_one_to_the_bit() -> None:
+    assert parity.check_digests(recorded(0, 64), recorded(8, 0)) == []
+    found = parity.check_digests(recorded(0, 64), recorded(8, 0, "b"))
+    assert found[0] == "1 of 1 gradients of rank 0 differ in iteration 1: weight"
+
+
+def test_captured_rows_are_run_beside_eager_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity.main(["cuda", "--list", "--only", "graphs-te/zigzag"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == ["graphs/reference", "graphs/yardstick", "graphs/zigzag", "graphs-te/zigzag"]
+    captured = JOBS["graphs-te/zigzag"]
+    eager, given = JOBS[captured.judged_by].config.megatron, captured.config.megatron
+    assert {name: given[name] for name in given if given[name] != eager.get(name)} == {
+        "cuda_graph_impl": "transformer_engine"
+    }
+    assert captured.environment(0, 2)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_what_needs_more_gpus_is_left_out_unless_asked_for() -> None:
+    names = {job.name for job in parity.chosen(ROWS["cuda"], [], 2)}
+    assert "graphs-local/zigzag" in names
+    assert not any(name.startswith("graphs-tp") for name in names)
+    asked = parity.chosen(ROWS["cuda"], ["graphs-tp-local/*"], 2)
+    assert [job.name for job in asked] == ["graphs-tp/zigzag", "graphs-tp-local/zigzag"]
+
+
+def test_ranks_that_share_a_gpu_are_nodes() -> None:
+    """Each finds the GPU at index 0, and NCCL one rank on each host."""
+    job = JOBS["fp32/usp"]
+    environment = job.environment(3, 2, shared=True)
+    assert environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "NCCL_SOCKET_IFNAME" not in job.environment(3, 2)
+    shell = job.program(Path("run"), None, shared=True)[:3]
+    names = "NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+    program = f"import os, sys; print(*map(os.environ.get, {names}), *sys.argv[1:])"
+    started = subprocess.run(
+        [*shell, sys.executable, "-c", program, "a b", "c"],
+        env=os.environ
+        | {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert started.stdout == "node1 0 1 2 a b c\n"
+
+
+def test_the_script_of_megatron_lm_gets_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It knows nothing of run files; without a checkout its rows are left out."""
+    job = JOBS["script/ulysses"]
+    OmegaConf.save(job.config, tmp_path / "run.yaml")
+    words = job.program(tmp_path, Path("checkout"), shared=False)
+    at = words.index("checkout/pretrain_gpt.py")
+    assert words[at - 2 : at] == ["-m", "megatron_cp_plugin.launch"]
+    flags, rest = split_flags(words[at + 1 :])
+    assert (flags.algo, flags.platform) == ("ulysses", "cuda")
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(rest)
+    assert (args.train_iters, args.context_parallel_size, args.bf16) == (30, 2, True)
+    assert not args.gradient_accumulation_fusion
+    for checkout, count in (([], 0), (["--megatron-lm", "checkout"], 11)):
+        assert parity.main(["cuda", "--list", *checkout]) == 0
+        names = capsys.readouterr().out.split()
+        assert sum(name.startswith("script") for name in names) == count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_are_judged_and_a_run_that_was_not_captured_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU, which captures nothing, in place of two GPUs."""
+    megatron: dict[str, Any] = {**row_of("rope-gqa", "cpu").megatron, "num_layers": 1}
+    megatron |= {"hidden_size": 64, "ffn_hidden_size": 64, "num_workers": 0}
+    of_two = {"cp": 2, "iterations": 2, "yardstick": False, "plugin": {"platform": "cpu"}}
+    eager = Row("tiny", "a test", "cuda", megatron, "zigzag,ring", alone=True, **of_two)
+    captured = replace(eager, key="tiny-local", algos="zigzag", captured_from="tiny")
+    monkeypatch.setattr(parity, "rows_of", lambda _: [eager, captured])
+    monkeypatch.setattr(Row, "data", "samples")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(parity, "launch", forked_launch.launch)
+    table = tmp_path / "rows.csv"
+    words = ["cuda", "--output", str(tmp_path), "--jobs", "2", "--table", str(table)]
+    assert parity.main([*words, "--only", "tiny-local/*"]) == 1
+    trained, wrong = capsys.readouterr().out.splitlines()
+    assert trained == "tiny/zigzag: trained"
+    assert wrong.startswith("tiny-local/zigzag: beyond the bound: rank 0 replayed 0 CUDA graphs")
+    assert "bytes for attention outside of CUDA graphs" in wrong
+    assert "differ" not in wrong
