@@ -43,14 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
 # Modules that take longest, which come first, so that no process is left alone with one at the end.
 # The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
 LONGEST = """
-    test_conformance test_documents integration/test_cut_batches integration/test_mistakes
+    test_conformance integration/test_cut_batches integration/test_mistakes
     integration/test_recurrent test_documented_commands integration/test_training
     test_benchmark_train integration/test_packed_documents integration/test_chunked_loss
     planner/test_choose integration/test_auto integration/test_resume test_parity_runs
     integration/test_inputs integration/test_model_cards
     integration/test_latent_attention integration/test_random_runs integration/test_linear_models
-    test_convergence_smoke test_functional test_doctor algorithms/test_collective_conformance
-    test_spans core/test_plan test_wrappers test_random_attention test_invariance
+    test_convergence_smoke test_functional test_doctor test_spans core/test_plan test_wrappers
+    test_random_attention test_invariance
     integration/test_launch integration/test_endings integration/test_recompute
     integration/test_determinism integration/test_rollouts_in_megatron
 """.split()

@@ -1,7 +1,7 @@
 """Independent oracles: attention written out over the whole sequence, gradients by autograd."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Expected:
-    """Whole tensors of an unsplit attention: inputs, output, lse, gradients."""
+    """Whole tensors of an unsplit attention: inputs, output, gradients."""
 
     q: Tensor
     k: Tensor
@@ -20,6 +20,7 @@ class Expected:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
 
 
 def naive_attention(
@@ -95,7 +96,7 @@ def expected_attention(
     settings = causal, window, documents, scale, dtype, torch.device(device), seed
     if sink is None and seen is None:
         found = _without_tensors(*sizes, *settings)
-        return Expected(*(getattr(found, field.name).clone() for field in fields(found)))
+        return Expected(*(x if x is None else x.clone() for x in vars(found).values()))
     return _expected(*sizes, *settings, sink, seen)
 
 
@@ -125,20 +126,18 @@ def _expected(
 
     q, k = random(heads, head_dim), random(kv_heads, head_dim)
     v, dout = random(kv_heads, of_values), random(heads, of_values)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().requires_grad_() for x in (q, k, v, *([] if sink is None else [sink]))]
     scale = head_dim**-0.5 if scale is None else scale
-    sink = None if sink is None else sink.double()
     out = naive_attention(
-        *wide,
+        *wide[:3],
         causal=causal,
         scale=scale,
         window=window,
         cu_seqlens=cu_seqlens,
-        sink=sink,
+        sink=None if sink is None else wide[3],
         seen=seen,
     )
-    dq, dk, dv = torch.autograd.grad(out, wide, dout.double())
-    return Expected(q, k, v, dout, out.detach(), dq, dk, dv)
+    return Expected(q, k, v, dout, out.detach(), *torch.autograd.grad(out, wide, dout.double()))
 
 
 _without_tensors = lru_cache(maxsize=256)(_expected)

@@ -16,24 +16,9 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import naive_attention, relative_error
-from tests.pairwise import pairwise
-from tests.test_conformance import Case
+from tests.test_conformance import Case, few_cases
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 24
-CASES = [
-    Case("allgather"),
-    Case("allgather", (("transport", "group"),)),
-    Case("attention2d", (("rows", 2),)),
-    Case("attention2d", (("rows", 2), ("transport", "group"))),
-    Case("attention2d", (("variant", "no"),)),
-    Case("attention2d", (("variant", "overlap"),)),
-    Case("distflash"),
-    Case("ring", (("backward", "kv"),)),
-    Case("ulysses"),
-    Case("ulysses", (("keep", "local"),)),
-    Case("usp", (("ulysses", 2),)),
-    Case("zigzag", (("backward", "query"),)),
-]
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
@@ -53,19 +38,13 @@ def expected(window: int | None, dtype: torch.dtype = torch.float64) -> tuple[Te
     return (out.detach(), *torch.autograd.grad(out, (q, k, v, sink), dout.double()))
 
 
-def divides(case: Case, size: int, *_: object) -> bool:
-    """Two rows, and teams of two, need two ranks."""
-    return size > 1 or not {"rows", "ulysses"} & {*dict(case.options)}
-
-
 @pytest.mark.parametrize(
-    ("case", "size", "window", "recomputed"),
-    pairwise(CASES, (1, 2, 4), (None, 7), (False, True), allowed=divides),
+    ("case", "window"),
+    [(case, (None, 7)[turn % 2]) for turn, case in enumerate(few_cases(4))],
     ids=str,
 )
-def test_equals_unsplit_attention(
-    case: Case, size: int, window: int | None, recomputed: bool
-) -> None:
+def test_equals_unsplit_attention_where_it_is_recomputed(case: Case, window: int | None) -> None:
+    size = 4
     tensors, dout = inputs()
     layout = layout_of(case.algo, dict(case.options))
 
@@ -87,11 +66,8 @@ def test_equals_unsplit_attention(
                 site="a layer",
             )
 
-        if recomputed:
-            function = Checkpointed(attention)
-            out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
-        else:
-            out = attention(*leaves)
+        function = Checkpointed(attention)
+        out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
         return (out.detach(), *torch.autograd.grad(out, leaves, own_dout))
 
     ranks = run_virtual(size, body, peer_access=True)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.blocks.visible_rows import sees, visible_rows
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
@@ -31,7 +30,6 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
 from tests.oracle import naive_attention
-from tests.pairwise import pairwise
 from tests.plan_check import check
 from tests.plan_reader import from_json
 from tests.random_tests import TILE_KINDS, examples
@@ -44,16 +42,6 @@ from tests.span_masks import (
     random_window,
 )
 from tests.test_conformance import Case, assert_conforms
-from tests.test_windows import CASES, divides
-
-HEADS = {"MHA": 8, "GQA": 2, "MQA": 1}  # of k and v, beside 8 of q
-# The layout that follows the spans, too.
-CASES = [
-    *CASES,
-    Case("zigzag", (("layout", "documents"),)),
-    Case("zigzag", (("layout", "documents"), ("backward", "query"), ("route", "straight"))),
-    Case("allgather", (("layout", "documents"),)),
-]
 
 
 class Drawn(NamedTuple):
@@ -79,26 +67,6 @@ def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> D
     return Drawn(spans, lengths, random_window(source, seq_len))
 
 
-KERNELS = "torch_cpu", "reference"
-ALONE = pairwise(CASES, (1, 2, 4, 5), tuple(HEADS), KERNELS, allowed=divides)
-BESIDE = pairwise(CASES, (2, 3, 4), tuple(HEADS), KERNELS, allowed=divides)
-
-
-@pytest.mark.parametrize(
-    ("beside", "case", "size", "heads", "kernel"),
-    [(False, *row) for row in ALONE] + [(True, *row) for row in BESIDE],
-    ids=str,
-)
-def test_equals_a_mask_of_all_pairs(
-    beside: bool, case: Case, size: int, heads: str, kernel: str
-) -> None:
-    """With kernels that take square causal tiles only, and with one that takes any."""
-    seq_len = 6 * size + size // 2
-    found = drawn(Random(f"{case} {size} {heads}"), seq_len, beside=beside)
-    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads]}
-    assert_conforms(case, size, **sizes, kernel=kernel, **found._asdict())
-
-
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
@@ -113,20 +81,6 @@ def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
     q, k = (torch.arange(seq_len)[:, None], torch.arange(seq_len)[None])
     assert torch.equal(dense(spans, seq_len) == 1, (k <= q) & ((k < first) | (q - k < window)))
     assert_conforms(Case(algo), size, seq_len=seq_len, heads=8, kernel="reference", spans=spans)
-
-
-def test_results_of_a_relay_before_its_last_computation() -> None:
-    """dK and dV of keys that few queries see are complete elsewhere before the owner's are."""
-    case = Case("attention2d", (("variant", "overlap"), ("cols", 2)))
-    spans = [(0, 16, 0, 8, "causal")]
-    assert_conforms(case, 8, seq_len=16, heads=8, kv_heads=1, kernel="reference", spans=spans)
-
-
-def test_with_sinks() -> None:
-    spans = [(0, 9, 3, 14, "causal"), (9, 12, 0, 12, "full"), (14, 20, 4, 9, "inverse_causal")]
-    sink = torch.tensor([0.5, -1.0, 2.0, 0.0] * 2, dtype=torch.float64)
-    for algo in ("zigzag", "ulysses"):
-        assert_conforms(Case(algo), 2, seq_len=22, heads=8, spans=spans, sink=sink)
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:
@@ -431,17 +385,6 @@ def test_makers_take_numbers_of_other_libraries(numbers) -> None:
     cu_seqlens[1:] = 4
     assert made == cp.spans.documents([0, 3, 3, 8])
     assert all(type(edge) is int for one in made for edge in one[:4])
-
-
-def test_every_algorithm_takes_spans_and_one_that_does_not_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    q = torch.ones(1, 8, 2, 8)
-    for algo in cp.available("softmax"):
-        cp.attention(q, q, q, algo=algo, spans=cp.spans.prefix_lm(3, 8))
-    monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match="does not support spans, got 2 of them"):
-        cp.attention(q, q, q, algo="allgather", spans=cp.spans.prefix_lm(4, 8))
 
 
 def test_the_snippet_of_the_page_on_masks() -> None:

@@ -11,7 +11,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from tests.test_conformance import Case, assert_conforms
 
 PUBLISHED = {
     "burst": (
@@ -38,13 +37,6 @@ def test_the_same_as_with_options_written_out(name: str) -> None:
     for phase in PHASES:
         mine, theirs = (made.plan(shape, Mask(), phase) for made in (one, other))
         assert (mine.computes, mine.moves) == (theirs.computes, theirs.moves)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_equals_unsplit_attention(name: str, size: int, causal: bool) -> None:
-    assert_conforms(Case(name), size, seq_len=7 * size + size // 2 + 1, causal=causal)
 
 
 def test_burst_sends_as_the_paper_counts() -> None:

@@ -1,85 +1,17 @@
 """Routes of rings: results, bytes over the network, correct plans."""
 
 import pytest
-import torch
 
-import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
-from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.registry import create, layout_of
-from tests.oracle import expected_attention
-from tests.pairwise import pairwise
+from megatron_cp_plugin.registry import create
 from tests.plan_check import check
-from tests.test_conformance import Case, assert_conforms, assert_matches
 
 NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]
 MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rings", "rule", "mask"),
-    pairwise(
-        ((4, 2, "double"), (6, 3, "double"), (3, 3, "straight")),
-        (("zigzag", 1), ("zigzag", 2), ("ring", 1)),
-        ("kv", "query"),
-        MASKS,
-    ),
-    ids=str,
-)
-def test_equals_unsplit_attention(
-    ranks: tuple[int, int, str], rings: tuple[str, int], rule: str, mask: Mask
-) -> None:
-    (size, of_node, route), (algo, chunks) = ranks, rings
-    options: dict[str, object] = {"route": route, "backward": rule, "chunks": chunks}
-    seq_len = 5 * size + 2
-    expected = expected_attention(
-        seq_len=seq_len,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        causal=mask.causal,
-        window=mask.window,
-        cu_seqlens=(0, *mask.documents, seq_len) if mask.documents else None,
-    )
-    layout = layout_of(algo, options)
-
-    def body(topology: Topology):
-        q, k, v, dout = (
-            shard(x, 1, layout, topology.rank, size)
-            for x in (expected.q, expected.k, expected.v, expected.dout)
-        )
-        out = cp.attention(
-            q,
-            k,
-            v,
-            algo=algo,
-            group=topology,
-            causal=mask.causal,
-            window=mask.window,
-            cu_seqlens=(0, *mask.documents, seq_len) if mask.documents else None,
-            seq_len=seq_len,
-            **options,
-        )
-        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
-
-    case = Case(algo, tuple(options.items()))
-    with cp.record_communication() as log:
-        results = run_virtual(size, body, ranks_per_node=of_node)
-    assert_matches(case, results, expected, bound=1e-10)
-
-    def sent(topology: Topology) -> None:
-        shape = Shape(1, seq_len, 4, 2, 8, element_bytes=8, wide_bytes=8)
-        traffic = create(algo, topology, options).traffic(shape, mask, topology.rank)
-        for phase in PHASES:
-            counted = log.bytes(rank=topology.rank, phase=phase)
-            assert counted == getattr(traffic, f"{phase}_bytes")
-
-    run_virtual(size, sent, ranks_per_node=of_node)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -193,15 +125,6 @@ def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) ->
     made = create(name, VirtualWorld(size).topology(0), options).within(mask.followed)
     for phase in PHASES:
         assert made.plan(Shape(1, 40 * size, 4, 2, 8), mask, phase).relay is not straight
-
-
-@pytest.mark.parametrize("size", [6, 7, 8])
-@pytest.mark.parametrize("rule", ["kv", "query"])
-def test_few_pairs_equal_unsplit_attention(size: int, rule: str) -> None:
-    seq_len = 8 * size
-    lengths = [0, 17, 18, 40, seq_len]
-    case = Case("zigzag", (("backward", rule),))
-    assert_conforms(case, size, seq_len=seq_len, window=5, cu_seqlens=lengths)
 
 
 def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

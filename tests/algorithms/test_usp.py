@@ -8,17 +8,8 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Side, during
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
-from tests.test_conformance import Case, assert_conforms
 
 HEADS, KV_HEADS, DIM = 12, 6, 8
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("size", "ulysses", "rows"), [(3, 1, 3), (6, 2, 1), (9, 3, 3), (12, 2, 2)])
-def test_equals_unsplit_attention(size: int, ulysses: int, rows: int, layout: str) -> None:
-    options = ("ulysses", ulysses), ("route", "grid"), ("rows", rows), ("layout", layout)
-    case = Case("usp", options)
-    assert_conforms(case, size, seq_len=4 * size, heads=HEADS, kv_heads=KV_HEADS, peer_access=False)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6])

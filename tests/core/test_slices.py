@@ -4,7 +4,6 @@ them allow.
 
 from collections.abc import Sequence
 from itertools import pairwise as pairs_of
-from random import Random
 
 import pytest
 import torch
@@ -17,34 +16,7 @@ from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
-from tests.pairwise import pairwise
-from tests.span_masks import dense, mask_of, random_spans, random_window
-from tests.test_conformance import Case, assert_conforms
-from tests.test_documents import CALLERS, PADDED, padded, serves
-from tests.test_spans import HEADS
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "packing", "heads"),
-    pairwise(
-        CALLERS,
-        (1, 2, 3, 4),
-        tuple(PADDED),
-        tuple(HEADS),
-        allowed=lambda case, size, *_: serves(case, size),
-    ),
-    ids=str,
-)
-def test_documents_as_their_callers_cut_them(
-    case: Case, size: int, packing: str, heads: str
-) -> None:
-    """Each padded to a multiple of 2P, zigzag inside each; or contiguous."""
-    lengths = padded(PADDED[packing], size)
-    seq_len, source = lengths[-1], Random(f"{case} {size} {packing}")
-    window = random_window(source, seq_len)
-    spans = random_spans(source, seq_len)
-    sizes = {"seq_len": seq_len, "heads": 8, "kv_heads": HEADS[heads], "kernel": "reference"}
-    assert_conforms(case, size, **sizes, spans=spans, cu_seqlens=lengths, window=window)
+from tests.span_masks import dense, mask_of
 
 
 def test_all_pairs_of_documents_are_documents() -> None:

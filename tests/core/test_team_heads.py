@@ -1,47 +1,14 @@
 """Numbers of heads that ranks do not divide, with every algorithm; 33 are DISTFLASHATTN's."""
 
-from collections.abc import Iterator
 from math import lcm
 
 import pytest
 
-import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
 from megatron_cp_plugin.planner.costs import cost
-from tests.test_conformance import Case, assert_conforms
 
 RATIOS = [(33, 33), (33, 11), (2, 2), (7, 1)]
-SIZES = (2, 3, 4)
-
-
-def cases(size: int) -> Iterator[Case]:
-    """Every algorithm as it is by default, and with what changes how heads are treated."""
-    for algo in cp.available("softmax"):
-        yield Case(algo)
-    yield Case("ulysses", (("keep", "local"), ("chunks", 4), ("layout", "zigzag")))
-    for team in (n for n in range(2, size + 1) if size % n == 0):
-        yield Case("usp", (("ulysses", team), ("chunks", 2)))
-    yield Case("usp", (("ulysses", size), ("keep", "local")))
-    yield Case("zigzag", (("backward", "query"), ("chunks", 2)))
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "heads", "kv_heads"),
-    [
-        pytest.param(case, size, *ratio, id=f"{case}-P{size}-{ratio[0]}-{ratio[1]}")
-        for turn, size in enumerate(SIZES)
-        for case in cases(size)
-        # With half of the ratios each, so that a case on two numbers of ranks meets all of them.
-        for ratio in RATIOS[turn % 2 :: 2]
-    ],
-)
-def test_equals_unsplit_attention(case: Case, size: int, heads: int, kv_heads: int) -> None:
-    """Output, all gradients, bytes and messages, causal, in float64."""
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 6, "value_dim": 4}
-    (found, *_), _ = assert_conforms(case, size, seq_len=7 * size + size // 2 + 1, **sizes)
-    shapes = [tuple(x.shape[2:]) for x in found]
-    assert shapes == [(heads, 4), (heads, 6), (kv_heads, 6), (kv_heads, 4)]
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ class Pass(ABC):
             if exchange.receives and not exchange.slow and not self._results:
                 if self.lent:
                     self.settle()
+                    self._keep_partial_sums()
                 self._channels.results.expect(exchange.sources)
 
     def _reduce(self, step: Step) -> None:
@@ -305,6 +306,8 @@ class Pass(ABC):
     def _post(self, exchange: Exchange, *, result: bool) -> None:
         channel = self._channels[2 * exchange.slow + result]
         sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)]
+        if result and exchange.receives and self.lent:
+            self._keep_partial_sums()
         described = expected(exchange, *self._sizes)
         buffers = channel.buffers([x for each in described for x in each], self.q.device)
         arriving, start = [], 0
@@ -317,6 +320,14 @@ class Pass(ABC):
             channel.skip(exchange.idle)
         under_way = self._results if result else self._inputs
         under_way.setdefault(exchange.needed, []).append(posted)
+
+    def _keep_partial_sums(self) -> None:
+        """Copies sums that are passed on later than the next results come, which overwrite them.
+
+        A mask may shorten a relay, so that a sum waits for some steps.
+        """
+        for block, (rows, tensors) in self._partial_sums.items():
+            self._partial_sums[block] = Packed(rows, tuple([x.clone() for x in tensors]))
 
     def _sent(self, message: Message, channel: Communicator) -> Sequence[Tensor]:
         block, rows = message.block, message.move.block.rows
