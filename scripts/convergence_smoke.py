@@ -19,7 +19,8 @@ Flags of Megatron after `--` go to every run, the reference included, and overri
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
+import math
 import os
 import shutil
 import signal
@@ -27,9 +28,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from convergence_report import curves_of, draw, show, write_report
 from convergence_runs import (
     Outcome,
     Run,
@@ -43,6 +45,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
@@ -234,15 +237,11 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
     algos = args.algos if args.algos is not None else _own_algo(config, args.config)
     own_model = (config.get("context_parallel") or {}).get("linear_model") is not None
     runs = plan(parse_variants(algos), parse_sizes(args.cp), settings, args.dp, own_model)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is missing: install the extra `report` of this package")
     output: Path = args.output or Path("results", "convergence", Path(args.config).stem)
     check_folder("--output", output)
     output.mkdir(parents=True, exist_ok=True)
-    picture, numbers = output / "loss.png", output / "report.json"
-    for path in (picture, numbers):
-        # Those of an earlier call would be taken for this one's.
-        path.unlink(missing_ok=True)
+    numbers = output / "report.json"
+    numbers.unlink(missing_ok=True)  # that of an earlier call would be taken for this one's
 
     outcomes: list[Outcome] = []
     with Progress(
@@ -283,11 +282,95 @@ def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Consol
     show(outcomes, tolerances, console)
     about = {"config": args.config, "iterations": args.iters, "flags": list(extra)}
     write_report(outcomes, tolerances, about, numbers)
-    draw(curves_of(outcomes), f"{Path(args.config).stem}: loss", picture, tolerances.loss)
-    for what, path in (("picture", picture), ("numbers", numbers)):
-        if path.is_file():
-            console.print(f"{what}: {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"numbers: {numbers}", markup=False, highlight=False, soft_wrap=True)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def show(outcomes: Sequence[Outcome], tolerances: Tolerances, console: Console) -> None:
+    """Prints the table, and one line for every problem."""
+    reference = outcomes[0].run.variant
+    what = f"{reference.label} (CP 1)" if reference else "Megatron's own attention"
+    table = Table(title=f"Relative errors against {what} on the unsplit sequence")
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("CP", justify="right")
+    table.add_column("first loss", justify="right")
+    table.add_column("last loss", justify="right")
+    table.add_column(f"losses\n(≤ {tolerances.loss:g})", justify="right")
+    table.add_column(f"grad norms\n(≤ {tolerances.grad_norm:g})", justify="right")
+    table.add_column(f"gradients\n(≤ {tolerances.gradient:g})", justify="right")
+    table.add_column("sent per rank\nand iteration", justify="right")
+    table.add_column("ms per\niteration", justify="right")
+    table.add_column("", justify="left")
+    for outcome in outcomes:
+        cells = [escape(outcome.run.label), str(outcome.run.cp)]
+        recording, comparison = outcome.recording, outcome.comparison
+        if recording is None:
+            table.add_row(*cells, *[""] * 7, "[red]failed[/]")
+            continue
+        losses = next(iter(recording.losses().values()), [math.nan])
+        cells += [f"{losses[0]:.5f}", f"{losses[-1]:.5f}"]
+        if comparison is None:
+            cells += ["", "", ""]
+        else:
+            gradient = max(comparison.gradient.error, comparison.later_gradient.error)
+            errors = (comparison.loss.error, comparison.grad_norm.error, gradient)
+            cells += [f"{error:.1e}" if error else "0" for error in errors]
+        cells.append(_size(recording.sent_bytes()) if outcome.run.cp > 1 else "")
+        cells.append(f"{recording.seconds() * 1e3:.0f}")
+        verdict = "" if comparison is None else "[green]equal[/]"
+        table.add_row(*cells, verdict if outcome.passed else "[red]DIFFERENT[/]")
+    console.print(table)
+    for outcome in outcomes:
+        problems = outcome.comparison.problems if outcome.comparison else []
+        for problem in [outcome.failure] if outcome.failure else problems:
+            text = f"{outcome.run.label}, CP {outcome.run.cp}: {problem}"
+            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def write_report(
+    outcomes: Sequence[Outcome], tolerances: Tolerances, about: Mapping[str, object], path: Path
+) -> None:
+    """Writes everything that was measured as JSON."""
+    runs = []
+    for outcome in outcomes:
+        row: dict[str, object] = {
+            "algorithm": outcome.run.label,
+            "context_parallel_size": outcome.run.cp,
+            "processes": outcome.run.processes,
+            "passed": outcome.passed,
+            "failure": outcome.failure,
+        }
+        if outcome.recording is not None:
+            recording = outcome.recording
+            row["settings"] = recording.settings
+            row["losses"] = recording.losses()
+            row["grad_norms"] = recording.grad_norms()
+            row["seconds_per_iteration"] = recording.seconds()
+            row["communication_by_rank"] = [rank.communication for rank in recording.ranks]
+        if outcome.comparison is not None:
+            row["comparison"] = outcome.comparison.as_dict()
+        runs.append(row)
+    passed = all(outcome.passed for outcome in outcomes)
+    report = {**about, "passed": passed, "tolerances": asdict(tolerances), "runs": runs}
+    path.write_text(json.dumps(_plain(report), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with NaN and infinities as text: JSON has none of them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
 
 
 def _tolerances(args: argparse.Namespace, settings: Settings) -> Tolerances:

@@ -39,12 +39,11 @@ from megatron_cp_plugin.planner.layer import planned
 
 @dataclass(frozen=True)
 class Line:
-    """An algorithm with its options. Attributes: style: of matplotlib."""
+    """An algorithm with its options."""
 
     label: str
     algo: str
     options: tuple[tuple[str, object], ...] = ()
-    style: str = "-"
 
 
 LINES = (
@@ -61,8 +60,8 @@ LINES = (
     ),
     Line("distflash, helpers=distance", "distflash", (("helpers", "distance"),)),
     Line("distflash", "distflash"),
-    Line("ulysses", "ulysses", style="--"),
-    Line("all-gather", "allgather", (("transport", "group"),), style="--"),
+    Line("ulysses", "ulysses"),
+    Line("all-gather", "allgather", (("transport", "group"),)),
 )
 
 
@@ -227,44 +226,6 @@ def cell(found: Point) -> str:
     return f"{found.work:.2f}; {found.mean_mib:.0f}, {found.busiest_mib:.0f}"
 
 
-def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Work above, bytes below, a column for each distribution. Args: path: of a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = list(dict.fromkeys(found.lengths for found in points))
-    figure, panels = pyplot.subplots(
-        2, len(columns), figsize=(5 * len(columns), 7), squeeze=False, sharex=True, sharey="row"
-    )
-    for column, words in enumerate(columns):
-        above, below = panels[0][column], panels[1][column]
-        for line in (*LINES, Line("dynamic sizes, zigzag", "zigzag", style="-.")):
-            own = [p for p in points if (p.lengths, p.label) == (words, line.label)]
-            sizes = [found.size for found in own]
-            (drawn,) = above.plot(
-                sizes, [p.work for p in own], line.style, marker="o", label=line.label
-            )
-            for values, style in (
-                ([p.mean_mib for p in own], line.style),
-                ([p.busiest_mib for p in own], ":"),
-            ):
-                below.plot(sizes, values, style, marker="o", color=drawn.get_color())
-        above.axhline(1.03, color="grey", linewidth=0.5)
-        above.set_title(f"documents: {Path(words).name}", fontsize=9)
-        below.set(xscale="log", yscale="log", xlabel="ranks")
-        below.set_xticks(sorted({p.size for p in points}), sorted({p.size for p in points}))
-        below.minorticks_off()
-    panels[0][0].set_ylabel("work of the rank with most / mean")
-    panels[1][0].set_ylabel("MiB that a rank sends: mean, busiest (dotted)")
-    panels[0][0].legend(fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    figure.tight_layout()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "packed"}):
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -277,7 +238,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="query heads : KV heads")
     parser.add_argument("--packs", type=int, default=4, help="random sequences of each kind")
-    parser.add_argument("--output", type=Path, help=".json, or a picture: .png or .svg")
+    parser.add_argument("--output", type=Path, help="JSON of all points")
     return parser.parse_args(argv)
 
 
@@ -298,17 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 points.append(by_megatron)
             print(f"{words}: {size} ranks done", file=sys.stderr, flush=True)
         Console(width=160).print(table(points, words, args.tokens))
-    if args.output is None:
-        return
-    if args.output.suffix == ".json":
+    if args.output is not None:
         args.output.write_text(json.dumps([asdict(found) for found in points], indent=1))
-        return
-    heads = ":".join(map(str, args.heads))
-    title = (
-        f"{args.tokens} tokens a rank, {heads} heads of 128, bfloat16, causal within documents; "
-        f"by plan, means of {args.packs} packs"
-    )
-    draw(points, title, args.output)
 
 
 if __name__ == "__main__":

@@ -212,8 +212,7 @@ def test_program_passes_equal_runs(
     assert run_main(harness, monkeypatch, tmp_path) == 0
     out = capsys.readouterr().out
     assert out.count("│ equal") == 2
-    assert f"picture: {tmp_path / 'o' / 'loss.png'}" in out
-    assert (tmp_path / "o" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"numbers: {tmp_path / 'o' / 'report.json'}" in out
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     assert report["passed"] is True
     assert [run["context_parallel_size"] for run in report["runs"]] == [1, 1, 2]
@@ -264,14 +263,12 @@ def test_a_failed_program_shows_nothing_of_an_earlier_one(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    picture, numbers = tmp_path / "o" / "loss.png", tmp_path / "o" / "report.json"
+    numbers = tmp_path / "o" / "report.json"
     assert run_main(harness, monkeypatch, tmp_path) == 0
-    assert picture.is_file()
+    assert numbers.is_file()
     capsys.readouterr()
-    # Without its reference it has nothing to draw.
+    # Without its reference it has nothing to compare.
     assert run_main(harness, monkeypatch, tmp_path, failure="exit code 1", changed=1) == 1
-    assert "picture" not in capsys.readouterr().out
-    assert not picture.exists()
     assert json.loads(numbers.read_text())["passed"] is False
 
     def refuse(*_: object) -> str:
@@ -281,27 +278,6 @@ def test_a_failed_program_shows_nothing_of_an_earlier_one(
     words = ["--config", str(tmp_path / "run.yaml"), "--cp", "1", "--output", str(tmp_path / "o")]
     assert harness.main(words) == 2
     assert not numbers.exists()
-
-
-def test_equal_losses_are_drawn_at_zero(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    run_main(
-        harness, monkeypatch, tmp_path, lambda run: set_iteration(run, 2, losses={"lm loss": 1.7})
-    )
-    bottom = drawn[0].axes[1]
-    at_one, at_two = (list(line.get_ydata()) for line in bottom.lines[:2])
-    assert at_one == [0.0, 0.0, 0.0]
-    assert at_two == [0.0, 0.0, pytest.approx(0.02)]
-    # Zero has a place on the axis, below everything else.
-    places = [bottom.transData.transform((1, y))[1] for y in (0.0, 1e-9, 1e-8)]
-    assert places[0] < places[1] - 5 < places[2] - 10
-    low, high = bottom.get_ylim()
-    assert low < 0.0 < 0.02 < high
 
 
 @pytest.mark.parametrize("before", ["", "  traceback : "])

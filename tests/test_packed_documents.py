@@ -33,11 +33,3 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
     said = capsys.readouterr().out
     assert "P = 4" in said
     assert f"{points['zigzag, route=ring', 8]['work']:.2f}; " in said
-
-
-def test_picture(tmp_path: Path) -> None:
-    path = tmp_path / "packed.svg"
-    words = f"--lengths 64 --tokens 64 --sizes 2,4 --packs 1 --heads 4:4 --output {path}"
-    packed_documents.main(words.split())
-    text = path.read_text()
-    assert all(line.label in text for line in packed_documents.LINES)
