@@ -25,7 +25,6 @@ from megatron_cp_plugin.functional import (
     shard,
     unshard,
 )
-from megatron_cp_plugin.log_prob_report import log_prob_report
 from megatron_cp_plugin.log_probs import chunked_log_probs
 from megatron_cp_plugin.registry import available, register
 from megatron_cp_plugin.rollouts import pack_rollouts
@@ -41,7 +40,6 @@ __all__ = [
     "chunked_log_probs",
     "decode_attention",
     "linear_attention",
-    "log_prob_report",
     "one_line_errors",
     "pack_rollouts",
     "record_communication",

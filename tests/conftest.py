@@ -50,7 +50,7 @@ LONGEST = """
     integration/test_inputs integration/test_model_cards
     integration/test_latent_attention integration/test_random_runs integration/test_linear_models
     test_convergence_smoke test_functional test_doctor test_spans core/test_plan test_wrappers
-    test_random_attention test_invariance
+    test_random_attention test_compare_log_probs
     integration/test_launch integration/test_endings integration/test_recompute
     integration/test_determinism integration/test_rollouts_in_megatron
 """.split()

@@ -113,8 +113,8 @@ ELSEWHERE: dict[str, str] = {
     "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": "tests/test_doctor.py",
     "megatron-cp check": "tests/test_check.py",
     "megatron-cp compare --iters 20 --config FILE ...": "tests/test_compare.py",
-    "megatron-cp invariance": "tests/test_invariance.py",
-    "megatron-cp invariance --config tiny_zigzag --also ulysses": "tests/test_invariance.py",
+    "megatron-cp compare --log-probs": "tests/test_compare_log_probs.py",
+    "megatron-cp compare --log-probs --config tiny_zigzag": "tests/test_compare_log_probs.py",
     "torchrun ... scripts/pretrain_gpt.py --config FILE": CHECK_INSTALLS,
     "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "
     "--context-parallel-algo zigzag --context-parallel-size 8 <your own flags>": (

@@ -1,7 +1,8 @@
 """`megatron-cp compare`: the same training run with Megatron's own attention and with the plugin.
 
 Both are `megatron-cp train` with the same flags, one after the other. What is compared is what
-Megatron itself prints, so that nothing disturbs the times; with `--gradients` both are recorded.
+Megatron itself prints, so that nothing disturbs the times; with `--gradients` both are recorded,
+and with `--log-probs` nothing is trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness.compare_log_probs import compare_log_probs, without_dtype
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import CommandLine
@@ -89,7 +91,11 @@ def main(argv: Sequence[str]) -> int:
     known, words = parser.parse_known_args(argv)
     if known.iters < 2:
         raise ConfigError(f"--iters must be at least 2, got {known.iters}")
-    line = CommandLine.read("compare", words)
+    line = CommandLine.read("compare", words if known.log_probs is None else without_dtype(words))
+    if known.log_probs is not None:
+        if known.gradients:
+            raise ConfigError("--log-probs trains nothing, got --gradients: leave one of them out")
+        return compare_log_probs(line, known, logged)
     known.output.mkdir(parents=True, exist_ok=True)
     reference, ours = commands(line, known)
     logs = [

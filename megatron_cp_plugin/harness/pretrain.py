@@ -196,17 +196,13 @@ def next_batch(
 ) -> dict[str, Any]:
     """Returns this rank's part of the next micro-batch; inside the pipeline its documents only.
 
-    Args: add: adds to the whole micro-batch, before it is split; inside the pipeline to none.
+    Args: add: adds to the whole micro-batch, before it is split.
     """
     nothing: dict[str, Any] = dict.fromkeys(_KEYS)
     args = get_args()
     has_documents = _has_documents()
     cp_group = mpu.get_context_parallel_group()
     if not is_first_or_last_pipeline_stage(vp_stage) and not has_documents:
-        added: dict[str, Any] = {}
-        add(added)
-        if added:
-            get_batch_on_this_cp_rank(added, is_hybrid_cp=False, cp_group=cp_group)
         return nothing
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     batch = dict(nothing)

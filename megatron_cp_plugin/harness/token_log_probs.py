@@ -1,32 +1,28 @@
-"""Log-probabilities of the labels of some samples: `token_log_probs FOLDER BATCH [flags]`.
+"""Log-probabilities of the labels of some samples: `token_log_probs FOLDER [flags]`.
 
 The model is the one of `megatron-cp train` with the same flags, before its first training step;
-samples are from the training data, or from a file BATCH ("-": none). Every rank that has losses
-writes `rank00000.pt` into FOLDER, see `Recorded`.
+samples are of the training data. Every rank that has losses writes `rank00000.pt` into FOLDER.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.masks.slices import Slice
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.train import start
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.process_exit import one_line_errors, whole_program
 
 MODULE = "megatron_cp_plugin.harness.token_log_probs"
-_OF_SAMPLES = ("tokens", "labels", "loss_mask", "position_ids")
-_OF_SPANS = ("attention_spans", "attention_positions")
 
 
 @dataclass
@@ -34,14 +30,12 @@ class Recorded:
     """The results of one rank.
 
     Attributes:
-        mask: Spans of a file of samples, as a batch has them.
         weights: The norm of each of its parameters.
         parts: Of each micro-batch [n]: numbers of its tokens in the micro-batch, log-probabilities
             in float32, labels, and 1 for tokens that count.
         tokens: Of a whole micro-batch.
     """
 
-    mask: Mapping[str, Any] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     parts: list[tuple[Tensor, ...]] = field(default_factory=list)
     tokens: int = 0
@@ -54,7 +48,7 @@ class Recorded:
         from megatron_cp_plugin.harness import pretrain
 
         stage = get_attr_wrapped_model(model, "vp_stage")
-        batch = pretrain.next_batch(data_iterator, stage, self._add)
+        batch = pretrain.next_batch(data_iterator, stage, _number)
         for name, parameter in model.named_parameters():
             norm = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32)
             self.weights.setdefault(f"{stage} {name}", float(norm))
@@ -65,90 +59,85 @@ class Recorded:
             self.tokens = output.numel() * parallel_state.get_context_parallel_world_size()
         return output, partial(pretrain.sum_of_losses, batch["loss_mask"])
 
-    def _add(self, batch: dict[str, Any]) -> None:
-        """The numbers of its tokens in the whole micro-batch, and the file's spans."""
-        batch |= self.mask
-        if (labels := batch.get("labels")) is not None:
-            numbers = torch.arange(labels.numel(), device=labels.device)
-            batch["numbers"] = numbers.view_as(labels)
-
     def save(self, folder: Path) -> None:
         """Writes this rank's file, on one of the ranks that have the same losses."""
         from megatron.core import parallel_state
 
         if self.parts and parallel_state.get_tensor_model_parallel_rank() == 0:
-            context = parallel_state.get_context_parallel_rank()
-            content = {name: getattr(self, name) for name in ("weights", "parts", "tokens")}
-            content["rank"] = context
+            content = {**vars(self), "rank": parallel_state.get_context_parallel_rank()}
             torch.save(content, folder / f"rank{torch.distributed.get_rank():05d}.pt")
 
 
-def read_batch(path: str | Path) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-    """Samples of a file, as Megatron's datasets have them; and the spans that all of them have.
+def _number(batch: dict[str, Any]) -> None:
+    """Adds the numbers of its tokens in the whole micro-batch."""
+    if (labels := batch.get("labels")) is not None:
+        batch["numbers"] = torch.arange(labels.numel(), device=labels.device).view_as(labels)
 
-    Args:
-        path: A file of `torch.save`: a dict of "tokens" [b,s], int64, and, if they are not simply
-            what follows, "labels" [b,s] and "loss_mask" [b,s]; with "attention_spans", as
-            `Pack.batch()`, also "attention_positions" [s] or [b,s].
 
-    Raises:
-        ConfigError: It is no such file.
+@dataclass(frozen=True)
+class LogProbs:
+    """The results of a job.
+
+    Attributes:
+        weights: Norms of parameters, by rank.
+        log_probs, labels, counts, ranks: [B,S]; ranks: who held the token.
     """
-    what = 'a batch is a dict of "tokens" [b,s], and perhaps "labels" and "loss_mask"'
-    mask = {}
-    try:
-        with torch.serialization.safe_globals([Slice]):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        found = {name: given for name, given in found.items() if given is not None}
-        tokens = found["tokens"]
-        assert tokens.dim() == 2
-        assert tokens.dtype == torch.int64
-        others = {"labels": tokens.roll(-1, 1), "loss_mask": torch.ones(tokens.shape)}
-        if "labels" not in found:
-            others["loss_mask"][:, -1] = 0
-        others |= {"position_ids": torch.arange(tokens.size(1)).expand_as(tokens)}
-        if "attention_spans" in found:
-            mask = {name: found.pop(name) for name in _OF_SPANS if name in found}
-            found.pop("position_ids", None)  # the spans' positions count
-        unknown = found.keys() - {"tokens", "labels", "loss_mask"}
-        if unknown:
-            raise ConfigError(f"{what}, got {', '.join(map(str, unknown))} in {path}: leave it out")
-        every = others | found
-        assert all(x.shape == tokens.shape for x in every.values())
-    except (OSError, KeyError, AssertionError, AttributeError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"{what}, written by torch.save, got {path}: {error!r}") from None
-    every["loss_mask"] = (every["loss_mask"] != 0).float()
-    rows = range(len(tokens))
-    return [{name: every[name][at].contiguous() for name in _OF_SAMPLES} for at in rows], mask
+
+    weights: list[dict[str, float]]
+    log_probs: Tensor
+    labels: Tensor
+    counts: Tensor
+    ranks: Tensor
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Joins the results of all ranks.
+
+        Raises:
+            ContextParallelError: They wrote nothing, or a token is not there exactly once.
+        """
+        found = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
+        if not found:
+            raise ContextParallelError(f"no log-probabilities in {folder}: see {folder}.log")
+        batches, tokens = len(found[0]["parts"]), found[0]["tokens"]
+        kinds = torch.float32, torch.int64, torch.float32, torch.int64
+        every = [torch.zeros(batches, tokens, dtype=kind) for kind in kinds]
+        seen = torch.zeros(batches, tokens)
+        for one in found:
+            for row, (numbers, *parts) in enumerate(one["parts"]):
+                seen[row, numbers] += 1
+                for whole, part in zip(every, (*parts, torch.tensor(one["rank"])), strict=True):
+                    whole[row, numbers] = part.to(whole.dtype)
+        if not (seen == 1).all():
+            raise ContextParallelError(
+                f"the ranks of {folder} split {tokens} tokens into parts that are no partition: "
+                f"{int((seen != 1).sum())} are missing or there twice"
+            )
+        return cls([one["weights"] for one in found], *every)
 
 
-def record(folder: Path, batch: str, words: Sequence[str]) -> None:
+def record(folder: Path, words: Sequence[str]) -> None:
     """One rank: writes its file; ends the process."""
     with whole_program():
         sys.argv[1:] = launch.prepare(words, run_file=True)
         from megatron_cp_plugin.harness import pretrain
 
-        samples, mask = read_batch(batch) if batch != "-" else ([], {})
-        found = Recorded(mask)
-
         def datasets(counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-            if samples:
-                return None, [samples], None  # a list of datasets
-            # Of the training data only.
             return None, pretrain.build_datasets([counts[1]] * 3, vp_stage)[0], None
 
+        found = Recorded()
         pretrain.run(found.step, datasets)
         found.save(folder)
 
 
 def main(argv: Sequence[str]) -> int:
     """Starts the ranks, or is one of them; returns the exit code."""
-    folder, batch, *words = argv
+    folder, *words = argv
     if "RANK" in os.environ:
-        record(Path(folder), batch, words)
+        record(Path(folder), words)
         return 0
     with one_line_errors():
-        return start(words, MODULE, folder, batch)
+        return start(words, MODULE, folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`token_log_probs` with a planted fault: faulty_log_probs_job.py FAULT FOLDER BATCH [flags].
+"""`token_log_probs` with a planted fault: faulty_log_probs_job.py FAULT FOLDER [flags].
 
 none        the program as it is
 position    positions of rank 1 are off by one in the rotary embedding
