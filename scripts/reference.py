@@ -57,6 +57,7 @@ def cell(text: str) -> str:
 
 def algorithms() -> Iterator[str]:
     """A section for each algorithm, with a table of its options."""
+    first: dict[tuple[str, str], str] = {}  # who has an option with a meaning
     for name in cp.available():
         options = registry.algorithm_class(name).Options
         yield f"### {name}\n"
@@ -68,10 +69,10 @@ def algorithms() -> Iterator[str]:
         yield "| option | values | default | meaning |\n| --- | --- | --- | --- |"
         for field in fields:
             default = str(field.default).lower() if field.type is bool else field.default
-            yield (
-                f"| `{field.name}` | {values(field)} | `{default}` | "
-                f"{cell(said.get(field.name, ''))} |"
-            )
+            meaning = said.get(field.name, "")
+            one = first.setdefault((field.name, meaning), name)
+            meaning = meaning if one == name else f"as of [{one}](#{one})"
+            yield f"| `{field.name}` | {values(field)} | `{default}` | {cell(meaning)} |"
         yield ""
 
 

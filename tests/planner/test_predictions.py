@@ -57,7 +57,7 @@ def test_the_page_says_how_far_off_it_is():
 
 
 # Tables that take little to make.
-@pytest.mark.parametrize("name", ["lasp_memory", "distflash_here", "first_token", "lightseq"])
+@pytest.mark.parametrize("name", ["lasp_memory", "distflash_here", "first_token"])
 def test_a_table_of_the_papers_is_made_again(name: str):
     (text,) = (t for p in page.PAGES if name in page.blocks(t := p.read_text()))
     assert page.blocks(text)[name] == "\n".join(page.paper_table(name))
