@@ -117,9 +117,10 @@ def linear_expected(
     batch: int = 2,
     head_dim: int = 4,
     value_dim: int = 6,
-    seed: int = 0,
+    states: bool = True,
 ) -> LinearExpected:
-    generator = torch.Generator().manual_seed(seed)
+    """Args: states: False: the initial one is 0, and the loss does not depend on the final one."""
+    generator = torch.Generator().manual_seed(0)
     heads = len(rates)
 
     def random(*shape: int) -> Tensor:
@@ -127,7 +128,7 @@ def linear_expected(
 
     q, k = (random(batch, seq_len, heads, head_dim) for _ in range(2))
     v, dout = (random(batch, seq_len, heads, value_dim) for _ in range(2))
-    initial, dfinal = (random(batch, heads, head_dim, value_dim) for _ in range(2))
+    initial, dfinal = (states * random(batch, heads, head_dim, value_dim) for _ in range(2))
     inputs = [x.clone().requires_grad_() for x in (q, k, v, initial)]
     rate = torch.tensor(rates, dtype=torch.float64)
     out, final = recurrence(*inputs[:3], rate, inputs[3], causal=causal, documents=documents)

@@ -171,11 +171,10 @@ def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
     cp.register("doubling")(Doubling)
     case = linear.Case("doubling")
     for causal, states in product((True, False), repeat=2):
-        linear.test_equals_the_recurrence(case, size, "slopes", causal)
-        for rates in ("half", "plain"):
-            linear.test_bytes_are_those_of_the_formula(case, size, causal, states, rates)
+        for rates in ("slopes", "half", "plain"):
+            linear.assert_conforms(case, size, 6 * size, rates, causal=causal, states=states)
     for seq_len in (7 * size + size // 2 + 1, size - 1, 2):
-        linear.assert_states_match(case, size, seq_len, tuple(range(1, seq_len, 5)))
+        linear.assert_conforms(case, size, seq_len, documents=tuple(range(1, seq_len, 5)))
     made = create_linear("doubling", VirtualWorld(size).topology(0), {})
     shape = LinearShape(1, 4 * size, 2, 8, 8)
     _, rounds, *_ = stated(made, shape, 0, causal=True, final_state=False)

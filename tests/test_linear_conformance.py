@@ -2,7 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +14,14 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import CommunicationLog
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.fla_on_cpu import fla_on_cpu, launches
 from tests.linear_bytes import counted, stated
-from tests.linear_oracle import LinearExpected, all_pairs, linear_expected, recurrence
+from tests.linear_oracle import LinearExpected, all_pairs, linear_expected
 from tests.oracle import relative_error
-from tests.pairwise import pairwise
-
-RATES = {
-    "plain": (1.0, 1.0, 1.0, 1.0),
-    "half": (0.5, 0.5, 0.5, 0.5),
-    # exp(-8h/H (1 - l/L)) of TransNormerLLM, and one head that forgets almost at once.
-    "slopes": (1.0, 0.8187307530779818, 0.1353352832366127, 1e-6),
-}
-SIZES = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -41,13 +35,47 @@ class Case:
         return "-".join([self.algo, *(value for _, value in self.options)])
 
 
+LAYOUTS = ("contiguous", "zigzag", "documents")
+
+
 def cases() -> Iterator[Case]:
     for algo in cp.available("linear"):
-        if algo in ("lasp2", "linear_ulysses"):
-            yield Case(algo, (("layout", "contiguous"),))
-            yield Case(algo, (("layout", "zigzag"),))
-        else:
+        if algo not in ("lasp2", "linear_ulysses"):
             yield Case(algo)
+            continue
+        for layout in LAYOUTS:
+            yield Case(algo, (("layout", layout),))
+
+
+RATES = {
+    "plain": (1.0, 1.0, 1.0, 1.0),
+    "half": (0.5, 0.5, 0.5, 0.5),
+    # exp(-8h/H (1 - l/L)) of TransNormerLLM, and one head that forgets almost at once.
+    "slopes": (1.0, 0.8187307530779818, 0.1353352832366127, 1e-6),
+    "one head": (0.9,),
+    "seven heads": tuple(0.97**head for head in range(7)),
+}
+SIZES = (3, 2, 4, 1, 5, 8)
+# Documents other than the first one begin in the middle of runs, at their edges, one token after
+# another, and in one run only. fla's kernels, in stand-ins for them, take 4 tokens at a time.
+DOCUMENTS = {
+    "none": lambda n: (),
+    "inside": lambda n: (2, 4, 5, n // 2 - 1, n // 2 + 1, n - 1),
+    "edges": lambda n: (*range(6, n, 6),),
+    "tokens": lambda n: (*range(1, n),),
+    "one run": lambda n: (n // 2 + 2,),
+    "begins with a run": lambda n: (n // 2, n // 2 + 4),
+}
+LENGTHS = {
+    "even": lambda size: 6 * size,
+    "uneven": lambda size: 7 * size + size // 2 + 1,
+    "longer than a kernel's chunk": lambda size: 90 * min(size, 3),
+    "chunks": lambda size: 12 * size,
+    "few": lambda size: max(1, size - 1),
+    "two": lambda size: 2,
+}
+ROWS = [(name, kernel) for name in DOCUMENTS for kernel in ("auto", "fla")]
+ROWS.append(("none", "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -74,8 +102,8 @@ def run(
     kernel: str = "auto",
 ) -> tuple[list[Result], CommunicationLog]:
     """The result of every virtual rank, and what they sent. states: initial and final ones too."""
-    layout = layout_of(case.algo, dict(case.options))
     seq_len = expected.q.shape[1]
+    layout = layout_for(case, cu_seqlens)
 
     def body(topology: Topology) -> Result:
         whole = (expected.q, expected.k, expected.v, expected.dout)
@@ -111,297 +139,107 @@ def run(
     return results, log
 
 
-def assert_matches(
-    case: Case, results: list[Result], expected: LinearExpected, bound: float
+def layout_for(case: Case, cu_seqlens: Sequence[int] | None) -> Layout:
+    return layout_of(case.algo, dict(case.options)).within(tuple(cu_seqlens or ())[1:-1])
+
+
+def assert_conforms(
+    case: Case,
+    size: int,
+    seq_len: int,
+    rates: str = "slopes",
+    *,
+    causal: bool = True,
+    documents: tuple[int, ...] = (),
+    states: bool = True,
+    kernel: str = "auto",
+    batch: int = 2,
 ) -> None:
-    layout = layout_of(case.algo, dict(case.options))
+    """Outputs, final states and all gradients; bytes and messages as docstrings state them.
+
+    Args: documents: where those but the first one begin. kernel: "bfloat16": "auto", of tensors in
+        bfloat16 and states in float32, and the error is that of rounding inputs and outputs once.
+    """
+    sizes = {"causal": causal, "documents": documents, "states": states, "batch": batch}
+    expected = linear_expected(RATES[rates], seq_len, **sizes)
+    bounds = (0, *documents, seq_len) if documents else None
+    narrow = kernel == "bfloat16"
+    settings = {"causal": causal, "states": states, "cu_seqlens": bounds}
+    settings |= {"dtype": torch.bfloat16 if narrow else torch.float64}
+    with fla_on_cpu() if kernel == "fla" else nullcontext():
+        results, log = run(case, expected, size, kernel="auto" if narrow else kernel, **settings)
+        assert (kernel == "fla") == bool(launches())
+    bound = 6e-3 if narrow else 1e-9 if seq_len > 64 * size else 1e-10
     for name in ("out", "dq", "dk", "dv"):
-        whole = unshard([getattr(result, name) for result in results], 1, layout)
+        whole = unshard([getattr(x, name) for x in results], 1, layout_for(case, bounds))
         error = relative_error(whole, getattr(expected, name))
         assert error <= bound, f"{case}: {name} is off by {error:.1e}"
-
-
-def assert_bytes_are_stated(
-    case: Case, size: int, shape: LinearShape, log: CommunicationLog, *, causal: bool
-) -> None:
-    """What ranks sent in both passes, with the final state, is what their docstrings say."""
+    for result in results if states else ():
+        assert result.final.dtype == (torch.float32 if narrow else torch.float64)
+        assert relative_error(result.final, expected.final) <= bound
+    if states:  # the ranks' gradients of the initial state are those of their losses' sum
+        dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
+        assert relative_error(dinitial, expected.dinitial) <= bound
+    widths = {} if narrow else {"element_bytes": 8, "wide_bytes": 8}
+    shape = LinearShape(*expected.q.shape, expected.v.shape[3], **widths)
+    said = {"causal": causal, "final_state": states, "documents": documents}
+    decays = rates != "plain" or bool(documents)  # else both directions have one total
 
     def compare(topology: Topology) -> None:
         made, rank = create_linear(case.algo, topology, dict(case.options)), topology.rank
-        assert counted(log, rank) == stated(made, shape, rank, causal=causal, final_state=True)
+        assert counted(log, rank) == stated(made, shape, rank, decays=decays, **said)
 
-    run_virtual(size, compare)
-
-
-def assert_all_match(case: Case, results: list[Result], expected: LinearExpected) -> None:
-    """Final states, and the gradient of the initial one, too."""
-    assert_matches(case, results, expected, bound=1e-10)
-    for result in results:
-        assert result.final is not None
-        assert relative_error(result.final, expected.final) <= 1e-10
-    # The ranks' gradients of the initial state are those of their losses' sum.
-    dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
-    assert isinstance(dinitial, Tensor)
-    assert relative_error(dinitial, expected.dinitial) <= 1e-10
+    if seq_len >= size:  # formulas are for ranks that all have tokens
+        run_virtual(size, compare)
 
 
-@pytest.mark.parametrize(
-    ("case", "size", "rates", "causal"),
-    pairwise(tuple(cases()), SIZES, tuple(RATES), (True, False)),
-    ids=str,
-)
-def test_equals_the_recurrence(case: Case, size: int, rates: str, causal: bool) -> None:
-    expected = linear_expected(RATES[rates], 6 * size, causal=causal)
-    results, _ = run(case, expected, size, causal=causal, states=True)
-    assert_all_match(case, results, expected)
+def table() -> Iterator[Any]:
+    """Each case with all documents and kernels, and with all sizes, lengths and rates by turns."""
+    turn = 0
+    for case in cases():
+        for (documents, kernel), causal in product(ROWS, (True, False)):
+            turn += 1
+            size, rates = SIZES[turn % 6], tuple(RATES)[turn % 5]
+            length = "chunks" if kernel == "bfloat16" else tuple(LENGTHS)[(turn // 2) % 6]
+            seq_len, states = LENGTHS[length](size), turn % 4 != 1
+            if ("layout", "zigzag") in case.options:
+                seq_len = -(-seq_len // (2 * size)) * 2 * size
+            starts = {n for n in DOCUMENTS[documents](seq_len) if 0 < n < seq_len}
+            given = {"causal": causal, "documents": tuple(sorted(starts)), "states": states}
+            given |= {"kernel": kernel, "batch": 1 + turn % 2}
+            name = f"{case}-P{size}-{length}-{documents}-{kernel}"
+            yield pytest.param(case, size, seq_len, rates, given, id=name)
 
 
-@pytest.mark.parametrize(
-    ("case", "size", "heads"),
-    pairwise(tuple(cases()), (2, 3, 4), (1, 2, 7, 33)),
-    ids=str,
-)
-def test_heads_that_ranks_do_not_divide(case: Case, size: int, heads: int) -> None:
-    """Outputs, states, all gradients; bytes, of linear_ulysses those of as many heads as it fills
-    up to.
-    """
-    causal, seq_len = heads % 2 == 1, 4 * size
-    rates = tuple(0.97**head for head in range(heads))
-    expected = linear_expected(rates, seq_len, batch=1, head_dim=3, causal=causal)
-    results, log = run(case, expected, size, causal=causal, states=True)
-    assert results[0].out.shape[2] == heads
-    assert_all_match(case, results, expected)
-    value_dim = expected.v.shape[3]
-    shape = LinearShape(1, seq_len, heads, 3, value_dim, element_bytes=8, wide_bytes=8)
-    filled = -(-heads // size) * size
-    others = 8 * (size - 1) * filled // size
-    for rank in range(size):
-        if case.algo == "linear_ulysses":  # 2 * B*S*H*(P-1)/P * (D+E) * e, and the final state
-            sent = others * (2 * 4 * (3 + value_dim) + 3 * value_dim)
-            assert log.bytes(rank=rank, phase="forward") == sent
-            assert log.bytes(rank=rank, phase="backward") == sent
-    assert_bytes_are_stated(case, size, shape, log, causal=causal)
-
-
-# Where documents other than the first one begin, in runs of 6 tokens, or of 3 on zigzag: in the
-# middle of runs, at their edges, one token after another, and in no or one run only.
-DOCUMENTS = {
-    "inside": lambda n: (2, 4, 5, n // 2 + 1, n - 1),
-    "edges": lambda n: (*range(6, n, 6),),
-    "tokens": lambda n: (*range(1, n),),
-    "one run": lambda n: (n // 2 + 2,),
-    "begins with a run": lambda n: (n // 2, n // 2 + 4),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "documents", "rates", "causal"),
-    pairwise(tuple(cases()), SIZES, tuple(DOCUMENTS), tuple(RATES), (True, False)),
-    ids=str,
-)
-def test_a_state_begins_anew_at_each_document(
-    case: Case, size: int, documents: str, rates: str, causal: bool
+@pytest.mark.parametrize(("case", "size", "seq_len", "rates", "given"), list(table()))
+def test_equals_the_recurrence(
+    case: Case, size: int, seq_len: int, rates: str, given: dict[str, Any]
 ) -> None:
-    """With an initial state, which the first document alone sees; bytes as without documents."""
-    seq_len = 6 * size
-    starts = tuple(sorted({n for n in DOCUMENTS[documents](seq_len) if 0 < n < seq_len}))
-    of_heads = RATES[rates]
-    expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts)
-    cu_seqlens = (0, *starts, seq_len)
-    results, log = run(case, expected, size, causal=causal, states=True, cu_seqlens=cu_seqlens)
-    assert_all_match(case, results, expected)
-    shape = LinearShape(*expected.q.shape, expected.v.shape[3], element_bytes=8, wide_bytes=8)
-    assert_bytes_are_stated(case, size, shape, log, causal=causal)
-
-
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_documents_longer_than_a_kernel_chunk(case: Case) -> None:
-    starts = (3, 80, 150, 290)
-    expected = linear_expected(RATES["slopes"], 300, batch=1, documents=starts)
-    results, _ = run(case, expected, 2, states=True, cu_seqlens=(0, *starts, 300))
-    assert_matches(case, results, expected, bound=1e-9)
-
-
-@pytest.mark.parametrize("algo", cp.available("linear"))
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_documents_on_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
-    for seq_len in (7 * size + size // 2 + 1, size - 1, 2):
-        assert_states_match(Case(algo), size, seq_len, tuple(range(1, seq_len, 5)))
-
-
-def assert_states_match(case: Case, size: int, seq_len: int, starts: tuple[int, ...]) -> None:
-    """Outputs, states and all gradients. Args: starts: of documents but the first."""
-    expected = linear_expected(RATES["slopes"], seq_len, documents=starts)
-    results, _ = run(case, expected, size, states=True, cu_seqlens=(0, *starts, seq_len))
-    assert_all_match(case, results, expected)
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "causal"), pairwise(tuple(cases()), (1, 2, 3), (True, False)), ids=str
-)
-def test_without_states(case: Case, size: int, causal: bool) -> None:
-    """No initial state is one of zeros; the final one need not be asked for."""
-    slopes = RATES["slopes"]
-    drawn = linear_expected(slopes, 4 * size, causal=causal, seed=1)
-    results, _ = run(case, drawn, size, causal=causal)
-    q, k, v = (x.clone().requires_grad_() for x in (drawn.q, drawn.k, drawn.v))
-    rates = torch.tensor(drawn.rates, dtype=torch.float64)
-    out, _ = recurrence(q, k, v, rates, torch.zeros_like(drawn.initial), causal=causal)
-    gradients = torch.autograd.grad(out, (q, k, v), drawn.dout)
-    layout = layout_of(case.algo, dict(case.options))
-    for name, whole in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
-        got = unshard([getattr(result, name) for result in results], 1, layout)
-        assert relative_error(got, whole.detach()) <= 1e-9, f"{case}: {name}"
-
-
-@pytest.mark.parametrize("algo", cp.available("linear"))
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_ranks_with_unequally_many_tokens(algo: str, size: int) -> None:
-    for seq_len in (7 * size + size // 2 + 1, size - 1, 1):
-        assert_states_match(Case(algo), size, seq_len, ())
+    """A state begins anew at each document; the first one alone sees the initial state."""
+    assert_conforms(case, size, seq_len, rates, **given)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_an_empty_batch(case: Case, size: int) -> None:
-    expected = linear_expected(RATES["slopes"], 4 * size, batch=0)
+    expected = linear_expected(RATES["slopes"], 6 * size, batch=0)
     for result in run(case, expected, size, states=True)[0]:
         assert result.final.shape == expected.initial.shape
-        assert result.out.shape == result.dv.shape == (0, 4, 4, 6)
-
-
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_longer_than_a_kernel_chunk(case: Case) -> None:
-    expected = linear_expected(RATES["slopes"], 2 * 150, batch=1)
-    results, _ = run(case, expected, 2, states=True)
-    assert_matches(case, results, expected, bound=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("case", "causal"), [(case, turn % 2 == 0) for turn, case in enumerate(cases())], ids=str
-)
-def test_bfloat16(case: Case, causal: bool) -> None:
-    """Tensors in bfloat16, states in float32: the error of rounding inputs and outputs once."""
-    expected = linear_expected(RATES["slopes"], 64, causal=causal)
-    results, _ = run(case, expected, 4, causal=causal, states=True, dtype=torch.bfloat16)
-    assert_matches(case, results, expected, bound=6e-3)
-    final = results[0].final
-    assert final is not None
-    assert final.dtype == torch.float32
-    assert relative_error(final, expected.final) <= 6e-3
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "causal", "states", "rates"),
-    pairwise(tuple(cases()), SIZES, (True, False), (False, True), ("half", "plain")),
-    ids=str,
-)
-def test_bytes_are_those_of_the_formula(
-    case: Case, size: int, causal: bool, states: bool, rates: str
-) -> None:
-    expected = linear_expected(RATES[rates], 4 * size, causal=causal)
-    _, log = run(case, expected, size, causal=causal, states=states, dtype=torch.bfloat16)
-    shape = LinearShape(*expected.q.shape, expected.v.shape[3])
-
-    def compare(topology: Topology) -> None:
-        rank = topology.rank
-        algorithm = create_linear(case.algo, topology, dict(case.options))
-        settings = {"causal": causal, "final_state": states, "decays": rates != "plain"}
-        assert counted(log, rank) == stated(algorithm, shape, rank, **settings)
-
-    run_virtual(size, compare)
-
-
-def test_bytes_against_the_length_of_the_sequence() -> None:
-    """Table 1 of the paper: B*H*D*D elements a hop, against Ulysses and Megatron's SP."""
-    size, heads, head_dim = 4, 4, 8
-    state = heads * head_dim * head_dim
-    for seq_len in (1024, 8192):
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, seq_len, heads, head_dim, generator=generator)
-
-        def sent(algo: str, x: Tensor = x) -> CommunicationLog:
-            def body(topology: Topology) -> None:
-                local = shard(x, 1, layout_of(algo, {}), topology.rank, size).requires_grad_()
-                out = cp.linear_attention(local, local, local, decay=0.5, algo=algo, group=topology)
-                assert isinstance(out, Tensor)
-                out.sum().backward()
-
-            with cp.record_communication() as log:
-                run_virtual(size, body)
-            return log
-
-        log = sent("lasp")
-        for rank in range(size):
-            assert log.bytes(rank=rank, phase="forward") == (4 * state if rank < size - 1 else 0)
-            assert log.bytes(rank=rank, phase="backward") == (4 * state if rank > 0 else 0)
-        hidden = seq_len * heads * head_dim
-        # Of 4 tensors, those of this rank's tokens whose heads are elsewhere.
-        ulysses = 4 * hidden // size
-        exchanged = sent("linear_ulysses").bytes(rank=1, phase="forward")
-        assert exchanged == 4 * ulysses * (size - 1) // size
-        megatron = 2 * hidden + ulysses
-        assert state < ulysses < megatron
-
-
-# Documents in 12 tokens a rank, which fla's kernels take 4 at a time: none, of one token each, cut
-# into segments, or in the middle of a rank between two that others share.
-ON_CPU = {
-    "none": lambda n: (),
-    "tokens": lambda n: (*range(1, n),),
-    "long": lambda n: (1, n - 2),
-    "shared": lambda n: (*range(5, n, 6),),
-    "many": lambda n: (3, 4, n // 2 - 1, n // 2, n // 2 + 2, n - 1),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "size", "documents", "rates", "causal", "batch"),
-    pairwise(tuple(cases()), (1, 2, 3, 4), tuple(ON_CPU), tuple(RATES), (True, False), (1, 2)),
-    ids=str,
-)
-def test_with_flas_kernels(
-    case: Case, size: int, documents: str, rates: str, causal: bool, batch: int
-) -> None:
-    """With stand-ins for them; outputs, states and all gradients."""
-    seq_len = 12 * size
-    starts = tuple(sorted({n for n in ON_CPU[documents](seq_len) if 0 < n < seq_len}))
-    of_heads = RATES[rates]
-    expected = linear_expected(of_heads, seq_len, causal=causal, documents=starts, batch=batch)
-    bounds = (0, *starts, seq_len)
-    with fla_on_cpu():
-        results, _ = run(
-            case, expected, size, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
-        )
-        assert_all_match(case, results, expected)
-        assert launches()
-
-
-@pytest.mark.parametrize("algo", cp.available("linear"))
-def test_flas_kernels_with_ranks_without_tokens(algo: str) -> None:
-    with fla_on_cpu():
-        for seq_len, starts in ((4, (1, 3)), (23, (2, 9, 10)), (1, ())):
-            expected = linear_expected(RATES["slopes"], seq_len, documents=starts)
-            bounds = (0, *starts, seq_len)
-            results, _ = run(Case(algo), expected, 5, states=True, cu_seqlens=bounds, kernel="fla")
-            assert_all_match(Case(algo), results, expected)
+        assert result.out.shape == result.dv.shape == (0, 6, 4, 6)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) -> None:
     """Of each of fla's kernels."""
-    seq_len = 64
+    seq_len = 24
     of_rates = 1.0, 0.9, 0.5, 1.0
     with fla_on_cpu():
         found = []
-        for starts in ((32,), (14, 32, 34), (*range(1, 64),)):
+        for starts in ((12,), (5, 12, 14), (*range(1, 24),)):
             expected = linear_expected(of_rates, seq_len, causal=causal, documents=starts, batch=1)
             bounds = (0, *starts, seq_len)
-            results, _ = run(
-                case, expected, 2, causal=causal, states=True, cu_seqlens=bounds, kernel="fla"
-            )
-            assert_all_match(case, results, expected)
+            run(case, expected, 2, causal=causal, states=True, cu_seqlens=bounds, kernel="fla")
             found.append(Counter(name for name, _ in launches()))
     ways = 1 if causal else 2
     of_both_ranks = 2 * ways
@@ -421,8 +259,9 @@ def test_a_state_in_another_order_of_memory() -> None:
     turned = replace(expected, initial=expected.initial.mT.contiguous().mT)
     assert not turned.initial.is_contiguous()
     with fla_on_cpu():
-        results, _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
-    assert_all_match(Case("lasp"), results, expected)
+        (found,), _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
+    for name in ("out", "final", "dq", "dk", "dv", "dinitial"):
+        assert relative_error(getattr(found, name), getattr(expected, name)) <= 1e-10
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.autograd.function import attend
+from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
@@ -66,7 +67,7 @@ def test_equals_unsplit_attention_where_it_is_recomputed(case: Case, window: int
                 site="a layer",
             )
 
-        function = Checkpointed(attention)
+        function = Checkpointed(attention, HostMemory())
         out = torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
         return (out.detach(), *torch.autograd.grad(out, leaves, own_dout))
 
