@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_cp_plugin import __version__
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.tiles import Mask
     from megatron_cp_plugin.planner.costs import Cost
-    from megatron_cp_plugin.planner.drawing import Picture
+    from megatron_cp_plugin.planner.event_simulation import Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def _own_words(words: Sequence[str]) -> int:
         if unknown:
             # Of the subcommand's own flags the nearest is named.
             commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
-        for name in ("output", "report", "json", "yaml"):
+        for name in ("output", "report", "yaml"):
             if path := getattr(arguments, name, None):
                 check_file(f"--{name}", path)
         return _RUN[words[0]](arguments)
@@ -208,15 +207,38 @@ def _mask(arguments: argparse.Namespace) -> Mask:
     return Mask(arguments.mask == "causal", arguments.window, documents)
 
 
-def _draw_times(arguments: argparse.Namespace) -> int:
+def _draw(arguments: argparse.Namespace) -> int:
+    from megatron_cp_plugin.planner.drawing import picture, text
+    from megatron_cp_plugin.planner.svg import check_ending, save
+
+    path, title = arguments.output, ""
+    if arguments.machine is not None:
+        _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
+    if path is not None:
+        check_ending(path, of_times=arguments.machine is not None)
+    drawn: Any
+    if arguments.machine is not None:
+        drawn, title = _times(arguments)
+        print(title)
+    elif arguments.tokens:
+        drawn = _tokens(arguments)
+    else:
+        drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
+        print(text(drawn))
+    if path is not None:
+        save(drawn, path, title)
+        print(f"wrote {path}")
+    return 0
+
+
+def _times(arguments: argparse.Namespace) -> tuple[Timeline, str]:
+    """The simulated timeline on a machine, and its title."""
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.linear.algorithm import LinearShape
     from megatron_cp_plugin.planner.detected_machine import machine_named
-    from megatron_cp_plugin.planner.figures import save_timeline
     from megatron_cp_plugin.planner.simulate import simulate
     from megatron_cp_plugin.registry import kind_of
 
-    _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
     (heads, kv_heads), dim = _heads(arguments), arguments.head_dim
     shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
     if kind_of(arguments.algo) == "linear":
@@ -228,35 +250,24 @@ def _draw_times(arguments: argparse.Namespace) -> int:
     title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
     title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
     title += f"{found.backward.seconds * 1e3:.2f} ms"
-    save_timeline(found, title, arguments.output)
-    print(title)
-    print(f"wrote {arguments.output}")
-    return 0
+    return found, title
 
 
-def _draw(arguments: argparse.Namespace) -> int:
-    if arguments.machine is not None:
-        return _draw_times(arguments)
-    if arguments.tokens:
-        return _draw_tokens(arguments)
-    from megatron_cp_plugin.planner.drawing import as_table, picture
-    from megatron_cp_plugin.planner.figures import save
+def _tokens(arguments: argparse.Namespace) -> Any:
+    """The picture of tokens to write; None: who holds and computes which was printed instead."""
+    from megatron_cp_plugin.planner import token_picture as tokens
+    from megatron_cp_plugin.registry import kind_of
 
-    drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
-    if arguments.output:
-        save(drawn, arguments.output)
-    if find_spec("rich") is None:
-        _print_plainly(drawn)
-        return 0
-    from rich.console import Console
-
-    console, shown = Console(), as_table(drawn)
-    unbroken = console.measure(shown, options=console.options.update(max_width=10_000)).maximum
-    console = Console(width=max(console.width, unbroken))
-    console.print(shown)
-    if arguments.output:
-        console.print(f"wrote {arguments.output}")
-    return 0
+    algo, size, given = arguments.algo, arguments.size, _pass(arguments)
+    if arguments.output is not None:
+        drawn = tokens.token_picture(algo, size, **given)
+        print(drawn.balance)
+        return drawn
+    given["seq_len"] = given["seq_len"] or tokens.some_tokens(algo, size, given["options"])
+    print("\n".join(tokens.held(algo, size, given["seq_len"], given["mask"], given["options"])))
+    if kind_of(algo) == "softmax" and given["seq_len"] <= tokens.MOST_PRINTED:
+        print(tokens.text(tokens.token_picture(algo, size, **given)))
+    return None
 
 
 def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -266,30 +277,6 @@ def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
         "options": dict(arguments.option),
         "phase": arguments.phase,
     }
-
-
-def _draw_tokens(arguments: argparse.Namespace) -> int:
-    from megatron_cp_plugin.planner.token_picture import save_tokens, text, token_picture
-
-    drawn = token_picture(arguments.algo, arguments.size, **_pass(arguments))
-    if arguments.output is None:
-        print(text(drawn))
-        return 0
-    save_tokens(drawn, arguments.output)
-    print(drawn.balance)
-    print(f"wrote {arguments.output}")
-    return 0
-
-
-def _print_plainly(drawn: Picture) -> None:
-    steps = [f"step {number}" for number in range(len(drawn.steps))]
-    rows = [
-        (str(rank), *(cell.text if cell else "waits" for cell in cells))
-        for rank, cells in enumerate(zip(*drawn.steps, strict=True))
-    ]
-    print(drawn.title)
-    print(text_table(("rank", *steps), rows))
-    print("\n".join(drawn.summary))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -308,7 +295,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("--yaml needs --machine, got none: name a machine")
         return _plan_bytes(arguments, title, shape, mask)
     said = "--machine tries all algorithms and options: leave {} out"
-    _leave_out(arguments, said, "algo", "option", "memory", "json")
+    _leave_out(arguments, said, "algo", "option", "memory")
     from megatron_cp_plugin.planner.command import plan_layer
 
     print(title)
@@ -319,7 +306,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _plan_model(arguments: argparse.Namespace) -> int:
     _need(arguments, "--model needs --tokens, --gpus and --machine", "tokens", "gpus", "machine")
     _check_positive(arguments, "tokens", "gpus", "batch")
-    sizes = "size", "seq_len", "heads", "kv_heads", "algo", "option", "memory", "json"
+    sizes = "size", "seq_len", "heads", "kv_heads", "algo", "option", "memory"
     _leave_out(arguments, "--model sets its own sizes, got {}: leave it out", *sizes)
     from megatron_cp_plugin.planner.command import plan_model
 
@@ -337,7 +324,7 @@ def _plan_model(arguments: argparse.Namespace) -> int:
 
 
 def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
-    from megatron_cp_plugin.planner.costs import BASELINES, document
+    from megatron_cp_plugin.planner.costs import BASELINES
     from megatron_cp_plugin.registry import algorithm_class, available
 
     options = dict(arguments.option)
@@ -347,8 +334,8 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
     if arguments.algo:
         algorithm_class(arguments.algo)
         rows = [(arguments.algo, options)]
-    elif options or arguments.json:
-        raise ConfigError("--option and --json need --algo, got none: name an algorithm")
+    elif options:
+        raise ConfigError("--option needs --algo, got none: name an algorithm")
     headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
     if arguments.memory:
         headers += ["peak GiB"]
@@ -364,15 +351,10 @@ def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: M
         for one in BASELINES:
             found = one.cost(arguments.size, shape)
             table.append(_cost_cells(arguments, one.name, found, ""))
-    if arguments.json:
-        written = document(arguments.algo, arguments.size, shape, mask, options)
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n")
     print(title)
     print(text_table(headers, table, right=range(2, len(headers))))
     for line in refused:
         print(line)
-    if arguments.json:
-        print(f"wrote {arguments.json}")
     return 0
 
 

@@ -9,7 +9,7 @@ def need(extra: str, what: str, *modules: str) -> None:
     """Refuses to go on without the packages of an extra.
 
     Args:
-        extra: "megatron" or "report".
+        extra: Such as "megatron".
         what: The function that needs them, as the error names it.
         modules: Modules of the extra that are needed.
 

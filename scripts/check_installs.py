@@ -97,7 +97,7 @@ ENVIRONMENTS = {
         (
             *_TORCH_ALONE,
             *_REFUSED,
-            Trial("megatron-cp draw --algo zigzag --size 4 --output zigzag.png", "zigzag.png"),
+            Trial("megatron-cp draw --algo zigzag --size 4 --output zigzag.svg", "zigzag.svg"),
         ),
     ),
     "editable": Environment(

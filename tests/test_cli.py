@@ -54,7 +54,7 @@ SERVED = {
     "megatron-cp plan --size 4 --seq-len 4K --heads 8": "one layer, 8:8 heads, 4096 tokens, 4 rank",
     "megatron-cp doctor --head-dim 16 --heads 8:2": "verdict: ok, 9 results are right; missing: ",
     "megatron-cp prepare-data --help": "megatron-cp prepare-data [-h]",
-    "megatron-cp draw --algo distflash --size 3": "│ 0    │ q0 k0  │ q2 k0  │",
+    "megatron-cp draw --algo distflash --size 3": "│ 0    │ q0 k0  │ q2 k0       │",
 }
 REFUSED = (
     "megatron-cp train --config tiny_zigzag",
@@ -105,7 +105,7 @@ LAYER = "--size 4 --seq-len 32K --heads 32 --machine h200"
         ("doctor --head-dim 64 0", "--head-dim must be more than 0, got 0"),
         ("prepare-data", "the following arguments are required: --output: see --help"),
         ("prepare-data --outptu x", "unknown flag --outptu (did you mean '--output'?): see --help"),
-        ("draw --algo ring --size 2 --output /proc/x.png", "--output got /proc, where nothing can"),
+        ("draw --algo ring --size 2 --output /proc/x.svg", "--output got /proc, where nothing can"),
         (
             f"plan {LAYER} --yaml /x/y.yaml",
             "got /x/y.yaml, and there is no folder '/x': make it first",

@@ -27,11 +27,9 @@ from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
 from tests.oracle import naive_attention
 from tests.plan_check import check
-from tests.plan_reader import from_json
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
     Spans,
@@ -174,9 +172,6 @@ def test_plans_are_right(algo: str, beside: bool) -> None:
             for phase in ("forward", "backward"):
                 plan = algorithm.plan(shape, mask, phase)
                 check(plan)
-                document = to_json(plan, shape, [0] * size)
-                assert document["mask"]["documents"] == list(mask.slices.documents)
-                assert from_json(document).mask == mask
 
 
 def test_queries_that_nobody_names_are_zero() -> None:

@@ -6,17 +6,14 @@ Nothing runs and no processes are needed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_cp_plugin.algorithms.attention2d import GridAlgorithm
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import Peak, peak_of
 from megatron_cp_plugin.planner.layer import Layer, planned
-from megatron_cp_plugin.planner.plan_json import to_json
 
 
 @dataclass(frozen=True)
@@ -103,42 +100,6 @@ def peak(
     mask, options = mask or Mask(), options or {}
     layer = Layer(algo, tuple(options.items()), shape, mask, (0,) * size, peer_access)
     return peak_of(layer.on(rank), shape, mask, kernel_called(kernel))
-
-
-def document(
-    algo: str,
-    size: int,
-    shape: Shape,
-    mask: Mask | None = None,
-    options: Mapping[str, object] | None = None,
-    *,
-    kernel: str = "flash4",
-) -> dict[str, Any]:
-    """All that is known of a layer before it runs, as JSON's types.
-
-    An object with version (1), algorithm, options, size (ranks, on one node), kernel, layout,
-    shape, passes (forward and backward, see `planner.plan_json`), idle: the share of the
-    forward's time, and peak_bytes: of each rank, see `planner.call_memory.Peak`.
-
-    Args: as of `peak`. Raises: as of `peak`.
-    """
-    mask, options = mask or Mask(), options or {}
-    algorithm = planned(algo, size, shape, mask, options)
-    rectangular = kernel_called(kernel).rectangular_causal
-    plans = [algorithm.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
-    peaks = (peak(algo, size, rank, shape, mask, options, kernel=kernel) for rank in range(size))
-    return {
-        "version": 1,
-        "algorithm": algo,
-        "options": asdict(algorithm.options),
-        "size": size,
-        "kernel": kernel,
-        "layout": algorithm.layout.name,
-        "shape": asdict(shape),
-        "passes": {plan.phase: to_json(plan, shape, (0,) * size) for plan in plans},
-        "idle": plans[0].idle,
-        "peak_bytes": [found._asdict() for found in peaks],
-    }
 
 
 # ---- other ways to split a layer, which the papers compare context parallelism with. They are not

@@ -5,12 +5,13 @@ Made from an algorithm's plan, so no process group and no tensor is needed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Literal, NamedTuple
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
@@ -21,9 +22,7 @@ from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.layer import planned
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from megatron_cp_plugin.text_table import text_table
 
 _TOKENS_PER_CHUNK = 256
 _HEADS_PER_RANK = 4
@@ -91,7 +90,7 @@ class Picture:
         size: number of ranks.
         steps: cells by step and rank; None: the rank waits.
         transfers, collectives: the messages.
-        kinds: the meaning of each kind of message.
+        results: the meaning of results that are sent.
         head_groups: of heads, which are computed one after another in equally many steps each.
     """
 
@@ -101,7 +100,7 @@ class Picture:
     steps: tuple[tuple[Cell | None, ...], ...]
     transfers: tuple[DrawnTransfer, ...]
     collectives: tuple[Collective, ...]
-    kinds: Mapping[Kind, str]
+    results: str
     head_groups: int = 1
 
     @property
@@ -180,8 +179,9 @@ def picture(
         linear = registry.create_linear(algo, VirtualWorld(size).topology(0), options)
         return _of_linear(linear, seq_len, mask, title, subtitle)
     plan = plan_to_draw(algo, size, seq_len, mask, options, phase)
+    travelling = _travelling([_message(plan, move) for move in plan.moves])
     groups = len(plan.groups)
-    return Picture(title, subtitle, size, _steps(plan), *travelling_of(plan), _kinds(plan), groups)
+    return Picture(title, subtitle, size, _steps(plan), *travelling, _results(plan), groups)
 
 
 def check_size(size: int) -> None:
@@ -220,11 +220,6 @@ def plan_to_draw(
     return planned(algo, size, layer, mask, options).plan(layer, mask, phase)
 
 
-def travelling_of(plan: Plan) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
-    """The messages of a plan, and exchanges of several ranks."""
-    return _travelling([_message(plan, move) for move in plan.moves])
-
-
 def _words_of(mask: Mask) -> str:
     if mask.slices is not None:
         return f"{len(mask.slices)} spans"
@@ -236,17 +231,9 @@ def _words_of(mask: Mask) -> str:
     return ", ".join(words)
 
 
-def _kinds(plan: Plan) -> dict[Kind, str]:
-    """The messages of a pass, in words."""
+def _results(plan: Plan) -> str:
     partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
-    kinds: dict[Kind, str] = {
-        "keys": "keys and values",
-        "queries": "queries",
-        "results": f"{partial}outputs and lse",
-    }
-    if plan.phase == "backward":
-        kinds |= {"queries": "of queries: Q, dO, lse, delta", "results": f"{partial}gradients"}
-    return kinds
+    return f"{partial}{'gradients' if plan.phase == 'backward' else 'outputs'}"
 
 
 class _Message(NamedTuple):
@@ -291,13 +278,7 @@ def _of_linear(
         _Message(*move, kinds[move.tensors[0]])
         for move in algorithm.moves(seq_len, causal=mask.causal)
     ]
-    names: dict[Kind, str] = {
-        "keys": "keys and values",
-        "queries": "queries",
-        "results": "outputs",
-        "states": "states",
-    }
-    return Picture(title, subtitle, size, steps, *_travelling(messages), names)
+    return Picture(title, subtitle, size, steps, *_travelling(messages), "outputs")
 
 
 def _travelling(
@@ -419,7 +400,6 @@ def _ranks(owners: Sequence[int]) -> str:
     return ",".join(pieces)
 
 
-_COLORS: dict[Queries, str] = {"own": "cyan", "others": "yellow", "both": "magenta"}
 WHOSE: dict[Queries, str] = {
     "own": "own queries",
     "others": "queries of other ranks",
@@ -427,34 +407,30 @@ WHOSE: dict[Queries, str] = {
 }
 
 
-def as_table(drawn: Picture) -> RenderableType:
-    """The picture for a terminal; needs rich."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+def lines_of(drawn: Picture, step: int, rank: int) -> list[str]:
+    """The computation of a rank in a step, and the messages before and after it."""
+    cell = drawn.steps[step][rank]
+    return [cell.text if cell else "waits", *_travel(drawn, step, rank)]
 
-    grid = Table()
-    grid.add_column("rank", justify="right", style="bold", no_wrap=True)
-    for index in range(len(drawn.steps)):
-        grid.add_column(f"step {index}", justify="center", no_wrap=True)
+
+def text(drawn: Picture) -> str:
+    """The picture for a terminal: a column for each step."""
+    steps = range(len(drawn.steps))
+    rows = []
     for rank in range(drawn.size):
-        cells = []
-        for index, step in enumerate(drawn.steps):
-            cell = step[rank]
-            text, color = (cell.text, _COLORS[cell.queries]) if cell else ("waits", "dim")
-            lines = Text(text, color)
-            for line in _travel(drawn, index, rank):
-                lines.append(f"\n{line}", "dim")
-            cells.append(lines)
-        grid.add_row(str(rank), *cells)
-    legend = Text("")
-    for queries in dict.fromkeys(cell.queries for step in drawn.steps for cell in step if cell):
-        legend.append(f"{WHOSE[queries]}   ", _COLORS[queries])
-    if drawn.waiting:
-        legend.append("waits", "dim")
-    for line in (*collective_lines(drawn.collectives, len(drawn.steps)), *drawn.summary):
-        legend.append(f"\n{line}", "default")
-    return Group(Text(f"{drawn.title} · {drawn.subtitle}", "bold"), grid, legend)
+        cells = [[str(rank)], *(lines_of(drawn, step, rank) for step in steps)]
+        rows += list(zip_longest(*cells, fillvalue=""))
+    head = ("rank", *(f"step {step}" for step in steps))
+    table = text_table(head, rows)
+    return "\n".join([f"{drawn.title} · {drawn.subtitle}", table, *below(drawn)])
+
+
+def below(drawn: Picture) -> Iterator[str]:
+    """What stands below a picture: exchanges of several ranks, who waits, and the letters."""
+    yield from collective_lines(drawn.collectives, len(drawn.steps))
+    yield from drawn.summary
+    if notes := _notes(drawn):
+        yield notes
 
 
 def collective_lines(collectives: Iterable[Collective], steps: int) -> Iterator[str]:
@@ -480,3 +456,25 @@ def _travel(drawn: Picture, step: int, rank: int) -> Iterator[str]:
     back = [f"{t.text} to {t.target}" for t in results if t.before == step + 1]
     if back:
         yield "→ " + ", ".join(back)
+
+
+def _notes(drawn: Picture) -> str:
+    """The meaning of the letters in this picture."""
+    cells = [cell.text for step in drawn.steps for cell in step if cell]
+    words = " ".join([*cells, *(transfer.text for transfer in drawn.transfers)])
+    meanings = {
+        r"\bq\d|½q": "q1: the queries of rank 1",
+        r"\bk\d": "k1: its keys and values",
+        r"\bo\d": f"o1: {drawn.results} of its queries",
+        r"\bdq\d": "dq1: gradients of its queries",
+        r"\bdk\d": "dk1: gradients of its keys and values",
+        r"\bS\d": "S0-2: the state of the tokens of ranks 0 to 2",
+        r"½": "½q1: half of its rows",
+    }
+    found = [meaning for pattern, meaning in meanings.items() if re.search(pattern, words)]
+    if share := re.search(r"1/\d+ heads", words):
+        found.append(f"{share[0]}: that part of the heads")
+    if strided := re.search(r"(\d+)-(\d+):(\d+)", words):
+        first, last, step = map(int, strided.groups())
+        found.append(f"{strided[0]}: ranks {', '.join(map(str, range(first, last + 1, step)))}")
+    return "; ".join(found)

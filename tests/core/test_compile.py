@@ -1,6 +1,5 @@
 """Plans of random placements and of all algorithms with random options: right, and as JSON."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,11 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement, check_placement
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, check_steps, outside
+from megatron_cp_plugin.core.plans.plan import PHASES, check_steps, outside
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.plan_json import to_json
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
 from tests.plan_check import check
-from tests.plan_reader import from_json
 from tests.random_tests import examples
 from tests.test_random_attention import (
     HEADS,
@@ -36,17 +33,6 @@ from tests.test_random_attention import (
 def foreign() -> Iterator[None]:
     with registered():
         yield
-
-
-def assert_comes_back(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
-    back = from_json(json.loads(json.dumps(to_json(plan, shape, nodes))))
-    for name in Plan.__dataclass_fields__:
-        assert getattr(back, name) == getattr(plan, name), name
-
-
-def assert_right(plan: Plan, shape: Shape, nodes: tuple[int, ...]) -> None:
-    check(plan)
-    assert_comes_back(plan, shape, nodes)
 
 
 @examples(15)
@@ -68,7 +54,7 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
     except ContextParallelError:
         return
     for plan in plans:
-        assert_right(plan, shape, topology.nodes)
+        check(plan)
         placement = made.placement(shape, mask, plan.phase)
         if isinstance(placement, BlockPlacement) and not placement.assembled:
             # As of placements of others at their first use.
@@ -107,11 +93,10 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     placement = data.draw(placements(size))
     seq_len = data.draw(st.integers(1, 5 * min(size, 16)))
     mask = mask_of(data.draw(masks(seq_len)), seq_len)
-    shape = Shape(1, seq_len, 4, 4, 8)
     rank = data.draw(st.integers(0, size - 1))
     for phase in PHASES:
         plan = plan_of(placement, seq_len, mask, phase)
-        assert_right(plan, shape, (0,) * size)
+        check(plan)
         part = plan_of(placement, seq_len, mask, phase, rank=rank)
         assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
         mine = [m for m in plan.moves if rank in (m.source, m.target)]

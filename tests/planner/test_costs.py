@@ -155,3 +155,21 @@ def test_memory_of_a_layer() -> None:
         peak("attention2d", 5, 0, SHAPE, options={"rows": 2})
     with pytest.raises(KernelUnavailableError, match="did you mean 'flash4'"):
         peak("zigzag", 2, 0, SHAPE, kernel="flash44")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--option chunks=2", "--option needs --algo"),
+        ("--algo zigzg", "did you mean 'zigzag'"),
+        ("--algo lasp", "softmax attention got 'lasp'"),
+        ("--algo usp --option ulysses=4 --size 6", "usp needs ulysses to divide"),
+    ],
+)
+def test_errors_of_the_command_are_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", *"--size 2 --seq-len 64 --heads 8".split(), *words.split()]
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

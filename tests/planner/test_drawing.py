@@ -1,7 +1,10 @@
 """Pictures of plans, and the command that draws them."""
 
+import re
+from collections import Counter
 from itertools import permutations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,7 +17,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.drawing import _ranks, picture
-from megatron_cp_plugin.planner.figures import save
+from megatron_cp_plugin.planner.svg import save, schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +125,57 @@ def test_linear_attention_by_states(tmp_path: Path) -> None:
     assert "q3 S0-2" in (tmp_path / "plan.svg").read_text()
 
 
+def texts(content: str) -> list[str]:
+    return [x.text or "" for x in ElementTree.fromstring(content).iter() if x.tag.endswith("text")]
+
+
+@pytest.mark.parametrize("algo", ["zigzag", "distflash", "attention2d"])
+def test_pictures_of_the_pages(algo: str, tmp_path: Path) -> None:
+    """Each picture is what the command printed below it makes."""
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    (command,) = re.findall(rf"^    megatron-cp (draw --algo {algo} .*)$", page, re.MULTILINE)
+    *words, path = command.split()
+    assert f"({path.removeprefix('docs/')})" in page
+    assert cli.main([*words, str(tmp_path / "again.svg")]) == 0
+    again = (tmp_path / "again.svg").read_text()
+    assert again == (ROOT / path).read_text(), f"run: megatron-cp {command}"
+
+
+def test_a_file_has_the_plan() -> None:
+    drawn = picture("distflash", 5)
+    found = Counter(texts(schedule(drawn)))
+    cells = Counter(cell.text for step in drawn.steps for cell in step if cell)
+    assert not cells - found
+    arrows = " ".join(found.elements())
+    for one in drawn.transfers:
+        end = f"to {one.target}" if one.kind == "results" else f"from {one.source}"
+        assert f"{one.text} {end}" in arrows
+    assert {"distflash", "computes own queries", "computes queries of other ranks"} <= set(found)
+    assert any("o1: partial outputs of its queries" in text for text in found)
+
+
+def test_bars_are_as_wide_as_ranks_are_busy() -> None:
+    drawn = picture("ring", 2, seq_len=4096, mask=Mask(window=300))
+    root = ElementTree.fromstring(schedule(drawn))
+    bars = [x.attrib for x in root.iter() if x.tag.endswith("rect")]
+    wide = {x["x"]: float(x["width"]) for x in bars if x.get("class") == "back"}
+    places = [place for place in wide if float(place) > 60]
+    found = sorted(
+        float(x["width"]) / wide[x["x"]]
+        for x in bars
+        if x.get("fill") in ("#9ecae1", "#fdd0a2", "#dadaeb") and x["height"] == "18"
+    )
+    shares = sorted(s for step in drawn.shares for s in step if s)
+    assert len(places) == len(drawn.steps)
+    assert found == pytest.approx(shares, rel=1e-3)
+
+
+@pytest.mark.parametrize(("phase", "said"), [("forward", "outputs"), ("backward", "gradients")])
+def test_results_are_partial_or_complete(phase: Phase, said: str) -> None:
+    assert picture("distflash", 4, phase=phase).results == f"partial {said}"
+    assert picture("ulysses", 4, phase=phase).results == said  # of some heads
+
+
 def test_linear_attention_by_heads() -> None:
     drawn = picture("linear_ulysses", 4, seq_len=64)
     (step,) = drawn.steps
@@ -168,15 +222,18 @@ def test_the_terminal_shows_ranks_by_steps(capsys: pytest.CaptureFixture[str]) -
     assert (
         lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal · 400 tokens · forward"
     )
-    row = next(line for line in lines if line.startswith("│    0 "))
-    assert row.replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
+    at = next(number for number, line in enumerate(lines) if line.startswith("│ 0 "))
+    assert lines[at].replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
+    assert lines[at + 1].replace("│", "").split() == ["←", "q3", "from", "3"]
+    assert lines[at + 2].replace("│", "").split() == ["→", "o3", "to", "3"]
+    assert lines[-1].endswith("o1: partial outputs of its queries")
     assert any("waiting in 2 of 12 rank-steps" in line for line in lines)
 
 
 def test_a_wide_table_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     assert draw("--algo", "ring", "--size", "24") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line[1:6].strip().isdigit() for line in lines if line.startswith("│")) == 24
+    assert sum(line[1:7].strip().isdigit() for line in lines if line.startswith("│")) == 24
     own = picture("ring", 24)
     texts = [cell.text if cell else "waits" for step in own.steps for cell in step]
     assert all(any(text in line for line in lines) for text in texts)
@@ -206,7 +263,7 @@ def test_options_and_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
         (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),
         (("--algo", "usp", "--size", "6", "--option", "ulysses=4"), "use one of 1, 2, 3, 6"),
         (("--algo", "ring", "--size", "2", "--output", "a.pdf"), "'a.pdf': change its ending"),
-        (("--algo", "ring", "--size", "2", "--output", "nowhere/a.png"), "no folder 'nowhere'"),
+        (("--algo", "ring", "--size", "2", "--output", "nowhere/a.svg"), "no folder 'nowhere'"),
     ],
 )
 def test_errors_are_one_line(

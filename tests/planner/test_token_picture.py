@@ -1,6 +1,5 @@
 """Pictures of the matrix of scores, and the command that draws them."""
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,14 +12,9 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.token_picture import (
-    color,
-    page,
-    save_tokens,
-    svg,
-    text,
-    token_picture,
-)
+from megatron_cp_plugin.planner.svg import color, save
+from megatron_cp_plugin.planner.svg import matrix as svg
+from megatron_cp_plugin.planner.token_picture import held, text, token_picture
 
 TOKENS = 72
 MASKS = {
@@ -98,27 +92,43 @@ def test_colors_differ() -> None:
         assert len({color(rank, size) for rank in range(size)}) == size
 
 
-def test_the_page_says_each_message_of_a_step() -> None:
-    drawn = token_picture("distflash", 4)
-    (found,) = re.findall(r"const STEPS = (.*?);\n", page(drawn))
-    steps = json.loads(found)
-    assert sum(len(lines) - 1 for lines in steps) == len(drawn.transfers)
-    assert steps[1][0] == "step 1: 4 of 4 ranks compute"
-    assert "rank 0 sends k0 to rank 1" in steps[1]
-    arrows = re.findall(r'data-before="(\d+)"', page(drawn))
-    assert len(arrows) == len(drawn.transfers)
-
-
-@pytest.mark.parametrize("ending", ["svg", "html"])
-def test_the_command(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / f"zigzag.{ending}"
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zigzag.svg"
     words = ["draw", "--algo", "zigzag", "--size", "2", "--tokens"]
     assert cli.main([*words, "--output", str(path)]) == 0
-    assert path.read_text() in (svg(token_picture("zigzag", 2)), page(token_picture("zigzag", 2)))
+    assert path.read_text() == svg(token_picture("zigzag", 2))
     assert "1.00 of the mean" in capsys.readouterr().out
     assert cli.main([*words, "--seq-len", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:5] == ["0 | 0·······", "0 | 00······", "1 | 111·····", "1 | 1111····"]
+    assert lines[:2] == ["rank 0 holds tokens 0-1, 6-7", "rank 1 holds tokens 2-3, 4-5"]
+    assert lines[3:7] == ["0 | 0·······", "0 | 00······", "1 | 111·····", "1 | 1111····"]
+    assert cli.main([*words, "--seq-len", "128K"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 holds tokens 0-32767, 98304-131071",
+        "rank 1 holds tokens 32768-65535, 65536-98303",
+    ]
+    assert cli.main("draw --algo lasp2 --size 2 --tokens --seq-len 2".split()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 holds tokens 0",
+        "rank 1 holds tokens 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algo", "options"),
+    [("zigzag", {"layout": "documents"}), ("ring", {}), ("distflash", {}), ("zigzag", {})],
+)
+def test_each_token_is_held_once(algo: str, options: dict[str, object]) -> None:
+    lines = held(algo, 4, TOKENS, MASKS["documents"], options)
+    owner = token_picture(
+        algo, 4, seq_len=TOKENS, mask=MASKS["documents"], options=options
+    ).owner.tolist()
+    found = {}
+    for rank, line in enumerate(lines):
+        for run in line.removeprefix(f"rank {rank} holds tokens ").split(", "):
+            first, _, last = run.partition("-")
+            found |= dict.fromkeys(range(int(first), int(last or first) + 1), rank)
+    assert [found[token] for token in range(TOKENS)] == owner
 
 
 @pytest.mark.parametrize(
@@ -136,5 +146,5 @@ def test_what_is_not_drawn(algo: str, size: int, seq_len: int | None, said: str)
 
 
 def test_another_ending() -> None:
-    with pytest.raises(ConfigError, match=r"is a \.svg or \.html file, got 'x\.png'"):
-        save_tokens(token_picture("ring", 2), Path("x.png"))
+    with pytest.raises(ConfigError, match=r"is a \.svg file, got 'x\.png'"):
+        save(token_picture("ring", 2), Path("x.png"))
