@@ -267,7 +267,8 @@ class Verdict:
             return "failed" if self.comparison is None else "beyond the bound"
         if self.job.row.captured_from:
             return "bitwise"
-        return "trained" if self.comparison is None else "equal"
+        good = self.job.role if self.job.role == "yardstick" else "equal"
+        return "trained" if self.comparison is None else good
 
     @property
     def line(self) -> str:
@@ -463,7 +464,7 @@ def judged(jobs: Sequence[Job], failures: Mapping[str, str], folder: Path) -> li
         measure(verdict, recordings[job.name], wanted)
         if job.judged_by and wanted is None:
             verdict.problems.append("the run to compare with failed")
-        elif job.row.yardstick and job.role not in JUDGES:
+        elif job.row.key in sticks and job.role not in JUDGES:
             hold_to(verdict, sticks[job.row.key])
     return [one for one in found if one.job.role != "reference" or one.problems]
 

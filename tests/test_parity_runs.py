@@ -25,6 +25,7 @@ from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests import forked_launch
+from tests.test_parity import recording, scale_gradient, set_iteration
 
 ROWS = {platform: parity.rows_of(platform) for platform in ("cpu", "cuda")}
 JOBS = {job.name: job for row in ROWS["cuda"] for job in row.jobs}
@@ -159,6 +160,40 @@ def test_a_yardstick_that_failed_measures_nothing() -> None:
         assert run.problems == ["the yardstick failed"]
 
 
+@pytest.mark.parametrize(("off", "word"), [(1.03, "equal"), (1.05, "beyond the bound")])
+def test_a_row_is_judged_by_its_reference_and_its_yardstick(
+    off: float, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gradients p2p has one that is off by 2%: 4% are allowed, and 3 times its loss's error."""
+
+    def load(folder: Path) -> Recording:
+        role = folder.parent.name
+        run = recording(1)
+        for rank in run.ranks:
+            rank.replays.update({3: 0})
+            rank.sent_bytes.update({3: 0})
+        scale = {"reference": 1.0, "yardstick": 1.02}.get(role, off)
+        for name in ("layers.0.weight", "layers.0.bias"):
+            for step in (1, 2, 3):
+                scale_gradient(name, scale, step)(run)
+        if role != "reference":
+            set_iteration(run, 2, losses={"lm loss": 1.7 if role == "yardstick" else 1.72})
+        return run
+
+    monkeypatch.setattr(Recording, "load", load)
+    monkeypatch.setattr(parity, "check_is", lambda *_: [])
+    jobs = [job for job in JOBS.values() if job.row.key == "bf16"][:3]
+    stick, run = parity.judged(jobs, {job.name: "" for job in jobs}, tmp_path)
+    assert (stick.word, stick.problems) == ("yardstick", [])
+    assert run.word == word
+    assert run.times_p2p == pytest.approx((off - 1) / 0.02, rel=0.01)
+    first, *others = parity.judged(
+        jobs, {job.name: "no" for job in jobs[:1]} | {job.name: "" for job in jobs[1:]}, tmp_path
+    )
+    assert first.word == "failed"
+    assert all("the run to compare with failed" in one.problems for one in others)
+
+
 def test_verdicts_take_the_place_of_older_ones(tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     first, second = verdict(1e-4, {"a": 1e-2}), verdict(2e-5, {"a": 3e-2}, key="fp32")
@@ -170,7 +205,7 @@ def test_verdicts_take_the_place_of_older_ones(tmp_path: Path) -> None:
     assert table.read_text().splitlines()[1:] == [
         "bf16,zigzag,cuda,1e-04,1e-02,,4.5,beyond the bound,def",
         "fp32,zigzag,cuda,,,,,refused,def",
-        "bf16,te:p2p,cuda,1e-04,3e-02,,,equal,def",
+        "bf16,te:p2p,cuda,1e-04,3e-02,,,yardstick,def",
     ]
 
 
@@ -291,9 +326,11 @@ def test_runs_are_judged_and_a_run_that_was_not_captured_is_seen(
     """On the CPU, which captures nothing, in place of two GPUs."""
     megatron: dict[str, Any] = {**row_of("rope-gqa", "cpu").megatron, "num_layers": 1}
     megatron |= {"hidden_size": 64, "ffn_hidden_size": 64, "num_workers": 0}
-    of_two = {"cp": 2, "iterations": 2, "yardstick": False, "plugin": {"platform": "cpu"}}
+    of_two = {"cp": 2, "iterations": 2, "yardstick": True, "plugin": {"platform": "cpu"}}
     eager = Row("tiny", "a test", "cuda", megatron, "zigzag,ring", alone=True, **of_two)
-    captured = replace(eager, key="tiny-local", algos="zigzag", captured_from="tiny")
+    captured = replace(
+        eager, key="tiny-local", algos="zigzag", captured_from="tiny", yardstick=False
+    )
     monkeypatch.setattr(parity, "rows_of", lambda _: [eager, captured])
     monkeypatch.setattr(Row, "data", "samples")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
