@@ -13,6 +13,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -38,16 +39,8 @@ BATCHES: dict[str, tuple[int, ...]] = {
 CASES = (("odd", False), ("odd", True), ("short", True), ("one", False))
 FEW = CASES[1:3]
 SERVED = {"distflash": "thd", "zigzag": "thd", "ulysses": "contiguous", "attention2d": "contiguous"}
+SOFTMAX = ("zigzag", "ring", "distflash", "allgather", "attention2d", "ulysses", "usp")
 CHOICE: dict[str, Any] = {"tokens": 64, "mean_document": 8}  # what auto has to know
-SOFTMAX: dict[str, dict[str, object]] = {
-    "zigzag": {},
-    "ring": {},
-    "distflash": {},
-    "allgather": {},
-    "attention2d": {},
-    "ulysses": {},
-    "usp": {"ulysses": 2},
-}
 
 
 def make_model(config: Any, groups: Any, spec: Any = None, **settings: Any) -> Any:
@@ -97,6 +90,131 @@ def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
 
 # Angles of time, height and width of heads of 8.
 IMAGES = {"mrope_section": [2, 1, 1]}
+WHOLE_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+RECURRENT = {
+    "num_query_groups": 4,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 3,  # Megatron asks for a multiple of the ranks
+    "linear_num_value_heads": 6,
+    "activation_func": functional.silu,
+}
+MAMBA = {
+    "num_layers": 4,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 3,
+    "normalization": "RMSNorm",
+}
+SIX_HEADS = {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8}
+# Of each kind of model what `make_config` takes.
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "recomputed": WHOLE_LAYERS,
+    "images": IMAGES,
+    "latent": {"latent": True},
+    "one more token": {"mtp_num_layers": 1},
+    "layers that gather": {},
+    "2 KV heads": SIX_HEADS | {"num_query_groups": 2},
+    "6 KV heads": SIX_HEADS | {"num_query_groups": 6},
+    "gated delta nets": RECURRENT,
+    "gated delta nets, one more token": RECURRENT | {"mtp_num_layers": 1},
+    "gated delta nets of 4 heads": RECURRENT
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "Mamba": MAMBA,
+}
+# By ways to install the plugin: algorithms, layouts and kinds of models, one after another in the
+# same processes; with "spans" the first half of each document sees itself whole.
+INSTALLED: dict[str, list[tuple[str, str, str]]] = {
+    "install": [
+        *((algo, "thd", "") for algo in SOFTMAX),
+        *((algo, "thd", "recomputed") for algo in ("zigzag", "distflash")),
+        *((algo, "thd", "images") for algo in ("zigzag", "distflash")),
+        ("zigzag", "thd", "latent"),
+        ("zigzag", "thd", "one more token"),
+        ("zigzag", "thd", "one more token: spans"),
+        ("zigzag", "thd", "layers that gather"),
+        ("auto", "thd", ""),
+    ],
+    "models": [
+        (algo, "thd", f"{heads} KV heads") for algo in ("usp", "attention2d") for heads in (2, 6)
+    ],
+    "recurrent": [
+        (algo, "thd", kind)
+        for algo in ("zigzag", "distflash")
+        for kind in ("gated delta nets", "gated delta nets, one more token", "Mamba")
+    ],
+    "tensor": [(algo, layout, "") for algo, layout in SERVED.items()],
+}
+
+
+def prepare(way: str) -> None:
+    """What the CPU needs: Megatron asks for GPUs in sequence parallelism, schedules and recurrent
+    layers, whose kernels have stand-ins.
+    """
+    from megatron_cp_plugin.integration import cpu
+    from tests.integration.gated_delta_net_job import use_stand_in
+
+    if way not in ("install", "models"):
+        cpu.activate()
+        use_stand_in()
+
+
+def made(kind: str, size: int, groups: Any, **more: Any) -> Any:
+    """A model of `KINDS`, on so many context-parallel ranks."""
+    config = make_config(size, **KINDS[kind], **more)
+    if kind == "latent":
+        config.apply_rope_fusion = size > 1  # is switched off: the CPU has no kernel for it
+    if kind == "layers that gather":
+        return make_model(config, groups, with_gathering_layer(config))
+    if config.experimental_attention_variant:
+        from tests.integration.gated_delta_net_job import block
+
+        return make_model(config, groups, block(Namespace(transformer=config)))
+    if kind != "Mamba":
+        return make_model(config, groups)
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from tests.integration.mamba_job import stack
+
+    hybrid_block.TENorm = WrappedTorchNorm  # type: ignore[misc]
+    of_model = {"hybrid_layer_pattern": "M*-M", "position_embedding_type": "rope"}
+    return HybridModel(config, stack, VOCABULARY, 256, pg_collection=groups, **of_model)
+
+
+class References(dict[str, "Reference"]):
+    """Of each kind of model that is asked for; tensor: tensor-parallel ranks."""
+
+    def __init__(self, groups: Any, tensor: int = 1) -> None:
+        super().__init__()
+        self._groups, self._tensor = alone(groups), tensor
+
+    def __missing__(self, kind: str) -> "Reference":
+        model = made(kind, 1, self._groups, tensor_model_parallel_size=self._tensor)
+        self[kind] = Reference(model)
+        return self[kind]
+
+
+@contextmanager
+def installed(algo: str, layout: str, **how: Any) -> Iterator[None]:
+    """Twice, as an actor and a reference do that share a process."""
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    given = CHOICE if algo == "auto" else {"layout": layout} | how
+    cp_megatron.install(algo, **given)
+    cp_megatron.install(algo, **given)
+    yield
+    cp_megatron.uninstall()
 
 
 def places_of(tokens: int, *, images: bool) -> Tensor:
@@ -565,173 +683,46 @@ def with_gathering_layer(config: Any) -> Any:
     return replace(block, layer_specs=[replace(first, submodules=own), *others])
 
 
-def by_install(size: int) -> dict[str, Any]:
-    """Every algorithm after another in one process; an actor and a reference share each."""
-    from megatron_cp_plugin import megatron as cp_megatron
-
-    groups = set_up(size)
-    rank = groups.cp.rank()
-    reference = Reference(make_model(make_config(1), alone(groups)))
-    latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
-    further = Reference(make_model(make_config(1, mtp_num_layers=1), alone(groups)))
-    pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
-    config = make_config(1)
-    gathered = Reference(make_model(config, alone(groups), with_gathering_layer(config)))
-    found: dict[str, Any] = {}
-    for algo, options in SOFTMAX.items():
-        cp_megatron.install(algo, layout="thd", **options)
-        cp_megatron.install(algo, layout="thd", **options)
-        model = make_model(make_config(size), groups)
-        cases = CASES if algo == "zigzag" else FEW
-        found[algo] = compare_all(reference, model, rank, size, cases=cases)
-        if algo in ("zigzag", "distflash"):
-            recomputed = make_config(
-                size,
-                recompute_granularity="full",
-                recompute_method="uniform",
-                recompute_num_layers=1,
-            )
-            found[f"{algo}, recomputed"] = compare_all(
-                reference, make_model(recomputed, groups), rank, size
-            )
-            seeing = make_model(make_config(size, **IMAGES), groups)
-            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size)
-        if algo == "zigzag":
-            fused = make_config(size, latent=True)
-            fused.apply_rope_fusion = True  # which is switched off; the CPU has no kernel for it
-            of_latents = make_model(fused, groups)
-            found[f"{algo}, latent"] = compare_all(latent, of_latents, rank, size)
-            predicting = make_model(make_config(size, mtp_num_layers=1), groups)
-            found[f"{algo}, one more token"] = compare_all(further, predicting, rank, size)
-            found[f"{algo}, one more token, spans"] = compare_all(
-                further, predicting, rank, size, spanned=True
-            )
-            gathers = make_model(config := make_config(size), groups, with_gathering_layer(config))
-            found[f"{algo}, layers that gather"] = compare_all(gathered, gathers, rank, size)
-        cp_megatron.uninstall()
-    cp_megatron.install("auto", **CHOICE)
-    cp_megatron.install("auto", **CHOICE)
-    found["auto"] = compare_all(reference, make_model(make_config(size), groups), rank, size)
-    other = said_by(cp_megatron.install, "auto", tokens=128)
-    cp_megatron.uninstall()
-    cp_megatron.install("zigzag")
-    logged: list[str] = []
-    say = logging.getLogger("megatron_cp_plugin.integration.installer")
-    say.addFilter(lambda record: bool(logged.append(record.getMessage())) or True)
-    for _ in range(2):
-        make_model(make_config(size, cp_comm_type="a2a"), groups)
-    found["logged"] = logged
-    found["refused"] = {"two choices": other} | refusals(
-        make_model(make_config(size), groups), rank, size
-    )
-    found["refused"] |= {
-        "two algorithms": said_by(cp_megatron.install, "ring"),
-        "another size": said_by(make_model, make_config(size + 1), groups),
-    }
-    cp_megatron.uninstall()
-    return found | {"without": said_by(make_model, make_config(size), groups)}
-
-
-def of_several_models(size: int) -> dict[str, Any]:
-    """An actor and a critic of other heads, which exchange them in other teams or another grid."""
-    from megatron_cp_plugin import megatron as cp_megatron
-
-    groups = set_up(size)
-    rank, found = groups.cp.rank(), {}
-    heads = {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8}
-    of_kv_heads = [heads | {"num_query_groups": kv_heads} for kv_heads in (2, 6)]
-    whole = [make_model(make_config(1, **each), alone(groups)) for each in of_kv_heads]
-    references = [Reference(model) for model in whole]
-    for algo in ("usp", "attention2d"):
-        cp_megatron.install(algo, layout="thd")
-        models = [make_model(make_config(size, **each), groups) for each in of_kv_heads]
-        for kv_heads, reference, model in zip((2, 6), references, models, strict=True):
-            found[f"{algo}, {kv_heads} KV heads"] = compare_all(reference, model, rank, size)
-        cp_megatron.uninstall()
-    return found
-
-
-RECURRENT = {
-    "num_query_groups": 4,
-    "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": 2,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 3,  # Megatron asks for a multiple of the ranks
-    "linear_num_value_heads": 6,
-    "activation_func": functional.silu,
-}
-MAMBA = {
-    "num_layers": 4,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 8,
-    "mamba_state_dim": 8,
-    "mamba_num_groups": 3,
-    "normalization": "RMSNorm",
-}
-
-
-def of_recurrent_models(size: int) -> dict[str, Any]:
-    """Megatron's gated delta nets beside softmax attention, also with multi-token prediction; and
-    a HybridModel with Mamba.
+def by_install(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
+    """The rows of `INSTALLED`; beside tensor parallelism with sequence parallelism, which the
+    reference has not.
     """
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.integration import cpu
-    from tests.integration.gated_delta_net_job import block, use_stand_in
-    from tests.integration.mamba_job import stack
-
-    cpu.activate()  # Megatron makes their weights on GPUs
-    use_stand_in()
-    hybrid_block.TENorm = WrappedTorchNorm  # type: ignore[misc]
-    groups = set_up(size)
-    rank, found = groups.cp.rank(), {}
-
-    def make(size: int, groups: Any, **settings: Any) -> Any:
-        config = make_config(size, **settings)
-        if config.experimental_attention_variant:
-            return make_model(config, groups, block(Namespace(transformer=config)))
-        of_model = {"hybrid_layer_pattern": "M*-M", "position_embedding_type": "rope"}
-        return HybridModel(config, stack, VOCABULARY, 256, pg_collection=groups, **of_model)
-
-    models = {
-        "gated delta nets": RECURRENT,
-        "gated delta nets, one more token": RECURRENT | {"mtp_num_layers": 1},
-        "Mamba": MAMBA,
-    }
-    references = {
-        name: Reference(make(1, alone(groups), **settings)) for name, settings in models.items()
-    }
-    for algo in ("zigzag", "distflash"):
-        cp_megatron.install(algo, layout="thd")
-        for name, settings in models.items():
-            model = make(size, groups, **settings)
-            found[f"{name}, {algo}"] = compare_all(references[name], model, rank, size)
-        cp_megatron.uninstall()
-    return found
+    prepare(way)
+    groups = set_up(size, tensor)
+    references, found = References(groups, tensor), dict[str, Any]()
+    split = {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    for algo, layout, name in INSTALLED[way]:
+        kind, _, spans = name.partition(": ")
+        cases = CASES if (algo, name) == ("zigzag", "") else FEW
+        how = {"ulysses": 2} if (way, algo) == ("install", "usp") else {}
+        reference, rank = references[kind], groups.cp.rank()
+        with installed(algo, layout, **how):
+            model, given = made(kind, size, groups, **split), {"spanned": bool(spans)}
+            errors = compare_all(reference, model, rank, size, layout, cases=cases, **given)
+            found[f"{algo}, {name}"] = errors
+    return {"compared": found} | (what_is_said(size, groups) if way == "install" else {})
 
 
-def beside_tensor_parallelism(size: int) -> dict[str, Any]:
-    """Two tensor-parallel ranks, with sequence parallelism, which the reference has not."""
-    from megatron_cp_plugin.integration import cpu
-
-    cpu.activate()  # Megatron asks for GPUs in sequence parallelism
+def what_is_said(size: int, groups: Any) -> dict[str, Any]:
+    """In the log, and by refusals."""
     from megatron_cp_plugin import megatron as cp_megatron
 
-    groups = set_up(size, tensor=2)
-    split = {"tensor_model_parallel_size": 2}
-    reference = Reference(make_model(make_config(1, **split), alone(groups)))
-    found = {}
-    for algo, layout in SERVED.items():
-        cp_megatron.install(algo, layout=layout)
-        model = make_model(make_config(size, sequence_parallel=True, **split), groups)
-        found[algo] = compare_all(reference, model, groups.cp.rank(), size, layout)
-        cp_megatron.uninstall()
-    return found
+    with installed("auto", "thd"):
+        other = said_by(cp_megatron.install, "auto", tokens=128)
+    with installed("zigzag", "thd"):
+        logged: list[str] = []
+        say = logging.getLogger("megatron_cp_plugin.integration.installer")
+        say.addFilter(lambda record: bool(logged.append(record.getMessage())) or True)
+        for _ in range(2):
+            make_model(make_config(size, cp_comm_type="a2a"), groups)
+        model = make_model(make_config(size), groups)
+        refused = refusals(model, groups.cp.rank(), size) | {
+            "two choices": other,
+            "two algorithms": said_by(cp_megatron.install, "ring"),
+            "another size": said_by(make_model, make_config(size + 1), groups),
+        }
+    without = said_by(make_model, make_config(size), groups)
+    return {"logged": logged, "refused": refused, "without": without}
 
 
 # Of each step the ranks that share a batch, and its documents.
@@ -805,7 +796,7 @@ def compare_steps(
 DYNAMIC = {"hybrid_context_parallel": True}
 
 
-def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
+def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
     """Micro-batches that some of the ranks have, of a group that Megatron has made.
 
     Args:
@@ -814,58 +805,29 @@ def of_dynamic_sizes(size: int, tensor: int = 1) -> dict[str, Any]:
     """
     from megatron.core import parallel_state
 
-    from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.integration import cpu
-    from tests.integration.gated_delta_net_job import block, use_stand_in
-
-    cpu.activate()
-    use_stand_in()
+    prepare(way)
     groups = set_up(size, tensor, **DYNAMIC)
-    single = alone(groups)
-    split = {"tensor_model_parallel_size": tensor}
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-    def make(size: int, groups: Any, **settings: Any) -> Any:
-        config = make_config(size, **split, **settings)
-        spec = None
-        if config.experimental_attention_variant:
-            spec = block(Namespace(transformer=config))
-        return make_model(config, groups, spec)
-
-    whole_layers = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    kinds: dict[str, dict[str, Any]] = {
-        "": {},
-        "latent": {"latent": True},
-        "one more token": {"mtp_num_layers": 1},
-        "recomputed": whole_layers,
-        "gated delta nets": RECURRENT | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-    }
-    # The CPU has local layers, which lose gradients of latents beside tensor parallelism.
-    both = list(kinds) if tensor == 1 else ["", "one more token", "recomputed"]
+    references, found = References(groups, tensor), dict[str, Any]()
+    split = DYNAMIC | {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    both = ["", "latent", "one more token", "recomputed", "gated delta nets of 4 heads"]
+    if tensor > 1:  # the CPU has local layers, which lose gradients of latents there
+        both = ["", "one more token", "recomputed"]
     cases = [("zigzag", "contiguous", "")]
     cases += [(algo, "thd", kind) for kind in both for algo in ("zigzag", "distflash")]
-    others = "ring", "allgather", "attention2d", "ulysses", "usp"
-    cases += [(algo, "thd", "") for algo in others]
+    cases += [(algo, "thd", "") for algo in SOFTMAX if algo not in ("zigzag", "distflash")]
     if tensor == 1:
         cases += [("latents sent by zigzag", "thd", "latent")]
     # A third of them with each number of ranks.
-    cases = [("zigzag", "thd", ""), *cases[size // 2 :: 3]]
-    used = dict.fromkeys(kind for _, _, kind in cases)
-    references = {kind: Reference(make(1, single, **kinds[kind])) for kind in used}
-    found: dict[str, Any] = {}
-    for algo, layout, kind in cases:
+    for algo, layout, kind in [("zigzag", "thd", ""), *cases[size // 2 :: 3]]:
         sends = {"send_latents": True} if "latents" in algo else {}
-        cp_megatron.install(algo.split()[-1], layout=layout, **sends)
-        asked = kinds[kind] | DYNAMIC | {"sequence_parallel": tensor > 1}
-        model = make(size, groups, **asked)
-        found[f"{algo}, {layout}, {kind}"] = compare_steps(references[kind], model, ranks, layout)
-        cp_megatron.uninstall()
-    cp_megatron.install("zigzag")
-    model = make(size, groups, **DYNAMIC)
+        reference = references[kind]
+        with installed(algo.split()[-1], layout, **sends):
+            model = made(kind, size, groups, **split)
+            errors = compare_steps(reference, model, ranks, layout)
+            found[f"{algo}, {layout}, {kind}"] = errors
+    with installed("zigzag", "thd"):
+        model = made("", size, groups, **split)
     batch = Batch((13, 5), ranks.rank(), ranks.size())
     ids, said = batch.cut(batch.ids), {}
     members = dist.get_process_group_ranks(ranks)
@@ -1007,27 +969,29 @@ def compare_stages(reference: Reference, pipeline: Pipeline, layout: str) -> dic
     return off | {"seen": float(len(found))}
 
 
-def of_dynamic_sizes_in_stages(size: int) -> dict[str, Any]:
+def of_dynamic_sizes_in_stages(way: str, size: int) -> dict[str, Any]:
     """Two stages, whose micro-batches choose their ranks."""
     from megatron.core import parallel_state
 
-    from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.integration import cpu
-
-    cpu.activate()
+    prepare(way)
     groups = set_up(size, stages=2, **DYNAMIC)
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    whole = make_model(make_config(1), alone(groups))
-    dist.broadcast_object_list(weights := [whole.state_dict()])
-    whole.load_state_dict(weights[0])
-    reference, steps = Reference(whole), STEPS[ranks.size()]
+    reference, steps = of_all_stages(groups), STEPS[ranks.size()]
     batches = [Batch(lengths, 0, 1) for step in steps for lengths in step.values()]
     expected = [reference.expected(batch) for batch in batches]
-    cp_megatron.install("zigzag")
-    pipeline = Pipeline(size, groups, **DYNAMIC)
-    pipeline.load(whole)
-    pipeline.step([own_batch(step, ranks, "thd") for step in steps])
-    return {"gradients": pipeline.gradients_off(expected, ranks)}
+    with installed("zigzag", "thd"):
+        pipeline = Pipeline(size, groups, **DYNAMIC)
+        pipeline.load(reference.model)
+        pipeline.step([own_batch(step, ranks, "thd") for step in steps])
+        return {"gradients": pipeline.gradients_off(expected, ranks)}
+
+
+def of_all_stages(groups: Any, **settings: Any) -> Reference:
+    """A model that is not split, with the weights of the first rank on all."""
+    whole = make_model(make_config(1, **settings), alone(groups))
+    dist.broadcast_object_list(weights := [whole.state_dict()])
+    whole.load_state_dict(weights[0])
+    return Reference(whole)
 
 
 def refused_stages(size: int, groups: Any) -> dict[str, str]:
@@ -1049,99 +1013,75 @@ def refused_stages(size: int, groups: Any) -> dict[str, str]:
     return said
 
 
-def beside_pipeline_parallelism(size: int) -> dict[str, Any]:
+def beside_pipeline_parallelism(way: str, size: int) -> dict[str, Any]:
     """Two stages, then four, interleaved; all batches are micro-batches of one step."""
     from megatron.core import parallel_state
 
-    from megatron_cp_plugin.integration import cpu
-
-    cpu.activate()  # Megatron's schedules ask for GPUs
-    from megatron_cp_plugin import megatron as cp_megatron
-
+    prepare(way)
     groups = set_up(size, stages=2)
     found: dict[str, Any] = {"is last": groups.pp.rank() == 1}
-    again = {"recompute_granularity": "full", "recompute_method": "uniform"}
     for chunks in (1, 2):
-        whole = make_model(make_config(1, num_layers=2 * chunks), alone(groups))
-        dist.broadcast_object_list(weights := [whole.state_dict()])
-        whole.load_state_dict(weights[0])
-        reference = Reference(whole)
+        reference = of_all_stages(groups, num_layers=2 * chunks)
         for algo, layout in list(SERVED.items())[::chunks]:
-            cp_megatron.install(algo, layout=layout)
-            more = again | {"recompute_num_layers": 1} if algo == "zigzag" else {}
-            model = Pipeline(size, groups, chunks=chunks, **more)
-            found[f"{algo}, {chunks}"] = compare_stages(reference, model, layout)
-            cp_megatron.uninstall()
+            with installed(algo, layout):
+                more = WHOLE_LAYERS if algo == "zigzag" else {}
+                model = Pipeline(size, groups, chunks=chunks, **more)
+                found[f"{algo}, {chunks}"] = compare_stages(reference, model, layout)
         if chunks == 1:
-            cp_megatron.install("zigzag")
-            found["refused"] = refused_stages(size, groups)
-            cp_megatron.uninstall()
+            with installed("zigzag", "thd"):
+                found["refused"] = refused_stages(size, groups)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     return found
 
 
-def by_serve(size: int) -> dict[str, Any]:
+def by_serve(way: str, size: int) -> dict[str, Any]:
     """One model only."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import transformer_block
 
     from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.integration import cpu
 
     groups = set_up(size)
-    reference = Reference(make_model(make_config(1), alone(groups)))
-    pictured = Reference(make_model(make_config(1, **IMAGES), alone(groups)))
-    latent = Reference(make_model(make_config(1, latent=True), alone(groups)))
-    config = make_config(size)
-    found, left = {}, {}
+    references, found, left = References(groups), dict[str, Any](), {}
+    rank = groups.cp.rank()
+
+    def served(algo: str, layout: str, more: dict[str, Any], **how: Any) -> Any:
+        config, how = make_config(size, **more), {"layout": layout} | how
+        spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+        spec = cp_megatron.serve(spec, config, algo, **how | (CHOICE if algo == "auto" else {}))
+        return cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
+
+    def note(name: str, model: Any, layout: str, kind: str = "", **how: Any) -> None:
+        found[name] = compare_all(references[kind], model, rank, size, layout, **how)
+
     for algo, layout in (SERVED | {"auto": "thd"}).items():
-        how = {"layout": layout} | (CHOICE if algo == "auto" else {})
-        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, algo, **how)
-        model = cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
+        model = served(algo, layout, {})
         if algo == "zigzag":
             with_embedding_of_its_own(model)
-        rank = groups.cp.rank()
-        cases = CASES if algo in ("zigzag", "ulysses") else FEW
-        found[algo] = compare_all(reference, model, rank, size, layout, cases=cases)
+        note(algo, model, layout, cases=CASES if algo in ("zigzag", "ulysses") else FEW)
         if algo != "auto":
-            found[f"{algo}, spans"] = compare_all(
-                reference, model, rank, size, layout, spanned=True
-            )
+            note(f"{algo}, spans", model, layout, spanned=True)
         if algo in ("zigzag", "ulysses"):
-            shown = make_config(size, **IMAGES)
-            spec = cp_megatron.serve(get_gpt_layer_local_spec(), shown, algo, **how)
-            seeing = cp_megatron.adopt(make_model(shown, groups, spec))
-            found[f"{algo}, images"] = compare_all(pictured, seeing, rank, size, layout)
-        if algo == "zigzag":
-            sending, spec = make_config(size, latent=True), get_gpt_layer_local_spec
-            spec = spec(multi_latent_attention=True)
-            spec = cp_megatron.serve(spec, sending, algo, send_latents=True, **how)
-            sender = cp_megatron.adopt(make_model(sending, groups, spec))
-            linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
-            assert ("forward" in vars(linear)) == (size > 1)
-            found["zigzag, latents"] = compare_all(latent, sender, rank, size, layout)
-            cpu.activate()  # Megatron's offloading asks for streams
-            moved = make_config(size, **OFFLOADED)
-            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
-            moving = cp_megatron.adopt(make_model(moved, groups, spec))
-            freed = use_offloading(moving)
-            found["zigzag, offloaded"] = compare_all(reference, moving, rank, size, layout)
-            assert min(freed[::2]) > 0, freed
-            host, one = OnHost(), {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
-            transformer_block.get_cpu_offload_context = lambda *given, host=host: (host, as_it_is)
-            moved = make_config(size, **one)
-            spec = cp_megatron.serve(get_gpt_layer_local_spec(), moved, algo, **how)
-            moving = cp_megatron.adopt(make_model(moved, groups, spec))
-            found["zigzag, layers offloaded"] = compare_all(reference, moving, rank, size, layout)
-            assert host.bytes > 0
-            transformer_block.get_cpu_offload_context = None
-            clipping = make_config(size, **CLIPPED)
-            spec = cp_megatron.serve(get_gpt_layer_local_spec(), clipping, algo, **how)
-            other = cp_megatron.adopt(make_model(clipping, groups, spec))
-            whole = make_model(make_config(1, **CLIPPED), alone(groups))
-            off = clipped(whole, other, Batch(BATCHES["odd"], rank, size, layout))
+            note(f"{algo}, images", served(algo, layout, IMAGES), layout, "images")
         left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
-    return {"compared": found, "left": left, "generates": generates(model), "clipped": off}
+    sender = served("zigzag", "thd", KINDS["latent"], send_latents=True)
+    linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
+    assert ("forward" in vars(linear)) == (size > 1)
+    note("zigzag, latents", sender, "thd", "latent")
+    clipping = served("zigzag", "thd", CLIPPED)
+    whole = make_model(make_config(1, **CLIPPED), alone(groups))
+    off = clipped(whole, clipping, Batch(BATCHES["odd"], rank, size))
+    said = generates(model)
+    prepare(way)  # Megatron's offloading asks for streams
+    moving = served("zigzag", "thd", OFFLOADED)
+    freed = use_offloading(moving)
+    note("zigzag, offloaded", moving, "thd")
+    assert min(freed[::2]) > 0, freed
+    host, one = OnHost(), {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    transformer_block.get_cpu_offload_context = lambda *given: (host, as_it_is)
+    note("zigzag, layers offloaded", served("zigzag", "thd", one), "thd")
+    assert host.bytes > 0
+    return {"compared": found, "left": left, "generates": said, "clipped": off}
 
 
 def generates(model: Any) -> str:
@@ -1187,22 +1127,18 @@ def by_launcher() -> dict[str, Any]:
     return {args.context_parallel_algo: compare_all(own, model, groups.cp.rank(), size)}
 
 
+WAYS: dict[str, Callable[..., dict[str, Any]]] = {
+    **dict.fromkeys(INSTALLED, by_install),
+    "dynamic": of_dynamic_sizes,
+    "dynamic pipeline": of_dynamic_sizes_in_stages,
+    "pipeline": beside_pipeline_parallelism,
+    "serve": by_serve,
+}
+
+
 def main() -> None:
     way = sys.argv.pop(1)
-    if way == "launcher":
-        found = by_launcher()
-    else:
-        ways = {
-            "install": by_install,
-            "models": of_several_models,
-            "recurrent": of_recurrent_models,
-            "dynamic": of_dynamic_sizes,
-            "dynamic pipeline": of_dynamic_sizes_in_stages,
-            "tensor": beside_tensor_parallelism,
-            "pipeline": beside_pipeline_parallelism,
-            "serve": by_serve,
-        }
-        found = ways[way](*map(int, sys.argv[1:]))
+    found = by_launcher() if way == "launcher" else WAYS[way](way, *map(int, sys.argv[1:]))
     print("FOUND" + json.dumps(found), flush=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cut_batches_job import BATCHES, CASES, FEW, SERVED, SOFTMAX
+from tests.integration.cut_batches_job import BATCHES, CASES, FEW, INSTALLED, SERVED
 from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).with_name("cut_batches_job.py")
@@ -28,17 +28,35 @@ def check(errors: dict[str, dict[str, float]], case: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "size", "tensor"),
+    [("models", 3, 1), ("recurrent", 3, 1), ("tensor", 2, 2)],
+)
+def test_installed(way: str, size: int, tensor: int, tmp_path: Path) -> None:
+    """Other KV heads, which need other teams and grids; gated delta nets and Mamba, whose states
+    pass through the chunks of each document; tensor parallelism.
+    """
+    assert_equal(run(tmp_path, way, str(size), str(tensor), ranks=size * tensor), way)
+
+
+def assert_equal(found: list[dict[str, Any]], way: str) -> None:
+    for rank, results in enumerate(found):
+        rows = [f"{algo}, {name}" for algo, _, name in INSTALLED[way]]
+        assert list(results["compared"]) == rows
+        for case, errors in results["compared"].items():
+            check(errors, f"{case} on rank {rank}")
+
+
+@pytest.mark.slow
 def test_install(tmp_path: Path) -> None:
     """Every algorithm, one after another in the same processes; `test_one_model_only` has two."""
     size = 4
     found = run(tmp_path, "install", str(size), ranks=size)
+    assert_equal(found, "install")
     for rank, results in enumerate(found):
-        refused, without = results.pop("refused"), results.pop("without")
+        refused, without = results["refused"], results["without"]
         said = ["cp_comm_type a2a is replaced: attention is computed by zigzag, which was named"]
-        assert results.pop("logged") == (said if rank == 0 else [])  # of two models, once
-        assert SOFTMAX.keys() | {"auto"} < results.keys()
-        for algo, errors in results.items():
-            check(errors, f"{algo} on rank {rank}")
+        assert results["logged"] == (said if rank == 0 else [])  # of two models, once
         # Once it is not installed any more, the process has Megatron's own attention.
         assert "Context parallelism is only supported by TEDotProductAttention" in without
         assert all("\n" not in line for line in refused.values())
@@ -54,23 +72,6 @@ def test_install(tmp_path: Path) -> None:
             "two choices": "got auto (layout=thd, tokens=128) after auto (layout=thd, tokens=64, ",
         }.items():
             assert words in refused[name], (name, refused[name])
-
-
-def test_models_of_several_numbers_of_kv_heads(tmp_path: Path) -> None:
-    """In one process; usp and attention2d need other process groups for each."""
-    for rank, results in enumerate(run(tmp_path, "models", "3", ranks=3)):
-        assert len(results) == 4
-        for case, errors in results.items():
-            check(errors, f"{case} on rank {rank}")
-
-
-@pytest.mark.slow
-def test_recurrent_models(tmp_path: Path) -> None:
-    """Gated delta nets and Mamba, whose states pass through the chunks of each document."""
-    for rank, results in enumerate(run(tmp_path, "recurrent", "3", ranks=3)):
-        assert len(results) == 6
-        for case, errors in results.items():
-            check(errors, f"{case} on rank {rank}")
 
 
 @pytest.mark.slow
@@ -116,14 +117,6 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
         assert results["clipped"]["changed"] > 1e-2
         # One or two of the last messages may be under way when they are counted.
         assert max(results["left"].values()) < 5
-
-
-@pytest.mark.slow
-def test_beside_tensor_parallelism(tmp_path: Path) -> None:
-    for results in run(tmp_path, "tensor", "2", ranks=4):
-        assert results.keys() == SERVED.keys()
-        for algo, errors in results.items():
-            check(errors, f"{algo} beside tensor parallelism")
 
 
 @pytest.mark.slow
