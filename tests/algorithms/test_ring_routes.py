@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
@@ -47,6 +48,18 @@ def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:
         # Whoever is the first of a node to have a block sends it on twice.
         assert max(total) <= size - 1 + nodes
     assert blocks == {"ring": {0, size - 1}, "double": {nodes - 1}}
+
+
+@pytest.mark.parametrize("size", [4, 6, 8])
+@pytest.mark.parametrize("phase", PHASES)
+def test_messages_take_a_step_within_a_node_and_one_for_each_of_its_ranks_between(
+    phase: Phase, size: int
+) -> None:
+    topology = VirtualWorld(size, ranks_per_node=size // 2).topology(0)
+    made, nodes = create("zigzag", topology, {"route": "double"}), topology.nodes
+    for move in made.plan(Shape(1, 8 * size, 4, 2, 8), Mask(), phase).moves:
+        near = nodes[move.source] == nodes[move.target]
+        assert move.needed - move.posted == (1 if near else size // 2)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 9, 64])

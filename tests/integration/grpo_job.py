@@ -7,16 +7,12 @@ takes rollouts:
     whole   padded rows through Megatron's own attention; SIZE is 1
     rows    packed, and split as verl does, by `Batch` of cut_batches_job.py
     packs   the same for sampling; for training prefixes that rollouts share are merged
-    verl    by verl, where it is installed: the forward pass of its engine samples, and the engine's
-            train_batch trains, with verl's micro-batches, advantages and loss. It fails if verl
-            splits tokens otherwise than `rows`.
 
 The first rank writes rewards, losses and weights to FILE.
 """
 
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
@@ -181,16 +177,6 @@ def clipped(found: Tensor, old: Tensor, gains: Tensor, total: int) -> Tensor:
     return torch.where(gains < 0, torch.minimum(losses, -gains * DUAL), losses).sum() / total
 
 
-def verls_advantages(rewards: Tensor) -> Tensor:
-    """verl's own, see `advantages`."""
-    import numpy as np
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-    groups = np.arange(len(rewards)) // ANSWERS
-    every = torch.ones(len(rewards), 1, dtype=torch.float64)
-    return compute_grpo_outcome_advantage(rewards[:, None].clone(), every, groups)[0][:, 0]
-
-
 def micro_batches(way: str, rollouts: Sequence[Sampled]) -> list[Any]:
     """What a step of the schedule takes: which rollouts, and the pack that they are."""
     if way != "packs":
@@ -276,76 +262,6 @@ class Trained:
         return cls(model, get_megatron_optimizer(settings, [model]))
 
 
-def verls_engine(trained: Trained, size: int) -> Any:
-    """verl's engine around a model and an optimizer that are there: its own come from Hugging Face
-    by Megatron-Bridge.
-    """
-    from verl.workers.config import McoreEngineConfig
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
-
-    engine: Any = object.__new__(MegatronEngineWithLMHead)
-    engine.module, engine.optimizer = [trained.model], trained.optimizer
-    engine.tf_config = trained.model.config
-    engine.engine_config = McoreEngineConfig(
-        context_parallel_size=size,
-        use_remove_padding=True,
-        use_dynamic_bsz=True,
-        max_token_len_per_gpu=200 // size,
-        use_fused_kernels=False,
-    )
-    engine.model_config = Namespace(
-        mtp=Namespace(enable=False, enable_train=False),
-        hf_config=Namespace(architectures=["GPT"]),
-        tokenizer=Namespace(pad_token_id=0),
-    )
-    engine.enable_routing_replay, engine.mode = False, None
-    engine._is_offload_param = engine._is_offload_optimizer = False
-    return engine
-
-
-def verls_update(engine: Any, rollouts: Sequence[Sampled]) -> float:
-    """As `update`, by the engine's train_batch and the loss of verl's actor."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-    from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    def padded(parts: Iterable[Tensor], side: str = "right") -> Tensor:
-        return pad_sequence(list(parts), batch_first=True, padding_side=side)
-
-    prompts = padded((each.tokens[: each.prompt] for each in rollouts), "left")
-    answers = padded(each.tokens[each.prompt :] for each in rollouts)
-    written = padded(torch.ones(len(each.old), dtype=torch.long) for each in rollouts)
-    # No prompt has the token of padding.
-    seen = torch.cat(((prompts > 0).long(), written), 1)
-    rows = {
-        "prompts": prompts,
-        "responses": answers,
-        "input_ids": torch.cat((prompts, answers), 1),
-        "attention_mask": seen,
-        "position_ids": (seen.cumsum(1) - 1).clamp(min=0),
-        "response_mask": written,
-        "old_log_probs": padded(each.old for each in rollouts),
-        "advantages": padded(each.advantages for each in rollouts),
-        "temperature": torch.ones(len(rollouts)),
-    }
-    data = left_right_2_no_padding(TensorDict(rows, batch_size=len(rollouts)))
-    tensordict_utils.assign_non_tensor(
-        data,
-        use_dynamic_bsz=True,
-        max_token_len_per_gpu=engine.engine_config.max_token_len_per_gpu,
-        global_batch_size=len(rollouts),
-    )
-    clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), RATIO)
-    config = ActorConfig(
-        strategy="megatron", rollout_n=ANSWERS, clip_ratio_c=DUAL, use_dynamic_bsz=True, **clips
-    )
-    with engine.train_mode():
-        found = engine.train_batch(data, loss_function=partial(ppo_loss, config))
-    return float(sum(found["loss"]))
-
-
 def main() -> None:
     way, size, updates, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     from megatron_cp_plugin.integration import cpu
@@ -357,20 +273,16 @@ def main() -> None:
 
         cp_megatron.install("zigzag", layout="thd")
     trained = Trained.of(size)
-    look = {"whole": whole, "verl": by_verl}.get(way, rows)
-    step = partial(update, way, trained)
-    if way == "verl":
-        step = partial(verls_update, verls_engine(trained, size))
+    look = whole if way == "whole" else rows
     draw = torch.Generator().manual_seed(3)
     rewards, losses = [], []
     for _ in range(updates // 2):
         prompts = [row for row in new_prompts(draw) for _ in range(ANSWERS)]
         rollouts, each = sample(partial(look, trained.model), prompts, draw)
         rewards.append(float(each.mean()))
-        gains = verls_advantages(each) if way == "verl" else advantages(each)
-        for rollout, gain in zip(rollouts, gains, strict=True):
+        for rollout, gain in zip(rollouts, advantages(each), strict=True):
             rollout.advantages.fill_(gain)
-        losses += [step(rollouts) for _ in range(2)]
+        losses += [update(way, trained, rollouts) for _ in range(2)]
     if dist.get_rank() == 0:
         weights = {name: x.detach() for name, x in trained.model.module.named_parameters()}
         torch.save({"rewards": rewards, "losses": losses, "weights": weights}, file)

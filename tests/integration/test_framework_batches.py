@@ -1,6 +1,4 @@
-"""The code that splits batches in verl, slime, ms-swift, Megatron-Bridge, SkyRL and NeMo-RL, where
-it is installed.
-"""
+"""The code that splits batches in verl and slime, where it is installed."""
 
 import json
 from importlib.util import find_spec
@@ -14,7 +12,6 @@ from tests.integration.megatron_job import run_warm
 
 JOB = Path(__file__).with_name("framework_batches_job.py")
 ALGORITHMS = ("zigzag", "distflash", "ulysses", "attention2d")
-CHUNKED = {"skyrl": ("zigzag+5",), "nemo": ("zigzag+5",)}  # their losses take log-probs
 _MODE = "cp_partition_mode"
 BOUNDS = {"loss": 1e-5, "gradients": 1e-4}
 
@@ -34,16 +31,13 @@ def test_batches_of(trainer: str, layout: str, size: int, tmp_path: Path) -> Non
     """Each document as alone through Megatron's own attention."""
     if not is_installed(TRAINERS[trainer][0]):
         pytest.skip(f"{TRAINERS[trainer][0]} is not installed")
-    if layout == "contiguous" and trainer in ("bridge", "skyrl", "nemo"):
-        pytest.skip(f"{trainer} splits each document by zigzag")
     if (trainer, layout) == ("verl", "contiguous") and not hasattr(PackedSeqParams, _MODE):
         pytest.skip(f"verl cuts so for a Megatron whose PackedSeqParams have {_MODE}")
-    algos = (*ALGORITHMS, *CHUNKED.get(trainer, ()))
-    words = (trainer, layout, str(size), ",".join(algos))
+    words = (trainer, layout, str(size), ",".join(ALGORITHMS))
     job = run_warm(tmp_path, *words, ranks=size, script=JOB).succeeded()
     for process in job.processes:
         found = json.loads(process.stdout.split("FOUND")[-1].splitlines()[0])
-        assert found.keys() == set(algos)
+        assert found.keys() == set(ALGORITHMS)
         for algo, errors in found.items():
             assert errors.keys() == BATCHES.keys()
             for batch, off in errors.items():

@@ -217,59 +217,6 @@ def test_equals_the_recurrence(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("place", [("lasp", "contiguous"), ("lasp2", "zigzag"), ("lasp2", "thd")])
-def test_bytes_do_not_depend_on_the_length(family: str, place: tuple[str, str]) -> None:
-    """Those of the formulas in the docstrings of lasp and lasp2, and beside the all-to-all's."""
-    size, (kind, delta) = 4, FAMILIES[family]
-    transition = DIM * DIM if delta else DIM if kind == "channels" else 1
-    state = 2 * DIM * VALUE_DIM
-    for tokens in (48, 96, 480):
-        documents = (tokens // 2,) if place[1] == "thd" else ()
-        heads = (4, 2, 2) if tokens == 96 else (2, 2, 2)
-        drawn = draw(family, "plain", tokens, documents, heads, expected=False)
-        _, log = run(drawn, *place, size, dtype=torch.float32, states=False)
-        runs = {"contiguous": 1, "zigzag": 2, "thd": 4}[place[1]]
-        for rank in range(size):
-            if place[0] == "lasp":
-                want = [2 * state * 4 * (rank < size - 1), 2 * state * 4 * (rank > 0)]
-            else:
-                want = [(size - 1) * runs * 2 * (state + 2 * transition) * 4] * 2
-            sent = [log.bytes(rank=rank, phase=phase) for phase in ("forward", "backward")]
-            assert sent == want
-
-
-@pytest.mark.parametrize("family", ["simple_gla", "gated_delta_net", "kda"])
-def test_bytes_beside_all_to_alls(family: str) -> None:
-    """From 1K tokens to 4K those of states are the same, those of all-to-alls grow."""
-    size, heads, (kind, delta) = 4, 4, FAMILIES[family]
-    numbers = DIM if kind == "channels" else 1
-
-    def sent(algo: str, tokens: int) -> tuple[int, int]:
-        shape = 1, tokens // size, heads
-
-        def body(topology: Topology) -> None:
-            q, k, v = (torch.zeros(*shape, DIM).requires_grad_() for _ in range(3))
-            gate = torch.zeros(*shape, *((DIM,) if kind == "channels" else ()))
-            beta = torch.zeros(*shape) if delta else None
-            out = cp.linear_attention(q, k, v, gate=gate, beta=beta, algo=algo, group=topology)
-            assert isinstance(out, Tensor)
-            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-
-        with cp.record_communication() as log:
-            run_virtual(size, body)
-        of_ranks = {(log.bytes(rank=r, phase="forward"), log.bytes(rank=r)) for r in range(size)}
-        (found,) = of_ranks
-        return found
-
-    states = (size - 1) * heads * (DIM * DIM + (DIM * DIM if delta else numbers)) * 4
-    for tokens in (1024, 4096):
-        assert sent("lasp2", tokens) == (states, 2 * states)
-        exchanged = tokens // size * heads * (size - 1) // size * 4 * (4 * DIM + numbers + delta)
-        assert sent("linear_ulysses", tokens)[0] == exchanged
-        assert exchanged > states
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_stated(family: str) -> None:
     kind, delta = FAMILIES[family]
     gates = [DIM if kind == "channels" else 1] * (kind is not None) + [1] * delta
