@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_cp_plugin import __version__
 from megatron_cp_plugin.commands import COMMANDS, add_flags_of, settings_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import OneLineParser
-from megatron_cp_plugin.paths import check_file
+from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import check_file, text_table
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.integration import args
 from megatron_cp_plugin.integration.args import OneLineParser
-from megatron_cp_plugin.tokens import heads_of, option_of, tokens_of
+from megatron_cp_plugin.terminal import heads_of, option_of, tokens_of
 
 _TYPES: dict[str, Callable[[str], Any]] = {
     "heads": heads_of,

@@ -10,7 +10,7 @@ from math import ceil, exp, log
 from pathlib import Path
 from random import Random
 
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import tokens_of
 
 _TAKEN = "takes a mean such as 16K, lognormal:MEAN:SIGMA or a histogram, FILE.csv or FILE.json"
 

@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, brief, nearest
-from megatron_cp_plugin.installed import load_installed
+from megatron_cp_plugin.packages import load_installed
 
 Kind = Literal["softmax", "linear"]
 AnyClass = type[Algorithm] | type[LinearAlgorithm]

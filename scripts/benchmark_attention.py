@@ -66,10 +66,9 @@ from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
-from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import check_folder, tokens_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 MAX_ERROR = 2e-2  # |x - limit's| / |limit's| of a bfloat16 output or gradient

@@ -45,7 +45,7 @@ from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.kernels.fused import merge_into, sum_into
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.process_exit import one_line_errors
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import tokens_of
 
 # Each adds up partials of its own in every step.
 MERGING = ("distflash", "zigzag", "ring")

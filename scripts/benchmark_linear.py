@@ -45,10 +45,9 @@ from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.kernels.fla_gated import refuses_gates_of_heads
-from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import layout_of
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import check_folder, tokens_of
 
 Attention = Callable[..., Tensor]
 Bounds = tuple[int, ...] | None  # cumulative lengths of documents; None: there are none

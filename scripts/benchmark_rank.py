@@ -73,12 +73,11 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve, resolver
-from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.registry import option_names
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import check_folder, tokens_of
 
 MEASURED_AT = 128 * 1024  # tokens of the limit's kernel
 NODE = 8  # ranks of one

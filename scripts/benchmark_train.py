@@ -53,9 +53,8 @@ from forks import free_port
 from rich.console import Console
 from rich.table import Table
 
-from megatron_cp_plugin.paths import check_folder
 from megatron_cp_plugin.process_exit import one_line_errors
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import check_folder, tokens_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HOPPER_DENSE_BF16_TFLOPS = 989.0  # H100 (SXM) and H200

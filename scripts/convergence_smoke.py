@@ -51,7 +51,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.integration.yaml_config import load_run_file
-from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.terminal import check_folder
 
 LAUNCHER = Path(__file__).with_name("pretrain_gpt.py")
 # How the launcher begins the line that says what is wrong with a run's settings.

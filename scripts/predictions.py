@@ -44,7 +44,7 @@ from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.products import product_seconds
 from megatron_cp_plugin.planner.simulate import simulate, sums_in, traces_of
 from megatron_cp_plugin.planner.step import TrainingStep, nodes_of_split, step
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import tokens_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"

@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.planner.layer import planned
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import tokens_of
 
 type Rollout = np.ndarray[tuple[int], np.dtype[np.int64]]
 

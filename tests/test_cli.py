@@ -11,8 +11,7 @@ import pytest
 
 import megatron_cp_plugin
 from megatron_cp_plugin import cli
-from megatron_cp_plugin.text_table import text_table
-from megatron_cp_plugin.tokens import tokens_of
+from megatron_cp_plugin.terminal import text_table, tokens_of
 
 # Stands for an environment that has torch and nothing else of what the extras bring.
 ALONE = """

@@ -85,8 +85,8 @@ ELSEWHERE: dict[str, str] = {
     "pip install '.[report]'": CHECK_INSTALLS,
     "pip install '.[gpu]'": GPUS,
     "pip install -e '.[dev]'": CHECK_INSTALLS,
-    "pip install -e .": "tests/test_installed.py",
-    "pip install -e": "tests/test_installed.py",
+    "pip install -e .": "tests/test_packages.py",
+    "pip install -e": "tests/test_packages.py",
     "pip install pybind11": ITSELF,
     "python scripts/check_installs.py": ITSELF,
     "megatron-cp plan": "tests/planner/test_costs.py",
@@ -125,6 +125,7 @@ ELSEWHERE: dict[str, str] = {
     "python scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos NAME "
     "--cp 1,2,4": "tests/test_convergence_smoke.py",
     "torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9": GPUS,
+    "megatron-cp draw --algo distflash --size 8": "tests/planner/test_drawing.py",
     "megatron-cp draw --algo NAME --size 8 --option travels=queries": (
         "tests/test_foreign_algorithm.py"
     ),

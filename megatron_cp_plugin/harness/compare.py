@@ -29,7 +29,7 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_er
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
 # One rounding of a dtype; docs/parity.md says how many count as equal.

@@ -22,7 +22,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.token_log_probs import MODULE, LogProbs
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import text_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Times the noise that count as rounding: of root mean squares, and of the largest difference.

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.extras import need
-from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.packages import need
+from megatron_cp_plugin.terminal import check_folder
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257

@@ -15,7 +15,6 @@ import torch
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import (
     MEGATRON,
@@ -23,6 +22,7 @@ from megatron_cp_plugin.integration.args import (
     PluginFlags,
     split_flags,
 )
+from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")

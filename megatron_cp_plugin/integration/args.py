@@ -20,7 +20,7 @@ from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
-from megatron_cp_plugin.tokens import option_of
+from megatron_cp_plugin.terminal import option_of
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
 # that a script starts, is refused by Megatron's parser instead of training without the algorithm.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megatron_cp_plugin.errors import ConfigError, nearest
-from megatron_cp_plugin.extras import need
 from megatron_cp_plugin.integration.args import (
     ALGORITHM,
     MEGATRON,
@@ -27,8 +26,9 @@ from megatron_cp_plugin.integration.args import (
     make_help_printable,
     split_flags,
 )
-from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, whole_program
+from megatron_cp_plugin.terminal import check_folder
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (

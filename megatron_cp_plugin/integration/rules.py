@@ -24,7 +24,7 @@ from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.contract import Version
 from megatron_cp_plugin.integration.settings import GATED, SPARSE, Settings
 from megatron_cp_plugin.layers import layout_choices
-from megatron_cp_plugin.paths import check_folder
+from megatron_cp_plugin.terminal import check_folder
 
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
 # whether a script can start with them, with and without an algorithm; validated arguments; those of

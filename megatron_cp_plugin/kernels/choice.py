@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cp_plugin.core.kernel import Kernel, Problem, SoftmaxKernel
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError, nearest
-from megatron_cp_plugin.installed import load_installed
+from megatron_cp_plugin.packages import load_installed
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, nearest
-from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Kind, Site, choose
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
@@ -20,7 +20,7 @@ from megatron_cp_plugin.planner.model import MODELS, Split
 from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
 from megatron_cp_plugin.planner.step import dispatch
 from megatron_cp_plugin.registry import AUTO
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import text_table
 
 _PROPOSALS = 10
 # Errors of a step, without experts and with them, from docs/predictions.md.

@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.layer import planned
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import text_table
 
 _TOKENS_PER_CHUNK = 256
 _HEADS_PER_RANK = 4

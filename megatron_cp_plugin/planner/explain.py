@@ -16,7 +16,7 @@ from megatron_cp_plugin.planner.choose import (
     peak_of_row,
 )
 from megatron_cp_plugin.planner.machine import Links
-from megatron_cp_plugin.text_table import text_table
+from megatron_cp_plugin.terminal import text_table
 
 _OF_EACH = 3  # number of candidates of an algorithm that are shown
 _ALIKE_PERCENT = 0.2  # slower by less than this counts as equal

@@ -13,7 +13,7 @@ from typing import Any, Self, get_args
 
 from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.errors import ConfigError, nearest
-from megatron_cp_plugin.extras import need
+from megatron_cp_plugin.packages import need
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 _FOLDER = Path(__file__).parent.parent / "configs" / "machines"

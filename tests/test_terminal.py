@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.paths import check_file, check_folder
+from megatron_cp_plugin.terminal import check_file, check_folder
 
 
 def test_folders_that_are_there_or_can_be_made(tmp_path: Path) -> None:

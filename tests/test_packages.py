@@ -13,9 +13,9 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.installed import load_installed
 from megatron_cp_plugin.kernels import choice, kernel_names, register_kernel, resolve
 from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.packages import load_installed
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, run
 from tests.test_foreign_algorithm import example
