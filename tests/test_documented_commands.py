@@ -136,7 +136,6 @@ ELSEWHERE: dict[str, str] = {
     "pytest tests/integration/test_random_runs.py --random-runs 200": (
         "tests/integration/test_random_runs.py"
     ),
-    "python tests/integration/endings.py train --jobs 200": "tests/integration/endings.py",
 }
 
 
