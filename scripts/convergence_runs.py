@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Comparison, Recording
+from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
 
 _DOCUMENTS = "dataloader_inter_document_masking"
@@ -121,68 +119,18 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-class Settings:
-    """Megatron's settings of a run file, as far as the harness has to know them.
-
-    Args:
-        config: The run file.
-        path: Its name, for errors.
-        extra: Flags of Megatron that override it.
-    """
-
-    def __init__(self, config: DictConfig, path: str, extra: Sequence[str]) -> None:
-        try:
-            section = OmegaConf.to_container(config, resolve=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
-        assert isinstance(section, dict)
-        megatron = section.get("megatron")
-        if not isinstance(megatron, dict):
-            raise ConfigError(f"{path}: the section megatron is missing or no mapping")
-        self._values = {str(key).replace("-", "_"): value for key, value in megatron.items()}
-        self._path = path
-        parser = _Parser(add_help=False, allow_abbrev=False)
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "seq_length"):
-            parser.add_argument(_flag(name), type=int)
-        for name in ("bf16", "fp16"):
-            parser.add_argument(_flag(name), action="store_true", default=None)
-        for name in ("train_iters", "context_parallel_size", "context_parallel_algo", "cp_record"):
-            parser.add_argument(_flag(name), action=_Refused)
-        given, _ = parser.parse_known_args(list(extra))
-        self._values.update({k: v for k, v in vars(given).items() if v is not None})
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """Returns a positive whole number."""
-        value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{self._path}: megatron.{name} must be a whole number, got {value!r}"
-            )
-        return value
-
-    @property
-    def half(self) -> str:
-        """bf16, fp16 or the empty string for float32."""
-        return next((name for name in ("bf16", "fp16") if self._values.get(name)), "")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
-
-
-class _Refused(argparse.Action):
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            f"{self.option_strings[0]} cannot follow --: the harness sets it "
-            f"(--iters, --cp, --algos and --output say what)"
-        )
+def number(line: CommandLine, name: str, default: int = 0) -> int:
+    """A positive number among the settings of Megatron. Raises: ConfigError if it is none."""
+    value = line.given(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"megatron.{name} must be a whole number from 1, got {value!r}")
+    return value
 
 
 def plan(
     variants: Sequence[Variant],
     sizes: Sequence[int],
-    settings: Settings,
+    line: CommandLine,
     dp: int,
     own_model: bool = False,
 ) -> list[Run]:
@@ -191,22 +139,22 @@ def plan(
     Args:
         variants: The algorithms.
         sizes: Of the context-parallel group.
-        settings: Of the run file.
+        line: The run file, and flags that override it.
         dp: Data-parallel size.
         own_model: Megatron's own path does not have the model.
 
     Raises:
         ConfigError: A sequence cannot be split that way.
     """
-    shards = settings.number("tensor_model_parallel_size", 1)
-    shards *= settings.number("pipeline_model_parallel_size", 1)
+    shards = number(line, "tensor_model_parallel_size", 1)
+    shards *= number(line, "pipeline_model_parallel_size", 1)
     runs = [Run(variants[0] if own_model else None, 1, shards * dp, is_reference=True)]
     for variant in variants:
         for cp in sizes:
             if own_model and (variant, cp) == (variants[0], 1):
                 continue
             config = ContextParallelConfig(variant.algo, cp, options=variant.options)
-            config.check_sequence(settings.number("seq_length"))
+            config.check_sequence(number(line, "seq_length"))
             runs.append(Run(variant, cp, shards * dp * cp))
     return runs
 
@@ -242,7 +190,3 @@ def run_file(config: DictConfig, run: Run, iterations: int) -> DictConfig:
         section.update(run.variant.options)
     made.context_parallel = section
     return made
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -35,7 +35,6 @@ from typing import Any
 from convergence_runs import (
     Outcome,
     Run,
-    Settings,
     parse_sizes,
     parse_variants,
     plan,
@@ -49,6 +48,7 @@ from rich.table import Table
 
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.integration.yaml_config import load_run_file
 from megatron_cp_plugin.terminal import check_folder
@@ -230,13 +230,19 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _compare_all(args: argparse.Namespace, extra: Sequence[str], console: Console) -> int:
     config = load_run_file(args.config)
-    settings = Settings(config, args.config, extra)
+    line = CommandLine.of(["--config", args.config, *extra])
+    for name in ("train-iters", "context-parallel-size", "context-parallel-algo", "cp-record"):
+        if any(word.partition("=")[0] == f"--{name}" for word in extra):
+            raise ConfigError(
+                f"--{name} cannot follow --: the harness sets it (--iters, --cp, --algos and "
+                "--output say what)"
+            )
     if args.iters < 1 or args.dp < 1 or args.timeout <= 0:
         raise ConfigError("--iters, --dp and --timeout must be positive")
-    tolerances = _tolerances(args, settings)
+    tolerances = _tolerances(args, line)
     algos = args.algos if args.algos is not None else _own_algo(config, args.config)
     own_model = (config.get("context_parallel") or {}).get("linear_model") is not None
-    runs = plan(parse_variants(algos), parse_sizes(args.cp), settings, args.dp, own_model)
+    runs = plan(parse_variants(algos), parse_sizes(args.cp), line, args.dp, own_model)
     output: Path = args.output or Path("results", "convergence", Path(args.config).stem)
     check_folder("--output", output)
     output.mkdir(parents=True, exist_ok=True)
@@ -373,11 +379,12 @@ def _size(count: int) -> str:
     return f"{size:.3g} GiB"
 
 
-def _tolerances(args: argparse.Namespace, settings: Settings) -> Tolerances:
-    if settings.half and (args.loss_tolerance is None or args.grad_tolerance is None):
+def _tolerances(args: argparse.Namespace, line: CommandLine) -> Tolerances:
+    half = next((name for name in ("bf16", "fp16") if line.given(name, False)), "")
+    if half and (args.loss_tolerance is None or args.grad_tolerance is None):
         raise ConfigError(
-            f"the default tolerances are for float32, got {settings.half}: "
-            f"give --loss-tolerance and --grad-tolerance, or leave {settings.half} out"
+            f"the default tolerances are for float32, got {half}: "
+            f"give --loss-tolerance and --grad-tolerance, or leave {half} out"
         )
     default = Tolerances()
     loss = default.loss if args.loss_tolerance is None else args.loss_tolerance

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording
+from megatron_cp_plugin.harness.train import CommandLine
 from tests import forked_launch
 from tests.test_parity import recording, scale_gradient, set_iteration, write
 
@@ -90,11 +91,16 @@ def test_run_file_of_one_run(harness: ModuleType) -> None:
     assert made(None, 1, 1)["context_parallel"] == {"algo": "megatron", "platform": "cpu"}
 
 
-def test_plan(harness: ModuleType) -> None:
-    config = OmegaConf.create(RUN_FILE)
-    extra = ["--tensor-model-parallel-size", "2", "--seq-length", "96"]
-    settings = harness.Settings(config, "run.yaml", extra)
-    runs = harness.plan(harness.parse_variants("ring,zigzag"), [1, 3], settings, 2)
+def line_of(folder: Path, *extra: str) -> CommandLine:
+    """The run file above, and flags."""
+    path = folder / "run.yaml"
+    path.write_text(RUN_FILE)
+    return CommandLine.of(["--config", str(path), *extra])
+
+
+def test_plan(harness: ModuleType, tmp_path: Path) -> None:
+    line = line_of(tmp_path, "--tensor-model-parallel-size", "2", "--seq-length", "96")
+    runs = harness.plan(harness.parse_variants("ring,zigzag"), [1, 3], line, 2)
     assert [(run.algo, run.cp, run.processes) for run in runs] == [
         ("megatron", 1, 4),
         ("ring", 1, 4),
@@ -105,9 +111,9 @@ def test_plan(harness: ModuleType) -> None:
     assert len({run.folder for run in runs}) == len(runs)
 
 
-def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType) -> None:
-    settings = harness.Settings(OmegaConf.create(RUN_FILE), "run.yaml", [])
-    runs = harness.plan(harness.parse_variants("lasp,lasp2"), [1, 2], settings, 1, own_model=True)
+def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType, tmp_path: Path) -> None:
+    line = line_of(tmp_path)
+    runs = harness.plan(harness.parse_variants("lasp,lasp2"), [1, 2], line, 1, own_model=True)
     assert [(run.algo, run.cp, run.is_reference) for run in runs] == [
         ("lasp", 1, True),
         ("lasp", 2, False),
@@ -154,7 +160,7 @@ def test_run_files_keep_what_the_model_is(harness: ModuleType) -> None:
         (["--config", "nope.yaml"], "no such run file"),
         (["--", "--bf16"], "give --loss-tolerance and --grad-tolerance"),
         (["--", "--train-iters", "3"], "--train-iters cannot follow --"),
-        (["--", "--seq-length", "x"], "invalid int value"),
+        (["--", "--seq-length", "x"], "--seq-length takes a whole number, got 'x'"),
     ],
 )
 def test_wrong_commands_end_in_one_line(
