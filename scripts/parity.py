@@ -277,8 +277,9 @@ class Verdict:
         return f"{self.job.name}: {self.word}" + (f": {said}" if said else self._errors())
 
     def _errors(self) -> str:
-        numbers = [f"{name} {cell}" for name, cell in zip(COLUMNS[3:7], self.cells, strict=True)]
-        return f": {', '.join(numbers)}" if self.comparison is not None else ""
+        named = zip(COLUMNS[3:7], self.cells, strict=True)
+        numbers = [f"{name} {cell}" for name, cell in named if cell]
+        return f": {', '.join(numbers)}" if numbers else ""
 
     @property
     def cells(self) -> list[str]:
