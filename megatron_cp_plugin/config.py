@@ -1,7 +1,8 @@
 """The configuration of a run: read and validated once, then passed down."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.layers import check_balance, options_by_name
@@ -10,13 +11,11 @@ from megatron_cp_plugin.registry import kind_of, layout_of
 LINEAR_MODELS = ("transnormer", "linear_transformer")
 
 
-@dataclass(frozen=True)
-class ContextParallelConfig:
-    """Which algorithm splits the sequence, over how many ranks, with which kernel.
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of a run, as the command line, a run file and `install` have them.
 
     Attributes:
-        algo: a name of `available()`.
-        size: context_parallel_size.
         kernel: "auto" or a name of `kernels.kernel_names()`.
         options: (name, value) pairs of the algorithm's own options.
         recompute_attention: whether activation checkpointing runs attention a second time.
@@ -25,20 +24,38 @@ class ContextParallelConfig:
         chunked_loss: how many tokens' logits there are at a time; None: all.
         send_latents: whether ranks send latents of multi-latent attention in place of K and V.
         by_auto: whether `auto` has chosen the algorithm.
-        for_spans: for an example of span masks.
     """
 
-    algo: str
-    size: int
     kernel: str = "auto"
     options: tuple[tuple[str, object], ...] = ()
     recompute_attention: bool = False
     layers: tuple[str, ...] = ()
     linear_model: str | None = None
     chunked_loss: int | None = None
-    by_auto: bool = False
-    for_spans: bool = False
     send_latents: bool = False
+    by_auto: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunked_loss is not None and self.chunked_loss < 1:
+            raise ConfigError(
+                f"chunked_loss must be at least 1, got {self.chunked_loss}: use for example "
+                f"{CHUNK_TOKENS}, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class ContextParallelConfig(RunSettings):
+    """Which algorithm splits the sequence, over how many ranks, with which kernel.
+
+    Attributes:
+        algo: a name of `available()`.
+        size: context_parallel_size.
+        for_spans: for an example of span masks.
+    """
+
+    algo: str
+    size: int
+    for_spans: bool = field(default=False, kw_only=True)
 
     @property
     def layout(self) -> Layout:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
+from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig, RunSettings
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
-from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 from megatron_cp_plugin.terminal import option_of
 
@@ -32,8 +30,9 @@ MEGATRON = "megatron"
 # Tokens of a packed document, where nobody says.
 MEAN_DOCUMENT = 4096
 
-# What the plugin's flags are to argparse.
+# The plugin's flags: what they are to argparse, and `_NOT_ARGPARSES`.
 FLAGS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
+_NOT_ARGPARSES = {"needs", "in_files"}
 PLATFORMS: list[str] = FLAGS["--cp-platform"]["choices"]
 
 
@@ -42,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("megatron_cp_plugin")
     add_flags(group, FLAGS, {"int": int, "option": option_of})
     return parser
+
+
+def key_of(flag: str) -> str:
+    """The name of a flag of the plugin in a run file: --cp-linear-model is linear_model."""
+    return flag.removeprefix("--context-parallel-").removeprefix("--cp-").replace("-", "_")
 
 
 def add_flags(
@@ -57,7 +61,8 @@ def add_flags(
     """
     for name, how in flags.items():
         kind = {"type": types[how["type"]]} if "type" in how else {}
-        parser.add_argument(name, **how | kind)
+        given = {key: value for key, value in how.items() if key not in _NOT_ARGPARSES}
+        parser.add_argument(name, **given | kind)
 
 
 def document_lengths(given: str | int | None, name: str) -> Lengths:
@@ -71,45 +76,26 @@ def document_lengths(given: str | int | None, name: str) -> Lengths:
         raise ConfigError(f"{name} {error}: leave it out for {MEAN_DOCUMENT}") from None
 
 
-# Flags that say nothing without an algorithm of the plugin, or without a choice of one.
-_OF_ALGORITHMS = (
-    *("--cp-kernel", "--cp-options", "--cp-linear-model", "--cp-recompute-attention"),
-    *("--cp-chunked-loss", "--cp-send-latents"),
-)
-_OF_AUTO = ("--cp-machine", "--cp-mean-document", EXAMPLE_SPANS, "--cp-explain")
-
-
-@dataclass(frozen=True)
-class PluginFlags:
+@dataclass(frozen=True, kw_only=True)
+class PluginFlags(RunSettings):
     """The plugin's flags as given on one command line.
 
     Attributes:
         algo: None for Megatron's own path.
-        layers: the algorithm of each layer, or ().
-        kernel, options, linear_model, recompute_attention, chunked_loss, send_latents, platform,
-            record, allow_untested_megatron: as in `add_arguments`.
         comm_type: the same in Megatron's spelling.
+        platform, record, allow_untested_megatron: as in `flags.toml`.
         machine, mean_document, example_spans, explain: of auto.
-        by_auto: as in `ContextParallelConfig`.
     """
 
     algo: str | None
-    kernel: str
-    options: tuple[tuple[str, object], ...]
-    layers: tuple[str, ...]
-    linear_model: str | None
-    recompute_attention: bool
-    chunked_loss: int | None
-    send_latents: bool
-    platform: str | None
-    record: str | None
-    allow_untested_megatron: bool
     comm_type: CommType
+    platform: str | None = None
+    record: str | None = None
+    allow_untested_megatron: bool = False
     machine: str | None = None
     mean_document: str | None = None
     example_spans: str | None = None
     explain: bool = False
-    by_auto: bool = False
 
     @property
     def is_auto(self) -> bool:
@@ -124,24 +110,20 @@ class PluginFlags:
             self.comm_type.check(self.algo, self.layers, self.options)
             registry.layout_of(self.algo, dict(self.options))
             self.config(1).check_layers()
-        for option in (*_OF_ALGORITHMS, *_OF_AUTO):
-            value = getattr(self, option.removeprefix("--cp-").replace("-", "_"))
-            if value is None or value is False or value in ((), "auto") or self.is_auto:
+        for flag, how in FLAGS.items():
+            value = getattr(self, key_of(flag))
+            unset = value is None or value is False or value in ((), "auto")
+            if "needs" not in how or unset or self.is_auto:
                 continue
-            if option in _OF_AUTO:
+            if how["needs"] == "auto":
                 needed, example, got = "--context-parallel-algo auto", "auto", self.algo or MEGATRON
             elif self.algo is None:
                 needed, example, got = "an algorithm of the plugin", "zigzag", "none"
             else:
                 continue
             raise ConfigError(
-                f"{option} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
-                f"leave {option} out"
-            )
-        if self.chunked_loss is not None and self.chunked_loss < 1:
-            raise ConfigError(
-                f"--cp-chunked-loss must be at least 1, got {self.chunked_loss}: leave the number "
-                f"out for {CHUNK_TOKENS}"
+                f"{flag} needs {needed}, got {got}: add --context-parallel-algo {example}, or "
+                f"leave {flag} out"
             )
 
     def _check_auto(self) -> None:
@@ -199,8 +181,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
         algo, layers = comm_type.algo, comm_type.layers
     if algo in (None, MEGATRON):
         algo, rest, comm_type = None, others, CommType()
-    ours = {name.removeprefix("cp_"): value for name, value in vars(known).items()}
-    del ours["context_parallel_algo"]
+    ours = {key_of(flag): getattr(known, flag[2:].replace("-", "_")) for flag in FLAGS}
     options = (*comm_type.options, *(known.cp_options or ()))
     ours |= {"algo": algo, "options": options, "layers": layers}
     return PluginFlags(**ours, comm_type=comm_type), rest

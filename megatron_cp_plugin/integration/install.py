@@ -261,10 +261,6 @@ def _config(
             f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
-    if chunked_loss is not None and chunked_loss < 1:
-        raise ConfigError(
-            f"chunked_loss must be at least 1, got {chunked_loss}: leave it out for all logits"
-        )
     batches.check(algo)
     if algo != registry.AUTO and registry.kind_of(algo) == "linear":
         raise ConfigError(
@@ -274,7 +270,11 @@ def _config(
     size = parallel_state.get_context_parallel_world_size()
     given = tuple(sorted((options | {"layout": layout}).items()))
     config = ContextParallelConfig(
-        *(algo, size, kernel, given, recompute_attention),
+        algo,
+        size,
+        kernel=kernel,
+        options=given,
+        recompute_attention=recompute_attention,
         chunked_loss=chunked_loss,
         send_latents=send_latents,
     )

@@ -47,6 +47,7 @@ from megatron_cp_plugin.integration.args import (
     MEGATRON,
     OneLineParser,
     chosen_algorithm,
+    key_of,
     usage_error,
 )
 
@@ -54,12 +55,13 @@ _SHIPPED = Path(__file__).parents[1] / "configs"
 _SECTIONS = ("megatron", "context_parallel")
 _SECTION_NAMES = f"the sections {' and '.join(_SECTIONS)}"
 _OPTIONS_FLAG = "--cp-options"
-_ON_COMMAND_LINE = ("--config", "--help", "--cp-record", "--cp-allow-untested-megatron")
+_ON_COMMAND_LINE = (
+    *("--config", "--help"),
+    *(flag for flag, how in FLAGS.items() if not how.get("in_files", True)),
+)
 # The keys of `context_parallel:` that have a flag of their own; all others are algorithm options.
 _FLAGS = {
-    option.removeprefix("--context-parallel-").removeprefix("--cp-").replace("-", "_"): option
-    for option in FLAGS
-    if option not in (_OPTIONS_FLAG, *_ON_COMMAND_LINE)
+    key_of(option): option for option in FLAGS if option not in (_OPTIONS_FLAG, *_ON_COMMAND_LINE)
 }
 
 

@@ -46,7 +46,7 @@ def refusal(args: argparse.Namespace, algo: str = "zigzag", **changes: Any) -> s
     for name, value in changes.items():
         assert hasattr(args, name), name
         setattr(args, name, value)
-    config = ContextParallelConfig(algo, args.context_parallel_size, kernel)
+    config = ContextParallelConfig(algo, args.context_parallel_size, kernel=kernel)
     with pytest.raises(ContextParallelError) as error:
         check_arguments(args, config, CPU)
     message = str(error.value)
@@ -209,7 +209,7 @@ def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash5"])
 def test_kernel_that_cannot_serve(args: argparse.Namespace, kernel: str) -> None:
-    config = ContextParallelConfig("zigzag", 4, kernel)
+    config = ContextParallelConfig("zigzag", 4, kernel=kernel)
     with pytest.raises(KernelUnavailableError, match=kernel) as error:
         check_arguments(args, config, CPU)
     assert "\n" not in str(error.value)
