@@ -16,7 +16,6 @@ import csv
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise
@@ -387,14 +386,15 @@ def fit(name: str, rows: Sequence[Row | RankRow], keys: Sequence[str], rounds: i
         counts as much as an error of 10%.
     """
     values = machine_of(name).values()
-    start = np.log([_number(values, key) for key in keys])
+    given = dict(numbers(values))
+    start = np.log([given[key] for key in keys])
     found, scale = start.copy(), 10.0
 
+    def made(x: np.ndarray[Any, Any]) -> Machine:
+        return Machine.of(changed(values, dict(zip(keys, np.exp(x).tolist(), strict=True))))
+
     def residuals(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        changed = deepcopy(values)
-        for key, value in zip(keys, np.exp(x), strict=True):
-            _set(changed, key, float(value))
-        machine, errors = Machine.of(changed), []
+        machine, errors = made(x), []
         for row in rows:
             for got, want in zip(row.predict(machine), (row.forward_ms, row.step_ms), strict=True):
                 if want is not None:
@@ -419,33 +419,25 @@ def fit(name: str, rows: Sequence[Row | RankRow], keys: Sequence[str], rounds: i
             damping *= 5
         print(f"round {number}: {float(now @ now):.3f}", flush=True)
     for key, value in zip(keys, np.exp(found), strict=True):
-        print(f"  {key}: {_number(values, key):.4g} -> {value:.4g}")
-        _set(values, key, float(value))
-    return Machine.of(values)
+        print(f"  {key}: {given[key]:.4g} -> {value:.4g}")
+    return made(found)
 
 
-def _number(values: Mapping[str, Any], key: str) -> float:
-    found: Any = values
-    for part in key.split("/"):
-        found = found[int(part) if part.isdigit() and int(part) in found else part]
-    return float(found)
-
-
-def _set(values: dict[str, Any], key: str, value: float) -> None:
-    *path, last = key.split("/")
-    found: Any = values
-    for part in path:
-        found = found[int(part) if part.isdigit() and int(part) in found else part]
-    found[last] = value
-
-
-def numbers(values: Any, path: str = "") -> Iterable[str]:
-    """Paths of all numbers of a machine's file that are above 0."""
+def numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a machine's file that are above 0, by their paths."""
     if isinstance(values, Mapping):
         for key, one in values.items():
             yield from numbers(one, f"{path}/{key}" if path else str(key))
     elif isinstance(values, float) and values > 0:
-        yield path
+        yield path, values
+
+
+def changed(values: Any, others: Mapping[str, float], path: str = "") -> Any:
+    """A machine's file with other numbers."""
+    if isinstance(values, Mapping):
+        found = {key: (f"{path}/{key}" if path else str(key)) for key in values}
+        return {key: changed(values[key], others, where) for key, where in found.items()}
+    return others.get(path, values)
 
 
 # What is fitted of a machine: beginnings of tables, and of numbers in its file.
@@ -659,7 +651,8 @@ def main() -> None:
             for row in every
             if row.machine == args.fit and row.use == "fit" and row.table.startswith(beginnings)
         ]
-        paths = [key for key in numbers(machine_of(args.fit).values()) if key.startswith(keys)]
+        every_path = dict(numbers(machine_of(args.fit).values()))
+        paths = [key for key in every_path if key.startswith(keys)]
         own = DATA / f"{args.fit}.yaml"
         shipped = ROOT / "configs" / "machines" / f"{args.fit}.yaml"
         fit(args.fit, rows, paths, rounds=6).save(own if own.is_file() else shipped)
