@@ -12,18 +12,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_520,
+    "package root": 4_100,
     "core": 13_820,
     "algorithms": 1_880,
     "kernels": 3_680,
     "integration": 8_340,
-    "planner": 7_560,
+    "planner": 7_130,
     "harness": 2_360,
-    "scripts": 7_280,
-    "tests": 45_600,
+    "scripts": 7_220,
+    "tests": 43_700,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_220, "pages": 41_600}
+WORDS = {"README": 1_220, "pages": 41_200}
 
 
 def files(room: str) -> Iterator[Path]:
