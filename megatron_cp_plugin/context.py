@@ -45,7 +45,7 @@ from megatron_cp_plugin.core.layout import Layout, check_cut, describe_mismatch,
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import mask_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
 from megatron_cp_plugin.kernels import resolver
@@ -203,18 +203,15 @@ class CallSettings:
         seq_len, layout, documents, slices = self._agreed(topology, q.shape[1], unknown)
         if window is not None:
             window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
+        mask = mask_of(causal, window, documents, slices)
         if self._algo == registry.AUTO:
             shape = Shape.of(q, k, v, seq_len)
-            mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
             from megatron_cp_plugin.planner.detected_machine import choose_for
 
             given = dict(self._options)
             algo, options = choose_for(topology, shape, mask, kernel, given, q.device)
             algorithm = softmax_algorithm(algo, topology, tuple(sorted(options)))
-        of_mask = causal, window, documents, slices
-        compiled = compiled_call(
-            algorithm, q, k, v, sink, seq_len, *of_mask, scale, resolver(kernel)
-        )
+        compiled = compiled_call(algorithm, q, k, v, sink, seq_len, mask, scale, resolver(kernel))
         out: Tensor = Attention.apply(q, k, v, sink, compiled, None)
         if topology.size > 1:
             remember(out, 1, layout, seq_len, topology.rank, topology.size)

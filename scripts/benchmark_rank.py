@@ -437,9 +437,11 @@ def of_latents(
             value_dim=wire.value_dim,
             seq_len=case.seq_len,
             kernel_for=resolver("auto"),
-            causal=settings["causal"],
-            window=settings["window"],
-            documents=settings.get("cu_seqlens", (0, case.seq_len))[1:-1],
+            mask=Mask(
+                settings["causal"],
+                settings["window"],
+                tuple(settings.get("cu_seqlens", (0, case.seq_len))[1:-1]),
+            ),
         )
 
     inputs = [x.requires_grad_() for x in (q, latent, weight)]

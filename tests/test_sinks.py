@@ -12,6 +12,7 @@ from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
@@ -62,7 +63,7 @@ def test_equals_unsplit_attention_where_it_is_recomputed(case: Case, window: int
                 algorithm=algorithm,
                 seq_len=TOKENS,
                 kernel_for=partial(resolve, "auto"),
-                window=window,
+                mask=Mask(window=window),
                 sink=sink,
                 site="a layer",
             )

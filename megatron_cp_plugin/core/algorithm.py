@@ -22,7 +22,6 @@ from megatron_cp_plugin.core.execution.executor import (
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.placement import (
     BlockPlacement,
     HeadPlacement,
@@ -173,10 +172,7 @@ class Algorithm(Registered):
         device: torch.device,
         deterministic: bool,  # torch's setting
         seq_len: int,
-        causal: bool,
-        window: int | None,
-        documents: tuple[int, ...],
-        slices: Slices | None,
+        mask: Mask,
         scale: float | None,
         kernel_for: Callable[[Problem], SoftmaxKernel],
     ) -> "Compiled":
@@ -185,7 +181,6 @@ class Algorithm(Registered):
         Raises: ContextParallelError if numbers of tokens or settings do not fit;
         KernelUnavailableError if the kernel cannot serve them.
         """
-        mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
         on = self._on(self.layout.within(mask.followed))  # this object holds what this returns
         rank, size = self.topology.rank, self.topology.size
         expected = on.layout.length(rank, size, seq_len)
@@ -211,9 +206,9 @@ class Algorithm(Registered):
             kv_heads,
             head_dim,
             deterministic,
-            documents=bool(documents) or slices is not None,
+            documents=bool(mask.documents) or mask.slices is not None,
             value_dim=v[3],
-            windows=window is not None or slices is not None,
+            windows=mask.window is not None or mask.slices is not None,
         )
         shape = Shape.of_sizes(q, k, v, dtype, seq_len)
         return Compiled(on, Call(shape, mask, scale, kernel_for(problem)))

@@ -108,6 +108,14 @@ class Mask:
         return "" if self.window is None else f"sliding windows, got window {self.window}"
 
 
+@lru_cache(maxsize=64)  # every layer asks: one object, which is hashed once
+def mask_of(
+    causal: bool, window: int | None, documents: tuple[int, ...] = (), slices: Slices | None = None
+) -> Mask:
+    """The mask of a call. Args: slices: in place of causal and documents."""
+    return Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+
+
 @dataclass(frozen=True)
 class Tile:
     """One kernel call: local query rows against local key columns.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.autograd.latents import attend_latents
+from megatron_cp_plugin.core.tiles import mask_of
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_tokens, starts_of
 from megatron_cp_plugin.integration.largest_score import largest_scores
@@ -183,11 +184,8 @@ class ContextParallelAttention(SplitByHeads):
         settings: dict[str, Any] = {
             "algorithm": self.runtime.algorithm(group),
             "seq_len": seq_len,
-            "causal": causal,
+            "mask": mask_of(causal, self._window, documents, slices),
             "scale": self._scale,
-            "window": self._window,
-            "documents": documents,
-            "slices": slices,
             "sink": self.softmax_offset,
             "kernel_for": self._kernel_for,
             "site": self,

@@ -28,7 +28,7 @@ from megatron_cp_plugin.core.layout import Documents, Layout, document_starts
 from megatron_cp_plugin.core.layout import positions as positions_of
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, mask_of
 from megatron_cp_plugin.errors import ContextParallelError
 
 # Layouts by which programs cut batches; the last one is for whole packs, which no algorithm takes
@@ -281,11 +281,11 @@ def mask_of_tokens(
     Args: causal, window: the mask without spans; window None: all earlier keys.
     """
     if packed is None:
-        return Mask(causal, window)
+        return mask_of(causal, window)
     slices = packed.slices(seq_len)
     if slices is None and packed.padding:
         slices = _without_padding(packed.starts, packed.padding, seq_len)
-    return Mask(causal, window, packed.starts) if slices is None else Mask.of(slices, window)
+    return mask_of(causal, window, packed.starts, slices)
 
 
 @lru_cache(maxsize=16)  # every layer asks

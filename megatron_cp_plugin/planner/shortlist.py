@@ -240,7 +240,7 @@ class _Step:
         self._compiled = algorithm.compiled(
             *self._sizes[:3],
             *(self._dtype, device, torch.are_deterministic_algorithms_enabled()),
-            *(shape.seq_len, mask.causal, mask.window, mask.documents, mask.slices, None),
+            *(shape.seq_len, mask, None),
             resolver(kernel),
         )
 

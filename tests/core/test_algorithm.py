@@ -56,7 +56,7 @@ def compiled(
     kernel: Callable[[Problem], SoftmaxKernel] = reference,
 ) -> Compiled:
     of_tensors: Any = q, KEYS, KEYS, torch.float32, torch.device("cpu"), False
-    return made.compiled(*of_tensors, TOKENS, True, window, documents, None, None, kernel)
+    return made.compiled(*of_tensors, TOKENS, Mask(True, window, documents), None, kernel)
 
 
 def made_by(kind: type[Algorithm] | str, **options: object) -> Algorithm:

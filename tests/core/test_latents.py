@@ -79,8 +79,8 @@ def run(
             value_dim=VALUE,
             seq_len=tokens,
             kernel_for=resolver("reference"),
+            mask=Mask(**mask),
             scale=0.3,
-            **mask,
         )
         return (out.detach(), *torch.autograd.grad(out, wanted, dout))
 
@@ -150,7 +150,8 @@ def test_only_some_gradients_are_wanted() -> None:
             ]
             algorithm = create("ring", topology, {"chunks": 1})
             settings: dict[str, Any] = {"algorithm": algorithm, "value_dim": VALUE, "seq_len": 8}
-            out = attend_latents(*inputs, **settings, scale=0.3, kernel_for=resolver("reference"))
+            settings |= {"mask": Mask(), "scale": 0.3, "kernel_for": resolver("reference")}
+            out = attend_latents(*inputs, **settings)
             out.backward(given.dout)
             found.append(tuple(x.grad for x in inputs))
         return found

@@ -17,8 +17,8 @@ from megatron_cp_plugin.core.comm import PHASE, CommunicatingIn, Phase
 from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -26,6 +26,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 _AS_IT_IS = nullcontext()
+_CAUSAL = Mask()
 
 
 def cast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -190,11 +191,8 @@ def attend(
     algorithm: Algorithm,
     seq_len: int,
     kernel_for: Callable[[Problem], SoftmaxKernel],
-    causal: bool = True,
+    mask: Mask = _CAUSAL,
     scale: float | None = None,
-    window: int | None = None,
-    documents: tuple[int, ...] = (),
-    slices: Slices | None = None,
     sink: Tensor | None = None,
     site: Hashable | None = None,
 ) -> Tensor:
@@ -205,9 +203,8 @@ def attend(
             order of algorithm.layout, which `check_shapes` has passed.
         seq_len: global N.
         kernel_for: the choice of a kernel, such as `kernels.resolver("auto")`.
+        mask: which keys a query sees.
         scale: of the scores, default D**-0.5.
-        window, documents: as in Mask.
-        slices: in place of causal and documents.
         sink: [H], for each head the score of a key without a value that every query sees; its
             gradient covers this rank's queries.
         site: as in `computed_once`.
@@ -220,8 +217,7 @@ def attend(
     do not fit; KernelUnavailableError if the kernel cannot serve them.
     """
     q, k, v = cast_inputs(q, k, v)
-    mask = causal, window, documents, slices
-    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *mask, scale, kernel_for)
+    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, mask, scale, kernel_for)
     result: Tensor = Attention.apply(q, k, v, sink, compiled, site)
     return result
 
@@ -236,7 +232,7 @@ def compiled_call(
 ) -> Compiled:
     """The compiled call for `Attention`, of q, k, v in autocast's dtype. Raises: as of `attend`.
 
-    Args: setting: seq_len, causal, window, documents, slices, scale, kernel_for, as of `attend`.
+    Args: setting: seq_len, mask, scale, kernel_for, as of `attend`.
     """
     dtype = q.dtype
     if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:

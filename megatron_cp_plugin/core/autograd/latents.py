@@ -42,7 +42,6 @@ from megatron_cp_plugin.core.kernel import (
     SoftmaxKernel,
     Statistics,
 )
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.tiles import Mask
@@ -229,11 +228,8 @@ def attend_latents(
     value_dim: int,
     seq_len: int,
     kernel_for: Callable[[Problem], SoftmaxKernel],
-    causal: bool = True,
+    mask: Mask,
     scale: float | None = None,
-    window: int | None = None,
-    documents: tuple[int, ...] = (),
-    slices: Slices | None = None,
     sink: Tensor | None = None,
     site: Hashable | None = None,
 ) -> Tensor:
@@ -246,7 +242,7 @@ def attend_latents(
             value, head by head. Its gradient is the sum of all ranks' gradients.
         algorithm: One that exchanges no heads, and whose option `chunks`, if it has one, is 1.
         value_dim: E.
-        seq_len, kernel_for, causal, scale, window, documents, slices, sink, site: As of `attend`.
+        seq_len, kernel_for, mask, scale, sink, site: As of `attend`.
 
     Returns:
         out [B,S,H,E] in q's dtype.
@@ -259,12 +255,10 @@ def attend_latents(
     heads, dim = q.shape[2:]
     rotary = dim - (weight.shape[0] // heads - value_dim)
     wire = Wire(heads, weight.shape[1], rotary, dim, value_dim)
-    mask = Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
     k, v = wire.packed(latent)
     check_latents(algorithm, Shape.of(q, k, v, seq_len), mask)
-    given = causal, window, documents, slices, scale
     kernels = _latent_kernels(kernel_for, wire)
-    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, *given, kernels)
+    compiled = compiled_call(algorithm, q, k, v, sink, seq_len, mask, scale, kernels)
     result: Tensor = _LatentAttention.apply(q, k, v, weight, sink, compiled, site)
     return result
 
