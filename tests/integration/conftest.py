@@ -1,8 +1,10 @@
 """Options of these tests, and what several of them need."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forks import start_server
 from torch import distributed as dist
@@ -56,3 +58,19 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert world is not None
     yield world
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a data set of documents that end in the middle of chunks, and fill many."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder, rng = tmp_path_factory.mktemp("documents"), random.Random(0)
+    end = 126  # the last id of --vocab-size 127
+    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.int32)
+    for _ in range(400):
+        text = [rng.randrange(end) for _ in range(rng.choice((1, 2, 3, 5, 9, 17, 40, 90)))]
+        builder.add_document(np.array([*text, end]), [len(text) + 1])
+    builder.finalize(str(folder / "data.idx"))
+    data = ["--data-path", str(folder / "data"), "--split", "1,0,0"]
+    return [*data, "--data-cache-path", str(folder / "cache")]

@@ -1,8 +1,5 @@
 """--multi-latent-attention: losses and all gradients are those of Megatron's own attention."""
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +11,6 @@ from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.latent_attention import (
@@ -25,92 +21,9 @@ from megatron_cp_plugin.integration.rope import _keep_documents
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.registry import create
-from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 from tests.integration.ranks import Place
 
 pytestmark = pytest.mark.timeout(300)
-
-# Heads of three dims: 24 of q and k, of which 8 are rotated, and 12 of v.
-LATENT = (
-    *TINY,
-    *SLOWLY,
-    *"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8".split(),
-    *"--v-head-dim 12 --position-embedding-type rope --normalization RMSNorm".split(),
-)
-YARN = "--rope-type yarn --rotary-scaling-factor 4 --mscale-all-dim 0.5 --q-lora-rank 12"
-# Runs with the same parts of the model on each rank start from the same weights.
-REFERENCES = {
-    "layers": ("--rope-type rope --num-layers 4", 1),
-    "tensor": (
-        f"{YARN} --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel "
-        "--mtp-num-layers 1",
-        2,
-    ),
-    "stages": (f"{YARN} --pipeline-model-parallel-size 2 --softmax-type learnable", 2),
-}
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# Not of mla_up_proj, for which Megatron compiles something first: scripts/parity.yaml.
-SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn"
-
-
-def train(folder: Path, flags: str, ranks: int) -> Recording:
-    words = (*flags.split(), "--cp-record", str(folder))
-    run_warm(folder, *LATENT, *words, ranks=ranks).succeeded()
-    return Recording.load(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recording]:
-    """Each of `REFERENCES` with Megatron's own attention."""
-
-    @cache
-    def of(kind: str) -> Recording:
-        flags, ranks = REFERENCES[kind]
-        words = f"{flags} --context-parallel-algo megatron"
-        return train(tmp_path_factory.mktemp(kind), words, ranks)
-
-    return of
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags", "size"),
-    [
-        pytest.param(
-            "layers", "--cp-layers zigzag,attention2d,allgather,usp", 4, marks=pytest.mark.slow
-        ),
-        ("layers", "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents", 2),
-        pytest.param(
-            "layers",
-            f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}",
-            2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "layers",
-            f"--context-parallel-algo zigzag {FULL} --cp-recompute-attention",
-            1,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "tensor",
-            f"--context-parallel-algo zigzag {FULL} --cp-send-latents",
-            2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "stages", f"--cp-layers distflash,ulysses {SELECTIVE}", 2, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_equals_megatron(
-    reference: Callable[[str], Recording], tmp_path: Path, kind: str, flags: str, size: int
-) -> None:
-    same, shards = REFERENCES[kind]
-    words = f"{same} {flags} --context-parallel-size {size}"
-    comparison = compare(reference(kind), train(tmp_path, words, shards * size), Tolerances())
-    assert comparison.passed, comparison.problems
-    # Gradients of K are far smaller than those of V, and are seen apart.
-    assert any("linear_kv_up_proj.weight[key]" in name for name in comparison.gradients)
 
 
 def test_heads_that_an_algorithm_takes_latents_for() -> None:

@@ -24,7 +24,7 @@ from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.linear_models import MODELS, transnormer_rates
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import TINY, Job, run_warm
+from tests.integration.megatron_job import TINY, run_warm
 
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 8, 12, 3
 WIDTH = HEADS * HEAD_DIM
@@ -346,34 +346,6 @@ def test_start_up_checks(changes: dict[str, Any], message: str) -> None:
 POSITIONS = (*TINY, "--num-layers", "4", "--init-method-std", "0.1")
 POSITIONS = (*POSITIONS, "--position-embedding-type", "learned_absolute")
 HYBRID = (*POSITIONS, "--cp-layers", "lasp2*3, zigzag", "--cp-linear-model", "transnormer")
-
-
-def model_flags(model: str, algo: str, size: int) -> tuple[str, ...]:
-    words = f"--cp-linear-model {model} --context-parallel-algo {algo}"
-    if model == "linear_transformer":
-        words += " --group-query-attention --num-query-groups 2"
-    return (*POSITIONS, *words.split(), "--context-parallel-size", str(size))
-
-
-def assert_same_training(job: Job, reference: Job) -> None:
-    assert len(reference.losses) == 3
-    assert job.losses == pytest.approx(reference.losses, rel=1e-5)
-    # Megatron prints three digits: one unit in the last place.
-    assert job.grad_norms == pytest.approx(reference.grad_norms, abs=1.1e-3)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "model", [pytest.param("linear_transformer", marks=pytest.mark.slow), "transnormer"]
-)
-def test_splitting_changes_no_loss(model: str, tmp_path: Path) -> None:
-    whole = run_warm(tmp_path / "whole", *model_flags(model, "lasp", 1)).succeeded()
-    split = run_warm(tmp_path / "split", *model_flags(model, "lasp", 2), ranks=2)
-    assert_same_training(split.succeeded(), whole)
-    zigzag = (*model_flags(model, "lasp2", 2), "--cp-options", "layout=zigzag")
-    distributed = (*zigzag, "--use-distributed-optimizer")
-    job = run_warm(tmp_path / "distributed", *distributed, ranks=4)
-    assert_same_training(job.succeeded(), whole)
 
 
 @pytest.mark.slow

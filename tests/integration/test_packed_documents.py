@@ -1,13 +1,11 @@
 """--dataloader-inter-document-masking, against Megatron's own attention with a mask of N x N."""
 
-import random
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,150 +16,36 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
+from megatron_cp_plugin.harness.parity import Tolerances
 from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
 from megatron_cp_plugin.integration.runtime import Runtime
-from tests.integration.megatron_job import LAUNCH, LAUNCHER, SLOWLY, TINY, Job, run, run_warm
+from tests.integration.megatron_job import LAUNCHER, SLOWLY, TINY, Job, run
 from tests.integration.ranks import ALONE, on_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
-HYBRID = Path(__file__).with_name("hybrid_job.py")
 DOCUMENTS = "--dataloader-inter-document-masking"
-END = 126  # of a document: the last id of --vocab-size 127
-LENGTHS = (1, 2, 3, 5, 9, 17, 40, 90)
-# Megatron's recurrent layers: a script of this folder and its model.
-RECURRENT = {
-    "gated_delta_net_job": "block --experimental-attention-variant gated_delta_net "
-    "--linear-attention-freq 2 --linear-key-head-dim 8 --linear-value-head-dim 12 "
-    "--linear-num-key-heads 4 --linear-num-value-heads 8 --disable-bias-linear",
-    "mamba_job": "stack --mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 8 "
-    "--mamba-num-groups 4 --hybrid-layer-pattern M*-M",
-}
-# A layout that follows the documents.
-FOLLOWS = "--context-parallel-algo zigzag --cp-options layout=documents"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model, and a data set of documents that end in the middle of chunks, and fill many."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    folder = tmp_path_factory.mktemp("documents")
-    rng = random.Random(0)
-    builder = IndexedDatasetBuilder(str(folder / "data.bin"), dtype=np.int32)
-    for _ in range(400):
-        text = [rng.randrange(END) for _ in range(rng.choice(LENGTHS))]
-        builder.add_document(np.array([*text, END]), [len(text) + 1])
-    builder.finalize(str(folder / "data.idx"))
-    flags = [*TINY, *SLOWLY, "--swiglu", "--group-query-attention", "--num-query-groups", "2"]
-    data = ["--data-path", str(folder / "data"), "--split", "1,0,0"]
-    place = flags.index("--mock-data")
-    return [*flags[:place], *data, "--data-cache-path", str(folder / "cache"), *flags[place + 1 :]]
-
-
-def train(folder: Path, *flags: str, ranks: int = 1) -> Recording:
-    run_warm(folder, *flags, "--cp-record", str(folder), ranks=ranks).succeeded()
-    return Recording.load(folder)
 
 
 # Megatron's own attention, with a mask of N x N that ends where documents end.
 OWN = "--context-parallel-algo megatron --reset-attention-mask --reset-position-ids"
-# Runs with as many stages start from the same weights.
-REFERENCES = {
-    "rotary": "--position-embedding-type rope",
-    "stages": "--position-embedding-type learned_absolute --pipeline-model-parallel-size 2",
-}
-
-
-@pytest.fixture(scope="module")
-def references(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
-    """`OWN` for each of `REFERENCES`."""
-    return {
-        kind: train(
-            tmp_path_factory.mktemp(kind), *model, *OWN.split(), *flags.split(), ranks=stages
-        )
-        for stages, (kind, flags) in enumerate(REFERENCES.items(), start=1)
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags", "ranks"),
-    [
-        ("rotary", "--context-parallel-algo ring", 1),
-        pytest.param(
-            "rotary",
-            "--context-parallel-algo zigzag --context-parallel-size 4 --micro-batch-size 2 "
-            "--recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1",
-            4,
-            marks=pytest.mark.slow,
-        ),
-        (
-            "rotary",
-            f"{FOLLOWS} --context-parallel-size 2 --micro-batch-size 2 --calculate-per-token-loss",
-            2,
-        ),
-        pytest.param("stages", f"{FOLLOWS} --context-parallel-size 2", 4, marks=pytest.mark.slow),
-        pytest.param(
-            "stages",
-            "--cp-layers distflash,ulysses --context-parallel-size 2",
-            4,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_equals_a_mask_of_all_pairs(
-    model: list[str],
-    references: dict[str, Recording],
-    tmp_path: Path,
-    kind: str,
-    flags: str,
-    ranks: int,
-) -> None:
-    words = f"{REFERENCES[kind]} {DOCUMENTS} {flags}".split()
-    comparison = compare(
-        references[kind], train(tmp_path, *model, *words, ranks=ranks), Tolerances()
-    )
-    assert comparison.passed, comparison.problems
 
 
 @pytest.mark.parametrize("algorithm", ["zigzag", "ulysses", "zigzag --cp-options layout=documents"])
 def test_unmodified_script_of_a_checkout(
-    checkout_script: Path, model: list[str], algorithm: str
+    checkout_script: Path, documents: list[str], algorithm: str
 ) -> None:
     """Megatron's own needs Transformer Engine for documents; the mask of N x N does not."""
     if DOCUMENTS.removeprefix("--").replace("-", "_") not in checkout_script.read_text():
         pytest.skip(f"{checkout_script} has no {DOCUMENTS}")
-    flags = [*model, *REFERENCES["rotary"].split()]
+    flags = [*TINY, *SLOWLY, *documents, "--swiglu", "--position-embedding-type", "rope"]
+    flags.remove("--mock-data")
     program = (*LAUNCHER, str(checkout_script))
     reference = run(*flags, *OWN.split(), program=program).succeeded()
     job = run(*flags, *documents_on(4, algorithm), ranks=4, program=program).succeeded()
-    assert_same_losses(job, reference)
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        "*-*-",
-        pytest.param(
-            "+-+- --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 12",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["attention", "latent"],
-)
-def test_hybrid_model(model: list[str], tmp_path: Path, layers: str) -> None:
-    words = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack"
-    flags = [str(HYBRID), *model, *words.split(), "--hybrid-layer-pattern", *layers.split()]
-    if "+" in layers:  # Megatron refuses grouped queries beside it
-        flags.remove("--group-query-attention")
-    reference = run_warm(tmp_path / "reference", *flags, *OWN.split(), script=LAUNCH).succeeded()
-    words = documents_on(2, "zigzag")
-    job = run_warm(tmp_path / "split", *flags, *words, ranks=2, script=LAUNCH).succeeded()
     assert_same_losses(job, reference)
 
 
@@ -173,102 +57,6 @@ def documents_on(size: int, algorithm: str) -> list[str]:
 def assert_same_losses(job: Job, reference: Job) -> None:
     assert len(job.losses) == 3
     assert job.losses == pytest.approx(reference.losses, rel=Tolerances().loss)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "stages", "flags"),
-    [
-        # Whose shifts on one rank are those of Megatron: test_multi_token.py.
-        ("zigzag", 1, "--mtp-num-layers 2"),
-        pytest.param(
-            "zigzag --cp-options layout=documents",
-            1,
-            "--mtp-num-layers 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "ulysses",
-            1,
-            "--window-size 9,0 --window-attn-skip-freq 2 --softmax-type learnable",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "allgather --cp-options layout=documents",
-            2,
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-            "--num-layers 4 --global-batch-size 4",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_where_megatron_has_no_mask_of_all_pairs(
-    model: list[str], tmp_path: Path, algorithm: str, stages: int, flags: str
-) -> None:
-    """For other tokens than the next one, with windows, and in the middle of a pipeline.
-
-    The reference is a ring of one rank.
-    """
-    words = [*model, *f"{REFERENCES['rotary']} {DOCUMENTS} {flags}".split()]
-    ring, split = "--context-parallel-algo ring", f"--context-parallel-algo {algorithm}"
-    alone = train(tmp_path / "alone", *words, *ring.split(), ranks=stages)
-    split += " --context-parallel-size 2"
-    run = train(tmp_path / "split", *words, *split.split(), ranks=2 * stages)
-    comparison = compare(alone, run, Tolerances())
-    assert comparison.passed, comparison.problems
-    assert ("mtp_1 loss" in alone.losses()) == ("--mtp" in flags)
-
-
-def test_layers_of_linear_attention(model: list[str], tmp_path: Path) -> None:
-    """Whose state begins anew at each document, on one rank as on several."""
-    place = model.index("--group-query-attention")
-    words = [*model[:place], *model[place + 3 :], *"--cp-linear-model transnormer".split()]
-    words += ["--position-embedding-type", "learned_absolute"]
-    lasp = "--context-parallel-algo lasp"
-    whole = train(tmp_path / "whole", *words, *lasp.split())
-    alone = train(tmp_path / "alone", *words, DOCUMENTS, *lasp.split())
-    split = "--context-parallel-algo lasp2 --cp-options layout=zigzag --context-parallel-size 2"
-    run = train(tmp_path / "split", *words, DOCUMENTS, *split.split(), ranks=2)
-    comparison = compare(alone, run, Tolerances())
-    assert comparison.passed, comparison.problems
-    assert compare(whole, run, Tolerances()).loss.error > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", RECURRENT)
-def test_recurrent_layers(model: list[str], tmp_path: Path, job: str) -> None:
-    """As layers of linear attention; Megatron's own let states pass documents of a mask."""
-    flags = f"{REFERENCES['rotary']} --normalization RMSNorm --spec {job} {RECURRENT[job]}"
-    words = [*model, *flags.split()]
-    script = HYBRID.with_name(f"{job}.py")
-    if job == "mamba_job":
-        words, script = [str(script), *words], LAUNCH
-    zigzag = "--context-parallel-algo zigzag"
-    runs = {
-        "whole": (zigzag, 1),
-        "alone": (f"{DOCUMENTS} {zigzag}", 1),
-        "split": (f"{DOCUMENTS} {zigzag} --context-parallel-size 2", 2),
-        "follows": (f"{DOCUMENTS} {FOLLOWS} --context-parallel-size 2", 2),
-    }
-    found = {}
-    for name, (more, ranks) in runs.items():
-        record = "--cp-record", str(tmp_path / name)
-        asked = *words, *more.split(), *record
-        run_warm(tmp_path / name, *asked, ranks=ranks, script=script).succeeded()
-        found[name] = Recording.load(tmp_path / name)
-    for name in ("split", "follows"):
-        comparison = compare(found["alone"], found[name], Tolerances())
-        assert comparison.passed, comparison.problems
-    assert compare(found["whole"], found["alone"], Tolerances()).loss.error > 1e-4
-
-
-def test_documents_change_the_losses(
-    model: list[str], references: dict[str, Recording], tmp_path: Path
-) -> None:
-    """So that the check can fail."""
-    words = f"{REFERENCES['rotary']} --context-parallel-algo ring".split()
-    comparison = compare(references["rotary"], train(tmp_path, *model, *words), Tolerances())
-    assert comparison.loss.error > 1e-3
-    assert comparison.gradient.error > 1e-1
 
 
 def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module, Batches]:

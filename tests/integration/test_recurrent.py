@@ -9,7 +9,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,140 +34,40 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.recurrent import served
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.spec import with_attention
-from tests.integration.megatron_job import LAUNCH, TINY, Job, run_warm
+from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 from tests.integration.ranks import ALONE, Place
+from tests.integration.test_equal_runs import DELTA, MAMBA, MEGATRON
 from tests.oracle import relative_error
 
 JOBS = Path(__file__).parent
 STAND_INS = JOBS.parent / "stand_ins"
-WORDS = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
-WORDS += "--linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 4 "
-WORDS += "--linear-num-value-heads 8 --attention-output-gate --qk-layernorm "
-WORDS += "--position-embedding-type rope --rotary-percent 0.5 --swiglu --normalization RMSNorm "
-WORDS += "--disable-bias-linear --group-query-attention --num-query-groups 2 "
-STACK = "--position-embedding-type rope --normalization RMSNorm --spec mamba_job stack "
-STACK += "--mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 4 "
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def start(folder: Path, kind: str, flags: str, ranks: int = 1, pattern: str = "M*-M") -> Job:
-    """Trains a model with layers of a kind; those of Mamba are in a hybrid model of a pattern."""
-    if kind == "delta":
-        model = (*TINY, *WORDS.split(), "--spec", "gated_delta_net_job", "block")
-        script = JOBS / "gated_delta_net_job.py"
-    else:
-        model = (*TINY, *STACK.split(), "--hybrid-layer-pattern", pattern)
-        model, script = (str(JOBS / "mamba_job.py"), *model), LAUNCH
-    return run_warm(folder, *model, *flags.split(), ranks=ranks, script=script).succeeded()
-
-
-def train(folder: Path, kind: str, flags: str, *more: Any) -> Recording:
-    start(folder, kind, f"{flags} --cp-record {folder}", *more)
-    return Recording.load(folder)
-
-
-@dataclass
-class Whole:
-    """A run of Megatron's own layers on the whole sequence, which saved its second step."""
-
-    folder: Path
-    recording: Recording
-    losses: list[float]
-
-
-@pytest.fixture(scope="module", params=["delta", "mamba"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    folder = tmp_path_factory.mktemp("whole")
-    flags = f"--context-parallel-algo megatron --cp-record {folder} --save {folder / 'saved'} "
-    flags += "--save-interval 2 --ckpt-format torch_dist"
-    losses = start(folder, request.param, flags).losses
-    (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
-    return Whole(folder / "saved", Recording.load(folder), losses)
-
-
-DELTA_PARTS = (
-    *(f"in_proj.weight[{part}]" for part in ("query", "key", "value", "gate", "beta", "alpha")),
-    *(f"conv1d.weight[{part}]" for part in ("query", "key", "value")),
-    *("A_log", "dt_bias", "out_norm.weight", "out_proj.weight", "linear_qkv.weight[gate]"),
-)
-MAMBA_PARTS = (
-    *(f"in_proj.weight[{part}]" for part in ("z", "x", "B", "C", "dt")),
-    *("conv1d_weight", "conv1d_bias", "A_log", "dt_bias", "D", "norm.weight"),
-)
-
-
-def assert_equal(kind: str, reference: Recording, run: Recording) -> None:
-    comparison = compare(reference, run, Tolerances())
-    assert comparison.passed, comparison.problems
-    owner, parts = ("self_attention", DELTA_PARTS) if kind == "delta" else ("mixer", MAMBA_PARTS)
-    for part in parts:
-        assert any(f"{owner}.{part}" in name for name in comparison.gradients), part
-
-
-@pytest.mark.parametrize(
-    ("whole", "flags", "ranks"),
-    [
-        ("delta", f"--context-parallel-algo zigzag --use-distributed-optimizer {RECOMPUTE}", 4),
-        pytest.param("delta", "--context-parallel-algo ulysses", 2, marks=pytest.mark.slow),
-        pytest.param("delta", "--cp-layers allgather,usp", 2, marks=pytest.mark.slow),
-        # Every layout is that of the whole sequence.
-        pytest.param("delta", "--context-parallel-algo ring", 1, marks=pytest.mark.slow),
-        ("mamba", "--context-parallel-algo zigzag --use-distributed-optimizer", 4),
-        pytest.param("mamba", "--context-parallel-algo ring", 2, marks=pytest.mark.slow),
-    ],
-    indirect=["whole"],
-)
-def test_equals_the_whole_sequence(
-    request: pytest.FixtureRequest, whole: Whole, tmp_path: Path, flags: str, ranks: int
-) -> None:
-    kind = request.node.callspec.params["whole"]
-    split = train(tmp_path, kind, f"{flags} --context-parallel-size {ranks}", ranks)
-    assert_equal(kind, whole.recording, split)
-
-
-def test_a_checkpoint_of_megatron_goes_on(
-    request: pytest.FixtureRequest, whole: Whole, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_a_checkpoint_of_megatron_goes_on(kind: str, tmp_path: Path) -> None:
     """Saved by Megatron's own layers on the whole sequence, loaded on two ranks."""
-    flags = f"--load {whole.folder} --ckpt-format torch_dist --context-parallel-algo zigzag "
-    kind = request.node.callspec.params["whole"]
-    resumed = start(tmp_path, kind, flags + "--context-parallel-size 2", 2).losses
-    assert len(resumed) == 1
-    assert resumed[0] == pytest.approx(whole.losses[2], rel=1e-5)
-    assert resumed[0] != whole.losses[0]
 
+    def losses(folder: str, flags: str, ranks: int) -> list[float]:
+        if kind == "delta":
+            script, words = JOBS / "gated_delta_net_job.py", DELTA
+        else:
+            script, words = LAUNCH, f"{JOBS / 'mamba_job.py'} {MAMBA} M*-M"
+        words = [*words.split(), *TINY, *f"{flags} --ckpt-format torch_dist".split()]
+        return run_warm(tmp_path / folder, *words, ranks=ranks, script=script).succeeded().losses
 
-TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
-TENSOR += "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-STAGES = "--pipeline-model-parallel-size 2"
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "split", "pattern"),
-    [
-        ("delta", TENSOR, f"zigzag --use-distributed-optimizer {RECOMPUTE}", ""),
-        pytest.param("delta", STAGES, "allgather", "", marks=pytest.mark.slow),
-        pytest.param("mamba", TENSOR, f"zigzag {RECOMPUTE}", "M*EM", marks=pytest.mark.slow),
-        pytest.param("mamba", STAGES, "allgather", "M*|M-", marks=pytest.mark.slow),
-        pytest.param("mamba", "--mtp-num-layers 1", "zigzag", "M*-M/M*", marks=pytest.mark.slow),
-    ],
-)
-def test_beside_model_parallelism(
-    tmp_path: Path, kind: str, model: str, split: str, pattern: str
-) -> None:
-    ranks = 1 if "mtp" in model else 2
-    flags = f"{model} --context-parallel-algo"
-    reference = train(tmp_path / "whole", kind, f"{flags} megatron", ranks, pattern)
-    words = f"{flags} {split} --context-parallel-size 2"
-    run = train(tmp_path / "split", kind, words, 2 * ranks, pattern)
-    assert_equal(kind, reference, run)
+    saved = tmp_path / "saved"
+    whole = losses("whole", f"{MEGATRON} --save {saved} --save-interval 2", 1)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    split = f"--load {saved} --context-parallel-algo zigzag --context-parallel-size 2"
+    (resumed,) = losses("split", split, 2)
+    assert resumed == pytest.approx(whole[2], rel=1e-5)
+    assert resumed != whole[0]
 
 
 @pytest.fixture
@@ -176,7 +75,10 @@ def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """A model that can be had: 4 context-parallel ranks, and fla."""
     monkeypatch.setattr(megatron, "HAVE_FLA", True)
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    words = WORDS + "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    words = (
+        DELTA.partition("--spec")[0]
+        + "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
+    )
     words += "--context-parallel-size 4 --attention-dropout 0"
     parsed = parser.parse_args(words.split())
     parsed.world_size = 4

@@ -1,7 +1,7 @@
 """--sft: packed conversations.
 
 The reference is a ring of one rank; that it masks documents rightly is tested in
-test_packed_documents.py. Megatron's data set pads conversations to a multiple of twice the number
+test_equal_runs.py. Megatron's data set pads conversations to a multiple of twice the number
 of ranks, and what follows a conversation is a label only without padding: the lengths here need
 none.
 """
