@@ -20,7 +20,7 @@ LINES = {
     "planner": 7_130,
     "harness": 2_360,
     "scripts": 7_220,
-    "tests": 43_700,
+    "tests": 43_300,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_220, "pages": 41_200}

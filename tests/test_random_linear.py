@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -184,23 +183,3 @@ def test_equals_the_recurrence(data: st.DataObject) -> None:
     calls = data.draw(st.lists(linear_attentions(world), min_size=1, max_size=2))
     if reason := refusal(world, calls):
         event(f"refused: {reason[:70]}")
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kernel", ["auto", "fla"])
-@pytest.mark.parametrize("algo", ["lasp2", "linear_ulysses"])
-@pytest.mark.parametrize(
-    ("size", "bounds"),
-    [(3, (0, 7, 8, 30)), (2, (0, 12, 12, 13)), (3, (0, 1, 2)), (5, (0, 1, 2, 3)), (7, (0, 2, 3))],
-    ids=["documents", "empty one", "no tokens", "two without", "four without"],
-)
-def test_ranks_share_documents(
-    size: int, bounds: tuple[int, ...], algo: str, kernel: str, causal: bool
-) -> None:
-    """Ranks have equal work, or no tokens where there are fewer of them than ranks."""
-    options, rates = (("layout", "documents"),), (0.9,) * size
-    states = size % 2 == 1
-    sizes = bounds[-1], 1, 4, 3
-    made = (rates, bounds, causal, states, states, (True,) * 4, False, kernel, 0)
-    world = World(size, size, peer_access=False)
-    assert refusal(world, [LinearAttention(algo, options, *sizes, *made)]) is None

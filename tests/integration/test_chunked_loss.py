@@ -22,7 +22,6 @@ from megatron_cp_plugin import launch
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import add_arguments, split_flags
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import (
@@ -33,15 +32,8 @@ from megatron_cp_plugin.integration.chunked_loss import (
 )
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
-from tests.integration.test_packed_documents import DOCUMENTS
 
 ALGO = ["--context-parallel-algo", "zigzag"]
-TENSOR = "--tensor-model-parallel-size 2"
-STAGES = "--pipeline-model-parallel-size 2 --num-layers 4"
-UNTIED = "--untie-embeddings-and-output-weights"
-EVALUATED = "--train-iters 2 --eval-interval 1 --eval-iters 1"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-HYBRID = Path(__file__).with_name("hybrid_job.py")
 ROWS = Path(__file__).with_name("logit_rows_job.py")
 LAUNCH = Path(launch.__file__)
 PROGRAMS = Path(__file__).with_name("chunked_logits_job.py")
@@ -51,64 +43,6 @@ CHUNKS = ("--cp-chunked-loss", "7")
 
 def words_of(model: Sequence[str], flags: str = "") -> list[str]:
     return [*model, *SLOWLY, "--position-embedding-type", "rope", *ALGO, *flags.split()]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{TENSOR} --context-parallel-size 2 --sequence-parallel --mtp-num-layers 2 "
-        "--micro-batch-size 2",
-        f"{TENSOR} {UNTIED} --seq-length 60 {FULL} --use-distributed-optimizer "
-        f"--overlap-grad-reduce {EVALUATED}",
-        f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
-    ],
-)
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_equals_the_run_without_it(documents: list[str], tmp_path: Path, flags: str) -> None:
-    """Of packed documents, but where it evaluates."""
-    if EVALUATED in flags:
-        words = words_of(TINY, flags)
-    else:
-        words = words_of([*TINY, *documents], f"{DOCUMENTS} {flags}")
-        words.remove("--mock-data")
-    recordings = []
-    ranks = 4 if "--context" in flags else 2
-    for name, more in (("whole", ()), ("chunks", CHUNKS)):
-        folder = tmp_path / name
-        run_warm(folder, *words, *more, "--cp-record", str(folder), ranks=ranks).succeeded()
-        recordings.append(Recording.load(folder))
-    comparison = compare(*recordings, Tolerances())
-    assert comparison.passed, comparison.problems
-    assert ("mtp_2 loss" in recordings[1].losses()) == ("--mtp" in flags)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_sharded_parameters(tmp_path: Path) -> None:
-    """They are there only while their module is called."""
-    words = words_of(TINY, f"--context-parallel-size 2 --use-torch-fsdp2 {UNTIED}")
-    words += ["--no-gradient-accumulation-fusion", "--ckpt-format", "torch_dist"]
-    whole, chunks = (
-        run_warm(tmp_path / str(len(more)), *words, *more, ranks=2).succeeded()
-        for more in ((), CHUNKS)
-    )
-    assert len(whole.losses) == 3
-    assert chunks.losses == pytest.approx(whole.losses, rel=1e-6)
-    assert chunks.grad_norms == pytest.approx(whole.grad_norms, abs=1.1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_hybrid_model(tmp_path: Path) -> None:
-    words = words_of(TINY, "--normalization RMSNorm --spec hybrid_job stack")
-    words += ["--hybrid-layer-pattern", "*-*-", "--context-parallel-size", "2"]
-    whole, chunks = (
-        run_warm(tmp_path / str(len(more)), str(HYBRID), *words, *more, ranks=2, script=LAUNCH)
-        for more in ((), CHUNKS)
-    )
-    assert len(whole.succeeded().losses) == 3
-    assert chunks.succeeded().losses == pytest.approx(whole.losses, rel=1e-6)
 
 
 @pytest.mark.slow

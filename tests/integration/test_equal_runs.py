@@ -59,6 +59,8 @@ DOCUMENTS = "--dataloader-inter-document-masking"
 LASP, MEGATRON = (f"--context-parallel-algo {name}" for name in ("lasp", "megatron"))
 MASKED = f"{MEGATRON} --reset-attention-mask --reset-position-ids"
 FOLLOWS, GATHERS = (f"{name} --cp-options layout=documents" for name in ("zigzag", "allgather"))
+CHUNKS = "zigzag --cp-chunked-loss 7"
+EVALUATED = "--train-iters 2 --eval-interval 1 --eval-iters 1"
 LASP2 = "lasp2 --cp-options layout=zigzag"
 
 
@@ -149,6 +151,17 @@ ROWS = [
     Row(f"{DELTA} DATA", f"{FOLLOWS} {DOCUMENTS}", alone("zigzag")),
     Row(f"{MAMBA} M*-M DATA", f"zigzag {DOCUMENTS}", alone("zigzag")),
     Row(f"{MAMBA} M*-M DATA", f"{FOLLOWS} {DOCUMENTS}", alone("zigzag")),
+    # Losses in chunks, beside what splits a vocabulary or a batch otherwise.
+    packed(f"{TENSOR} --mtp-num-layers 2 --micro-batch-size 2", CHUNKS, alone("ring"), shards=2),
+    packed(f"{INTERLEAVED} --global-batch-size 4", CHUNKS, alone("ring"), shards=2, size=1),
+    Row(
+        f"{ROPE} --tensor-model-parallel-size 2 {UNTIED} --seq-length 60 {EVALUATED}",
+        f"{CHUNKS} {RECOMPUTE} {OPTIMIZER} --overlap-grad-reduce",
+        shards=2,
+        size=1,
+    ),
+    Row(SHARDED, f"{CHUNKS} --use-torch-fsdp2 --ckpt-format torch_dist", replicas=2),
+    Row(f"{STACK} *-*-", CHUNKS),
 ]
 # What has gradients of its own, beside a word of the model: parts of weights.
 PARTS = {
