@@ -24,7 +24,7 @@ PROGRAMS = {
     **{path.name: [str(path)] for path in SCRIPTS},
     **{
         name: [str(ROOT / "tests" / name)]
-        for name in ("distributed_conformance.py", "stress_transport.py", "integration/endings.py")
+        for name in ("distributed_conformance.py", "stress_transport.py")
     },
 }
 # Started as users do; the others in forks, in a fraction of the time.
