@@ -152,7 +152,7 @@ def _run(span: Span) -> str:
 
 
 def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
-    first = min(compute.heads.q.start for compute in plan.computes)
+    first = min((compute.heads.q.start for compute in plan.computes), default=0)
     ranks = np.zeros((seq_len, seq_len), np.int64)  # one bit each
     step = np.zeros((seq_len, seq_len), np.int64)
     for compute in plan.computes:

@@ -13,11 +13,13 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.planner.drawing import _ranks, picture
+from megatron_cp_plugin.planner.drawing import _ranks, picture, text
 from megatron_cp_plugin.planner.svg import save, schedule
+from megatron_cp_plugin.planner.token_picture import token_picture
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,6 +154,16 @@ def test_a_file_has_the_plan() -> None:
         assert f"{one.text} {end}" in arrows
     assert {"distflash", "computes own queries", "computes queries of other ranks"} <= set(found)
     assert any("o1: partial outputs of its queries" in text for text in found)
+
+
+@pytest.mark.parametrize("algo", ["ring", "ulysses", "attention2d"])
+def test_a_mask_under_which_no_query_sees_a_key(algo: str) -> None:
+    mask = Mask.of(Slices.of([], 64))
+    drawn = picture(algo, 2, seq_len=64, mask=mask)
+    assert drawn.steps == ()
+    assert "rank 1" in texts(schedule(drawn))
+    assert "waiting in 0 of 0 rank-steps" in text(drawn)
+    assert token_picture(algo, 2, seq_len=64, mask=mask).balance == "no scores"
 
 
 def test_bars_are_as_wide_as_ranks_are_busy() -> None:
