@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 from itertools import accumulate, product
-from random import Random
 
 import pytest
 import torch
@@ -271,16 +270,3 @@ def test_bytes_by_hand_in_layout_thd(size: int, heads: str) -> None:
         plan = made.plan(shape, mask, phase)
         assert [plan.sent(rank, shape).bytes for rank in range(size)] == sent
         assert phase == "backward" or not has_helpers(plan)
-
-
-def test_random_documents_in_layout_thd_are_right() -> None:
-    """Of any lengths that divide, by the mask's definition; windows too."""
-    source = Random(0)
-    for size in (2, 3, 4):
-        made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
-        for _ in range(5):
-            lengths = [2 * size * source.randint(0, 3) for _ in range(source.randint(1, 5))]
-            *starts, seq_len = accumulate([*lengths, 2 * size])
-            mask = Mask(True, source.choice([None, 3, 9]), tuple(sorted(set(starts) - {0})))
-            for heads, phase in product(HEADS.values(), PHASES):
-                check(made.within(mask.followed).plan(Shape(1, seq_len, *heads, 8), mask, phase))

@@ -15,7 +15,6 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import (
     PHASES,
@@ -206,21 +205,6 @@ def test_two_buffers_are_enough_and_one_is_not(
             assert fits_slots(plan, 2)
             if plan.steps > 2 * len(plan.groups):
                 assert not fits_slots(plan, 1)
-
-
-class _Everywhere(BlockPlacement):
-    """A placement that no algorithm has: any rank computes any pair, in any step."""
-
-    def place(self, query: int, key: int) -> Iterator[Place]:
-        yield Place((3 * query + 5 * key) % self.size, (query * key) % 4)
-
-
-def test_any_placement_gives_a_correct_plan() -> None:
-    for size in range(1, 9):
-        placement = _Everywhere(LAYOUTS["zigzag"], size, head_groups(4, 2, 2))
-        for mask in (Mask(), Mask(False), Mask(documents=(3, 17))):
-            for phase in PHASES:
-                check(plan_of(placement, 5 * size + 1, mask, phase))
 
 
 @pytest.mark.parametrize(
