@@ -30,7 +30,7 @@ from megatron_cp_plugin.arguments import (
     word,
 )
 from megatron_cp_plugin.core import layout as layouts
-from megatron_cp_plugin.core.agree import SameCall, agreed_length, compared
+from megatron_cp_plugin.core.agree import Digest, SameCall, content_of
 from megatron_cp_plugin.core.autograd.function import (
     Attention,
     cast_inputs,
@@ -143,21 +143,15 @@ class CallSettings:
             dim = dimension(x, dim)
             of_cut = self._layout, self._layout_of, topology.rank, topology.size
             known = topology.size == 1 or check_cut("unshard", dim, *of_cut, {"x": x})
-            made.lengths = self._held(topology, x.shape[dim], known)
-            made.settings = {
-                "algo": self._algo,
-                "options": self._options,
+            made.values = {
+                **self._shared(made, x.shape[dim], known=known),
                 "dim": dim,
                 "shape beside tokens": (*x.shape[:dim], -1, *x.shape[dim + 1 :]),
                 "dtype": x.dtype,
                 "requires_grad": torch.is_grad_enabled() and x.requires_grad,
             }
-            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
-        seq_len, layout, *_ = self._agreed(topology, x.shape[dim])
-        expected = layout.length(topology.rank, topology.size, seq_len)
-        if x.shape[dim] != expected:
-            rank, size = topology.rank, topology.size
-            raise layouts.unfit(layout, rank, size, seq_len, expected, x.shape[dim])
+        seq_len, layout, *_ = self._whole(topology, x.shape[dim])
+        self._check_length(topology, x.shape[dim], seq_len)
         return whole_of(x, dim, layout, seq_len, topology)
 
     def attention(
@@ -175,32 +169,29 @@ class CallSettings:
         """See `megatron_cp_plugin.attention`."""
         topology = topology_for(self._group)
         with SameCall(topology, "attention") as made:
-            known, q, k, v = self._take(made, topology, q, k, v, sink_or_none=sink)
+            known, q, k, v = self._take(made, q, k, v, sink_or_none=sink)
             causal = causal if isinstance(causal, bool) else flag("causal", causal)
             scale = None if scale is None else fixed_number("scale", scale)
             window = None if window is None else whole_number("window", window)
             check_shapes(q, k, v)
             if self._spans is not None and not causal:
                 raise ContextParallelError("spans replace causal=False, got both: leave causal out")
-            made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
+            self._look(made, q, known=known)
             trained = torch.is_grad_enabled()
-            made.settings = {
-                **made.settings,
+            made.values = {
+                **self._shared(made, q.shape[1], known=known, heads=q.shape[2]),
+                **made.values,
                 "causal": causal,
                 "scale": scale,
                 "window": window,
                 "kernel": kernel if isinstance(kernel, str) else word("kernel", kernel),
-                "documents": self._cu_seqlens is not None,
-                "span mask": self._spans is not None,
                 "sink": None if sink is None else (sink.dtype, *sink.shape),
                 "requires_grad of q": trained and q.requires_grad,
                 "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
             }
-            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
         if self._algo != registry.AUTO:
             algorithm = softmax_algorithm(self._algo, topology, self._options)
-        unknown = None if known else q
-        seq_len, layout, documents, slices = self._agreed(topology, q.shape[1], unknown)
+        seq_len, layout, documents, slices = self._whole(topology, q.shape[1])
         if window is not None:
             window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
         mask = mask_of(causal, window, documents, slices)
@@ -235,7 +226,7 @@ class CallSettings:
         topology = topology_for(self._group)
         with SameCall(topology, "linear_attention") as made:
             known, q, k, v = self._take(
-                *(made, topology, q, k, v),
+                *(made, q, k, v),
                 initial_state_or_none=initial_state,
                 gate_or_none=gate,
                 beta_or_none=beta,
@@ -249,24 +240,20 @@ class CallSettings:
                 )
             states = max(k.shape[2], v.shape[2])
             rates = None if decay is None else Decay.of(decay, states)
-            made.lengths = self._held(topology, q.shape[1], known, heads=q.shape[2])
-            made.settings = {
-                **made.settings,
+            self._look(made, q, known=known)
+            made.values = {
+                **self._shared(made, q.shape[1], known=known, heads=q.shape[2]),
+                **made.values,
                 "causal": causal,
                 "kernel": word("kernel", kernel),
-                "documents": self._cu_seqlens is not None,
                 "initial_state": initial_state is not None,
                 "output_final_state": output_final_state,
                 "gate": None if gate is None else gate.shape[3:],
                 "beta": beta is not None,
-            }
-            made.changing = {
                 "decay": None if rates is None else rates.rates,
-                "cu_seqlens": self._cu_seqlens,
             }
         algorithm = linear_algorithm(self._algo, topology, self._options)
-        unknown = None if known else q
-        seq_len, layout, documents, _ = self._agreed(topology, q.shape[1], unknown)
+        seq_len, layout, documents, _ = self._whole(topology, q.shape[1])
         out, final_state = attend_linearly(
             q,
             k,
@@ -293,12 +280,10 @@ class CallSettings:
             check_tensors(positions=positions)
             self._read()
             tokens = positions.shape[-1] if positions.dim() else 0
-            made.lengths = self._held(topology, tokens, known=True)
-            made.settings = {"algo": self._algo, "options": self._options}
-            made.changing = {"cu_seqlens": self._cu_seqlens, "spans": self._spans}
-        total, layout, *_ = self._agreed(topology, tokens)
+            made.values = self._shared(made, tokens, known=True)
+        total, layout, *_ = self._whole(topology, tokens)
         mine = describe_mismatch(positions, layout, topology.rank, topology.size, total)
-        found = compared(topology, "positions", "check_layout", mine)
+        found = topology.gather(mine)
         for rank, mismatch in enumerate(found):
             if mismatch is not None:
                 raise ContextParallelError(
@@ -308,13 +293,7 @@ class CallSettings:
                 )
 
     def _take(
-        self,
-        made: SameCall,
-        topology: Topology,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        **others: Tensor | None,
+        self, made: SameCall, q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
     ) -> tuple[bool, Tensor, Tensor, Tensor]:
         """Reads the settings, and notes the properties of q, k and v that all ranks share.
 
@@ -325,13 +304,12 @@ class CallSettings:
         """
         check_tensors(made.function, q=q, k=k, v=v, **others)
         self._read()
-        of_cut = self._layout, self._layout_of, topology.rank, topology.size
-        known = topology.size == 1 or check_cut(made.function, 1, *of_cut, {"q": q, "k": k, "v": v})
+        rank, size = made.topology.rank, made.topology.size
+        of_cut = self._layout, self._layout_of, rank, size
+        known = size == 1 or check_cut(made.function, 1, *of_cut, {"q": q, "k": k, "v": v})
         q, k, v = qkv = cast_inputs(q, k, v)
         # Lists in between: generators are a call for each tensor, in every layer.
-        made.settings = {
-            "algo": self._algo,
-            "options": self._options,
+        made.values = {
             "dtype of q, k, v": tuple([x.dtype for x in qkv]),
             "shape of q, k, v beside tokens": tuple([(*x.shape[:1], *x.shape[2:]) for x in qkv]),
         }
@@ -347,6 +325,7 @@ class CallSettings:
         self._seq_len = None if seq_len is None else length("seq_len", seq_len)
         self._cu_seqlens = None if cu_seqlens is None else as_numbers("cu_seqlens", cu_seqlens)
         self._spans = None if spans is None else as_numbers("spans", spans)
+        self._digests = Digest(self._cu_seqlens), Digest(self._spans)
         self._unread = None
 
     def _within(self, seq_len: int) -> _Within:
@@ -366,15 +345,14 @@ class CallSettings:
         """The layout by which `seq_len` tokens are split now."""
         layout = self._layout_of(seq_len)
         self._last = seq_len
-        topology.agreed.unequal |= seq_len % topology.size > 0
         tokens = layout.length(topology.rank, topology.size, seq_len)
-        topology.agreed.cut.add((layout.name, tokens))
+        topology.cut.add((layout.name, tokens))
         return layout
 
-    def _held(
-        self, topology: Topology, tokens: int, known: bool, heads: int = 0
-    ) -> tuple[object, ...]:
-        """Values that are equal on all ranks which hold the tokens of one layout.
+    def _shared(
+        self, made: SameCall, tokens: int, *, known: bool, heads: int = 0
+    ) -> dict[str, object]:
+        """What is equal on all ranks which hold the tokens of one layout.
 
         Args:
             tokens: of this rank.
@@ -384,11 +362,21 @@ class CallSettings:
         Raises: ContextParallelError if the layout cannot give a rank this number of tokens, if no
         sequence so far was split so, or if heads look like tokens.
         """
-        seq_len = self._seq_len
+        topology, seq_len = made.topology, self._seq_len
+        made.refusal = self._refusal
+        documents, spans = self._digests
+        shared = {
+            "algo": self._algo,
+            "options": self._options,
+            "seq_len": seq_len,
+            "tokens": tokens if seq_len is None else None,
+            "cu_seqlens": documents,
+            "spans": spans,
+        }
         if seq_len is not None:
-            expected = self._layout_of(seq_len).length(topology.rank, topology.size, seq_len)
-            return seq_len, tokens == expected
-        if self._splits and not known and (self._layout.name, tokens) not in topology.agreed.cut:
+            self._check_length(topology, tokens, seq_len)
+            return shared
+        if self._splits and not known and (self._layout.name, tokens) not in topology.cut:
             raise ContextParallelError(
                 f"a context needs tokens that were split in its {self._layout.name} layout, got "
                 f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "
@@ -400,16 +388,38 @@ class CallSettings:
                 f"in all: split x.transpose(1, 2), or pass seq_len={tokens * topology.size} if "
                 "that is right"
             )
-        return (tokens,)
+        return shared
 
-    def _agreed(self, topology: Topology, tokens: int, unknown: Tensor | None = None) -> _Within:
-        """The global length with its layout and documents, once the ranks agree on their tokens.
+    def _look(self, made: SameCall, q: Tensor, *, known: bool) -> None:
+        """Lets ranks compare elements of a q of which nobody knows whether it was split."""
+        if not known and self._seq_len is None and q.shape[1] not in made.topology.held:
+            made.content = content_of(q)
 
-        Args: unknown: as of `agreed_length`.
-        """
-        seq_len = self._seq_len
-        layout = self._layout if seq_len is None else self._layout_of(seq_len)
-        return self._within(agreed_length(topology, layout, tokens, seq_len, unknown))
+    def _check_length(self, topology: Topology, tokens: int, seq_len: int) -> None:
+        """Raises: ContextParallelError unless this rank holds its part of a sequence."""
+        layout, rank, size = self._layout_of(seq_len), topology.rank, topology.size
+        if size > 1 and tokens != (expected := layout.length(rank, size, seq_len)):
+            raise layouts.unfit(layout, rank, size, seq_len, expected, tokens)
+
+    def _refusal(self, name: str, words: Sequence[str], rank: int) -> str:
+        """As of `SameCall`."""
+        need, advice = f"all ranks need one {name}", "make the same call on all"
+        if name == "seq_len":
+            advice = "pass the global length on all"
+        if name == "tokens":
+            held, size = list(map(int, words)), len(words)
+            lengths = [self._layout.length(each, size, sum(held)) for each in range(size)]
+            need = "ranks hold unequally many tokens"
+            advice = "shard with cp.shard, and pass seq_len="
+            advice = f"pass seq_len={sum(held)}" if lengths == held else advice
+        return f"{need}, got {words[0]} on rank 0 and {words[rank]} on rank {rank}: {advice}"
+
+    def _whole(self, topology: Topology, tokens: int) -> _Within:
+        """The global length with its layout and documents, once the ranks agree on their tokens."""
+        if self._seq_len is not None:
+            return self._within(self._seq_len)
+        topology.held.add(tokens)
+        return self._within(tokens * topology.size)
 
 
 class Context(CallSettings):

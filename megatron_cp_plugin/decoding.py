@@ -74,7 +74,7 @@ def decode_attention(
                 f"lengths needs 0 to {k_cache.shape[1]}, the room of the cache, got {brief(stops)}"
             )
         starts = [0] * batch if window is None else _starts(window, position, positions, stops)
-        made.settings = {
+        made.values = {
             "dtype": q.dtype,
             "shape of q": tuple(q.shape),
             "heads and dims of caches": (*k_cache.shape[2:], *v_cache.shape[2:]),

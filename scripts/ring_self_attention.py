@@ -52,7 +52,7 @@ def ring_self_attention(
     with SameCall(topology, "ring_self_attention") as made:
         check_shapes(q, k, v)
         shapes = tuple(tuple(x.shape) for x in (q, k, v))
-        made.settings = {
+        made.values = {
             "set of shapes": shapes,
             "dtype": q.dtype,
             "causal": causal,

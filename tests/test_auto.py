@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from tests.oracle import naive_attention
@@ -101,10 +101,8 @@ def test_what_auto_does_not_take() -> None:
         cp.attention(q, k, v, algo="auto", machine="h300")
 
 
-@pytest.mark.parametrize("each", [True, False], ids=["by-hosts", "by-gpus"])
-def test_ranks_that_ask_otherwise_are_told(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
-    """Which documents ranks have is compared at each call, or where auto chooses anew."""
-    monkeypatch.setattr(VirtualTopology, "compares_each_call", each)
+def test_ranks_that_ask_otherwise_are_told() -> None:
+    """Before auto chooses."""
     q, k, v = tensors(64)
 
     def job(topology: Topology) -> None:
@@ -113,8 +111,7 @@ def test_ranks_that_ask_otherwise_are_told(monkeypatch: pytest.MonkeyPatch, each
         for lengths in (64, 2 << topology.rank):
             cp.attention(*shards, cu_seqlens=[*range(0, 64, lengths), 64], **how)
 
-    what = "one cu_seqlens" if each else "the same choice of auto"
-    with pytest.raises(ContextParallelError, match=f"all ranks need {what}"):
+    with pytest.raises(ContextParallelError, match="all ranks need one cu_seqlens"):
         run_virtual(2, job)
 
 

@@ -1,8 +1,7 @@
 """The ranks of a group, and a channel for each concurrent stream of their messages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import torch
@@ -11,30 +10,25 @@ from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
 
+_KEPT = 4096  # numbers of tokens that a rank remembers
 
-@dataclass
-class Agreed:
-    """What the ranks of a group have compared and found equal; see `core.agree`.
 
-    Attributes:
-        calls: settings of calls, each with a number that is the same in all processes.
-        sum, count: sum and count of the numbers of calls that were not compared one by one.
-        begun: a function that says whether the last sum that ranks began to compare is equal on
-            all.
-        lengths: layouts and numbers of tokens that need not be compared again.
-        unequal: whether shards of unequal lengths exist, so that a rank cannot tell the sequence's
-            length from its own shard.
-        cut: on this rank alone, names of layouts by which sequences were split, and the number of
-            tokens that this rank got.
-    """
+class Recent[T: Hashable]:
+    """The values that were added last, at most `kept` of them."""
 
-    calls: dict[Hashable, int] = field(default_factory=dict)
-    sum: int = 0
-    count: int = 0
-    begun: Callable[[], bool] | None = None
-    lengths: set[Hashable] = field(default_factory=set)
-    unequal: bool = False
-    cut: set[tuple[str, int]] = field(default_factory=set)
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._values: dict[T, None] = {}
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._values
+
+    def add(self, value: T) -> None:
+        """Adds a value, or makes it the last one."""
+        self._values.pop(value, None)
+        self._values[value] = None
+        if len(self._values) > self._kept:
+            del self._values[next(iter(self._values))]
 
 
 class Topology(ABC):
@@ -46,9 +40,11 @@ class Topology(ABC):
     Attributes:
         rank, size: within the group.
         plans_all: plans are made for all ranks, because one process asks for several ranks' plans.
+        calls: number of calls that the ranks have compared, see `core.agree`.
     """
 
     plans_all = False
+    calls = 0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -124,20 +120,11 @@ class Topology(ABC):
         A collective operation; not among the messages that `record_communication` counts.
         """
 
-    @property
     @abstractmethod
-    def compares_each_call(self) -> bool:
-        """Whether ranks compare each call of the functional interface before it sends anything.
+    def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        """Every rank's two numbers, below 2**63, by rank; otherwise as `gather`.
 
-        They do so where the host waits for messages anyway; otherwise see `core.agree.SameCall`.
-        """
-
-    @abstractmethod
-    def comparison(self, number: int) -> Callable[[], bool]:
-        """Begins to compare a number, below 2**63, in one collective operation.
-
-        Returns: a function, to be called once, which waits for it and says whether all ranks gave
-        the same number. It raises CommunicationError if another rank does not come.
+        The hosts exchange them: no GPU works or is waited for, also while a graph is captured.
         """
 
     @cached_property
@@ -146,6 +133,11 @@ class Topology(ABC):
         return {}
 
     @cached_property
-    def agreed(self) -> Agreed:
-        """What these ranks have compared and found equal."""
-        return Agreed()
+    def held(self) -> Recent[int]:
+        """Numbers of tokens that this rank held in calls without the sequence's length."""
+        return Recent(_KEPT)
+
+    @cached_property
+    def cut(self) -> Recent[tuple[str, int]]:
+        """Names of layouts by which this rank has split sequences, and the tokens that it got."""
+        return Recent(_KEPT)

@@ -120,6 +120,14 @@ class ContextParallelAttention(SplitByHeads):
         self.algorithm = runtime.algorithm(pg_collection.cp)
         self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
 
+    @property
+    def settings(self) -> tuple[bool, float, int | None, bool]:
+        """Whether tokens see earlier ones only, the scale, the window, and whether there are sinks.
+
+        All ranks have the same ones.
+        """
+        return self._causal, self._scale, self._window, self.softmax_offset is not None
+
     def _make_sinks(self, config: TransformerConfig, heads: int) -> None:
         kind = config.softmax_type
         if kind == "vanilla":

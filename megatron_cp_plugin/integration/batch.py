@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.agree import CallChecks, on_host
+from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, on_host
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
@@ -31,7 +30,6 @@ _OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 # Dimension of tokens of those tensors where it is not the second.
 _DIMS = {"attention_mask": 2, "decoder_input": 0}
 _ORDER = "position_ids of a whole batch must count up from 0, and may restart at 0"
-_SAME = "ranks of a context-parallel group need the same whole samples before the split"
 _MARK = "_cut_by_megatron_cp_plugin"
 
 
@@ -63,7 +61,7 @@ class Batches:
     Attributes:
         runtime: Runtime, with the run's layout.
         spans: Spans of the last batch; None: it had none.
-        checks: Checks that each batch was whole, and the same on all ranks.
+        later: What the GPU finds out about batches that were cut, for the model's call.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -71,21 +69,21 @@ class Batches:
         self.spans: DocumentMask | None = None
         self._last: dict[str, Tensor] = {}
         self._last_cut = Cut()
-        self.checks = CallChecks()
-        self._cut = 0  # how many batches
+        self.later = LaterValues()
+        self._has_compared = False
 
     def shard(self, batch: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
         """Keeps this rank's part of every tensor of a batch, position ids included.
 
-        Every batch is compared over the group: the first one of training, and of evaluation,
-        before it is cut; later ones by one number each, while the model runs, and `checks` say what
-        was found. Batches of a CUDA graph's replays are not compared.
+        Ranks compare every batch: shapes and spans before it is cut. Its elements are read then on
+        CPUs, and in the first call; later a GPU sums them, and ranks compare the sums when the
+        model has run. Batches of a CUDA graph's replays are not compared.
 
         Args:
             batch: Tensors [b, N, ...] of whole samples, the same on all ranks of the group;
-                `attention_mask` [b, 1, N, N], true for later tokens, which attention does not look
-                at; multimodal `position_ids` [3, b, N]; `decoder_input` [N, b, H]; None where a
-                pipeline stage has no use for a key.
+                `attention_mask` [b, 1, N, N], true for later tokens, which a model looks at, see
+                `integration.attention_mask`; multimodal `position_ids` [3, b, N]; `decoder_input`
+                [N, b, H]; None where a pipeline stage has no use for a key.
                 What tells of documents stays as it is. `attention_spans`, and
                 `attention_positions`, if any: As of `documents.attention_spans`, for the next call
                 of the model; every pipeline stage needs them.
@@ -95,27 +93,28 @@ class Batches:
             The same dict, without these two.
 
         Raises:
-            ContextParallelError: The batch is not whole; on all ranks, if it is the first one. The
-                first one's attention_mask is another. The layout follows documents, and there are
-                none, nor spans.
+            ContextParallelError: On all ranks: the batch is not whole, or another one on some rank.
+                The layout follows documents, and there are none, nor spans.
         """
-        self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
-        if self.checks.is_first(group) and self.spans is None:
-            _check_mask(batch.get("attention_mask"))
-        if group.size() == 1:
-            _mark({key: batch.get(key) for key in _OF_TOKENS}, Cut(self.spans))
-            return batch
-        self.checks.finish()
-        self._cut += 1
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
-        if whole:
-            self._check_whole(whole, group)
-        follows = self.runtime.follows_documents
-        if follows and whole and self.spans is None and batch.get("cu_seqlens") is None:
-            check("batch", Settings(None, self.runtime.config))
         followed = None
-        if follows:
-            followed = replace(self.spans or DocumentMask(), starts=_documents_of(batch))
+        try:
+            with SameCall(self.runtime.topology(group), "get_batch_on_this_cp_rank") as made:
+                made.refusal = other_samples
+                self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
+                if group.size() > 1:
+                    made.values = self._values(whole)
+                if group.size() > 1 and self.runtime.follows_documents:
+                    if whole and self.spans is None and batch.get("cu_seqlens") is None:
+                        check("batch", Settings(None, self.runtime.config))
+                    starts = _documents_of(batch)
+                    followed = replace(self.spans or DocumentMask(), starts=starts)
+        except Exception:
+            self.later.clear()
+            raise
+        if group.size() == 1:
+            _mark(whole, Cut(self.spans))
+            return batch
         for key, value in batch.items():
             if not isinstance(value, Tensor) or key in _OF_DOCUMENTS:
                 continue
@@ -168,46 +167,48 @@ class Batches:
         """Whether a batch was cut at all."""
         return bool(self._last)
 
-    def _check_whole(self, whole: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    def _values(self, whole: Mapping[str, Tensor]) -> dict[str, object]:
+        """What all ranks share of a batch.
+
+        Raises: ContextParallelError if it is not whole.
+        """
+        before = self.later.take()  # of a batch that no model was given
         lengths = {key: tensor.size(_dim_of(key, tensor)) for key, tensor in whole.items()}
-        fault = None
         if len(set(lengths.values())) > 1:
-            fault = (
+            raise ContextParallelError(
                 f"all tensors of a batch need the same number of tokens, got {lengths}: pass "
                 "whole samples to get_batch_on_this_cp_rank"
             )
-        position_ids = whole.get("position_ids")
-        if position_ids is not None and is_multimodal(position_ids):
-            position_ids = None  # those of images are in no order
-        captured = any(map(capturing, whole.values()))
-        if self.spans is not None and self.spans.positions is not None:
-            position_ids = None  # in whatever order that mask has them
-        if position_ids is not None and captured:
+        positions = None if self.spans is None else self.spans.positions
+        if any(map(capturing, whole.values())):
             # The host does not see the batches of replays, so the GPU ends the run.
-            torch._assert_async(_count_up(position_ids), _ORDER)
-            position_ids = None
-        order = None if position_ids is None else _order_of(position_ids)
-        if self.checks.is_first(group):
-            held = {key: [*x.shape, int(_checksum(x))] for key, x in whole.items()}
-            held[_SPANS] = [self._sum_of_spans()]
-            self.checks.compare(fault or (order() if order else None), group, held, _other_samples)
-            return
-        if fault:
-            raise ContextParallelError(fault)
-        if order:
-            self.checks.add(order)
-        if captured:
-            return
-        self.checks.compare_later(self._number_of(whole), group, _others_later(self._cut))
+            ids = whole.get("position_ids")
+            if positions is None and ids is not None and not is_multimodal(ids):
+                torch._assert_async(_count_up(ids), _ORDER)
+        else:
+            self._look(whole, ordered=positions is None)
+        values: dict[str, object] = {
+            "training": torch.is_grad_enabled(),
+            **{f"shape of {key}": (*x.shape, x.dtype) for key, x in whole.items()},
+            _SPANS: None if self.spans is None else Digest(self.spans.spans),
+            _POSITIONS: Digest(positions),
+            "checks": self.later.names,
+            "batch before": before,
+        }
+        at_once = not self._has_compared or not any(x.is_cuda for x in whole.values())
+        self._has_compared = True
+        return values | (self.later.take() if at_once else {})
 
-    def _number_of(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """A number int64 [1] that depends on all tensors of a batch, and on its spans."""
-        shapes = crc32(repr([(key, *x.shape) for key, x in whole.items()]).encode())
-        sums = _checksum(*whole.values()) + shapes + self._sum_of_spans()
-        return sums.view(1)
-
-    def _sum_of_spans(self) -> int:
-        return 0 if self.spans is None else crc32(repr(self.spans.spans).encode())
+    def _look(self, whole: Mapping[str, Tensor], *, ordered: bool) -> None:
+        """Begins to look at the elements of a batch. Args: ordered: positions ids are in order."""
+        if not whole:
+            return
+        sums = on_host(torch.stack([_checksum(tensor) for tensor in whole.values()]))
+        for at, key in enumerate(whole):
+            self.later.add(key, lambda at=at: int(sums()[at]))
+        ids = whole.get("position_ids")
+        if ordered and ids is not None and not is_multimodal(ids):  # those of images have no order
+            self.later.add("order", _order_of(ids))
 
 
 def is_multimodal(position_ids: Tensor) -> bool:
@@ -218,22 +219,18 @@ def is_multimodal(position_ids: Tensor) -> bool:
 def _dim_of(key: str, tensor: Tensor) -> int:
     if key == "position_ids" and is_multimodal(tensor):
         return 2
+    if key == "attention_mask" and tensor.dim() < 4:
+        return 1
     return _DIMS.get(key, 1)
 
 
-def _other_samples(rank: int, theirs: dict[str, list[int]], first: dict[str, list[int]]) -> str:
-    """The fault of two ranks with different shapes and checksums, in words."""
-    different = [key for key in (*_OF_TOKENS, _SPANS) if theirs.get(key) != first.get(key)]
+def other_samples(name: str, words: Sequence[str], rank: int) -> str:
+    """Says that ranks have other batches, as of `SameCall.refusal`."""
+    name = name.removeprefix("shape of ")
     return (
-        f"{_SAME}, got other {' and '.join(different)} on rank {rank} than on rank 0: load "
-        "them by data-parallel rank, and let get_batch_on_this_cp_rank split them"
-    )
-
-
-def _others_later(number: int) -> str:
-    return (
-        f"{_SAME}, got different ones on some rank in batch {number} of this process: make "
-        "sampling and shuffling depend only on the data-parallel rank"
+        f"ranks of a context-parallel group need the same whole samples before the split, got "
+        f"other {name} on rank {rank} than on rank 0: load them by data-parallel rank, and let "
+        "get_batch_on_this_cp_rank split them"
     )
 
 
@@ -253,23 +250,6 @@ def _mark(batch: Mapping[str, Tensor | None], cut: Cut) -> None:
             setattr(tensor, _MARK, _Mark(key, cut, _changes(tensor)))
 
 
-def _check_mask(mask: Tensor | None) -> None:
-    """Refuses masks that the plugin's attention would ignore; Megatron's own unfused attention uses
-    them.
-    """
-    if mask is None or capturing(mask):
-        return
-    hidden = mask.bool()
-    if hidden.dim() == 4:
-        queries, keys = (torch.arange(n, device=mask.device) for n in hidden.shape[2:])
-        if torch.equal(hidden, (keys > queries[:, None]).expand_as(hidden)):
-            return
-    raise ContextParallelError(
-        f"attention_mask may only hide later tokens, got one {list(mask.shape)} that differs: "
-        "leave it out, or use attention_spans (docs/spans.md)"
-    )
-
-
 def _changes(tensor: Tensor) -> int | None:
     """Number of in-place changes of a tensor; None where torch does not count them."""
     return None if tensor.is_inference() else tensor._version
@@ -282,10 +262,15 @@ def _count_up(position_ids: Tensor) -> Tensor:
     return steps.all() & (position_ids[:, :1] == 0).all()
 
 
-def _order_of(position_ids: Tensor) -> Callable[[], str | None]:
-    """Begins to look at position ids [b, N]; the function that is returned says what is wrong."""
+def _order_of(position_ids: Tensor) -> Callable[[], None]:
+    """Begins to look at position ids [b, N]; the function that is returned refuses wrong ones."""
     fits = on_host(_count_up(position_ids))
-    return lambda: None if fits() else _disorder(position_ids)
+
+    def answer() -> None:
+        if not fits():
+            raise ContextParallelError(_disorder(position_ids))
+
+    return answer
 
 
 def _disorder(position_ids: Tensor) -> str:
@@ -301,9 +286,9 @@ def _disorder(position_ids: Tensor) -> str:
     raise AssertionError("position ids in order were refused")
 
 
-def _checksum(*tensors: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> Tensor:
     """A number int64 [] that depends on all elements and their order."""
-    bits = torch.cat([_as_integers(tensor.detach()).flatten() for tensor in tensors])
+    bits = _as_integers(tensor.detach()).flatten()
     return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()
 
 

@@ -399,11 +399,11 @@ class PositionsOfPacks:
 
     def begin(
         self, position_ids: Tensor, mask: DocumentMask | None, seq_len: int
-    ) -> Callable[[], str | None]:
+    ) -> Callable[[], None]:
         """Begins to check the position ids [b,S] of a pack; on a GPU the host does not wait.
 
-        Returns: a function that waits, and returns the fault if the ids are from another layout or
-        another rank.
+        Returns: a function that waits; it raises ContextParallelError if the ids are from another
+        layout or another rank.
         """
         if self._means_nothing:
             return lambda: None
@@ -412,32 +412,31 @@ class PositionsOfPacks:
         row = on_host(position_ids[0].long())
         return lambda: self._check(row(), documents, seq_len)
 
-    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> str | None:
+    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> None:
         """Args:
         row: int [S].
         documents: as of `_documents`.
         """
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
-            return None
+            return
         if torch.equal(row, torch.arange(len(row))):
-            return None  # counted through what this rank has
+            return  # counted through what this rank has
         ranks = (mine, *(rank for rank in range(self._group.size()) if rank != mine))
         for rank, name in product(ranks, (own, *_OF_CALLERS)):
             if not self._fits(row, name, rank, documents, seq_len, telling=True):
                 continue
             if name == own:
-                return (
+                raise ContextParallelError(
                     f"context-parallel rank {mine} needs its own part of each batch, got "
                     f"position_ids of rank {rank}: split by the rank in the context-parallel group"
                 )
             instead = "" if name == "zigzag" else f", or use layout={name}"
-            return (
+            raise ContextParallelError(
                 f"the {own} layout needs batches that are split by it, got position_ids of the "
                 f"{name} layout: split them so{instead}"
             )
         self._means_nothing = True
-        return None
 
     def _fits(
         self,

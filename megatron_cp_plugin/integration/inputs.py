@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.agree import CallChecks
+from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, words_of
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import describe_mismatch
-from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal
+from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+from megatron_cp_plugin.integration import attention_mask
+from megatron_cp_plugin.integration.attention import ContextParallelAttention
+from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal, other_samples
 from megatron_cp_plugin.integration.documents import (
     DocumentMask,
     PositionsOfPacks,
@@ -42,10 +45,6 @@ _ARGUMENTS = {
     "loss_mask": "loss_mask",
     "position_ids": "position_ids",
 }
-_OTHER_DOCUMENTS = (
-    "all context-parallel ranks need the same document lengths in packed_seq_params, and equally "
-    "many tokens, got different ones: pass each of them its part of one batch"
-)
 _REMEDY = (
     "pass whole samples to megatron.core.utils.get_batch_on_this_cp_rank, imported after the "
     "plugin is installed, and its results to the model unchanged"
@@ -78,11 +77,17 @@ class _Call:
         return ids.size(-1)
 
     @property
+    def received(self) -> Tensor | None:
+        """Hidden states [s,b,h] of the stage before."""
+        found: Tensor | None = getattr(getattr(self.model, "decoder", None), "input_tensor", None)
+        return found
+
+    @property
     def local_tokens(self) -> int | None:
         """Number of tokens that this rank holds, even if arguments are whole; None: unknown."""
         given, mask = self.given, self.mask
         if not getattr(self.model, "pre_process", True):
-            hidden = getattr(self.model.decoder, "input_tensor", None)
+            hidden = self.received
             return None if hidden is None else hidden.size(0) * self.parts
         for name in ("labels", "loss_mask"):
             if isinstance(given.get(name), Tensor):
@@ -100,22 +105,23 @@ class _Call:
 class Inputs(ABC):
     """Checks a model's arguments, and replaces packed_seq_params by a mask.
 
-    In the first call of training, and of evaluation, the context-parallel ranks compare their
-    findings, so that all refuse what one refuses. Later a rank refuses by itself; differences that
-    are compared while the model runs are refused by all ranks at the end of the forward pass.
+    In every call the context-parallel ranks compare their findings and what they share before
+    anything else is sent, so that all refuse what one refuses; and the stages of a pipeline compare
+    theirs. What only a GPU knows, they compare at the end of the forward pass, where the host
+    hardly waits; in the first call, and on CPUs, at its beginning.
     """
 
     def __init__(
-        self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup, later: CallChecks
+        self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup, later: LaterValues
     ) -> None:
-        """Args: later: what was begun while the model runs."""
+        """Args: later: what a GPU finds."""
         self._runtime = runtime
         self._group = group
         self._later = later
         # Layers whose state runs along the sequence, regardless of spans.
         self._recurrent = any(is_gated_delta_net(m) or is_mamba(m) for m in model.modules())
         self._stages = _Stages(model)
-        self._calls = CallChecks()
+        self._topology: Topology | None = None  # whose ranks compare when the model has run
         self._forward: Any = None
         model.register_forward_pre_hook(self, with_kwargs=True)
         model.register_forward_hook(self.leave)
@@ -124,32 +130,58 @@ class Inputs(ABC):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook that runs before a model's forward pass."""
-        forward = getattr(model.forward, "__func__", model.forward)  # refers to no model
-        if forward is not self._forward:  # programs may replace it
-            self._forward, self._signature = forward, inspect.signature(model.forward)
-        bound = self._signature.bind(*args, **kwargs)
-        call, fault = _Call(model, bound.arguments, self._group), None
         try:
-            call.group = self._group_of(model, call.given.get("packed_seq_params"))
-            _check_cache(call)
-            call.mask = self._mask_of(call)
-            _check_spans(call, self._runtime.config, carries=self._recurrent)
-            self._stages.compare(call.mask)
-            _check_capture(call)
-            self._cut_whole(call)
-            self._check(call)
-        except ContextParallelError as error:
-            fault = str(error)
-        held, group = self._held(call), call.group
-        compared = self._calls.compare(fault, group, held, lambda *_: _OTHER_DOCUMENTS)
-        if held is not None and not compared and group.size() > 1:
-            number = torch.full((1,), crc32(repr(held).encode()), device=_device(model))
-            if not capturing(number):
-                self._later.compare_later(number, group, _OTHER_DOCUMENTS)
+            with SameCall(self._runtime.topology(self._group), "the model") as made:
+                made.refusal = _other_inputs
+                first = self._stages.first()
+                bound = self._bound(model, args, kwargs)
+                call = _Call(model, bound.arguments, self._group)
+                call.group = self._group_of(model, call.given.get("packed_seq_params"))
+                made.topology = self._runtime.topology(call.group)
+                _check_cache(call)
+                call.mask = self._mask_of(call)
+                _check_spans(call, self._runtime.config, carries=self._recurrent)
+                _check_capture(call)
+                self._cut_whole(call)
+                self._check(call)
+                held = _of_batch(call)
+                _check_stages(first, held)
+                self._look_at_mask(call)
+                layers = tuple(layer.settings for layer in self._layers)
+                made.values = {
+                    **held,
+                    "dtype": _dtypes(model),
+                    "set of attention layers": Digest(layers),
+                    "checks": self._later.names,
+                }
+                if self._is_first or _device(model).type != "cuda":
+                    made.values |= self._later.take()
+        except Exception:
+            self._later.clear()
+            raise
+        self._is_first = False
+        self._topology = made.topology if self._later.names else None
+        self._stages.held = held
         self._runtime.mask = call.mask
         if call.mask is not None:
             call.given["packed_seq_params"] = call.mask
         return bound.args, bound.kwargs
+
+    def _bound(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> inspect.BoundArguments:
+        """Arguments by name."""
+        forward = getattr(model.forward, "__func__", model.forward)  # refers to no model
+        if forward is not self._forward:  # programs may replace it
+            if self._forward is None:
+                self._prepare(model)
+                layers = (m for m in model.modules() if isinstance(m, ContextParallelAttention))
+                self._layers, self._is_first = tuple(layers), True
+            self._forward, self._signature = forward, inspect.signature(model.forward)
+        return self._signature.bind(*args, **kwargs)
+
+    def _prepare(self, model: nn.Module) -> None:  # noqa: B027  (most need nothing)
+        """Runs before the first call."""
 
     def _group_of(self, model: Any, packed: Any) -> dist.ProcessGroup:
         """The context-parallel ranks of a micro-batch."""
@@ -202,10 +234,14 @@ class Inputs(ABC):
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
 
-        Raises: ContextParallelError: A compared value differs between ranks. CommunicationError:
-            Another rank did not come to compare it.
+        Raises: As of `SameCall`.
         """
-        self._later.finish()
+        topology, self._topology = self._topology, None
+        if topology is not None:
+            with SameCall(topology, "the end of the model") as made:
+                made.refusal = other_samples
+                made.values = self._later.take()
+        self._stages.tell()
 
     @abstractmethod
     def _mask_of(self, call: _Call) -> DocumentMask | None:
@@ -215,9 +251,19 @@ class Inputs(ABC):
     def _check(self, call: _Call) -> None:
         """Raises: ContextParallelError if tokens do not belong to the mask."""
 
-    def _held(self, call: _Call) -> object:
-        """Values that should be equal on all ranks, in plain types; None: batches were compared."""
-        return None
+    def _look_at_mask(self, call: _Call) -> None:
+        """Begins to look at attention_mask; spans are in its place."""
+        mask, of_call, group = call.given.get("attention_mask"), call.mask, call.group
+        tokens = call.local_tokens
+        if not isinstance(mask, Tensor) or capturing(mask) or tokens is None:
+            return
+        if of_call is not None and of_call.spans is not None:
+            return
+        starts = of_call.starts if of_call is not None else ()
+        total, causal = tokens * group.size(), all(layer.settings[0] for layer in self._layers)
+        places = self._runtime.positions(group, total, mask.device, starts)
+        look = attention_mask.begin(mask, places, total, starts, causal=causal)
+        self._later.add("attention_mask", look)
 
 
 class SplitInputs(Inputs):
@@ -225,7 +271,7 @@ class SplitInputs(Inputs):
 
     def __init__(self, model: nn.Module, batches: Batches, group: dist.ProcessGroup) -> None:
         """Args: batches: what was cut; its runtime is told whom tokens see in what comes next."""
-        super().__init__(model, batches.runtime, group, batches.checks)
+        super().__init__(model, batches.runtime, group, batches.later)
         self._batches = batches
         self._cut: Cut | None = None
 
@@ -242,15 +288,16 @@ class SplitInputs(Inputs):
 
 
 class CutInputs(Inputs):
-    """Inputs from batches that callers have cut, checked against packed_seq_params.
-
-    In each later call the documents and the numbers of tokens are compared while the model runs.
-    """
+    """Inputs from batches that callers have cut, checked against packed_seq_params."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, group: dist.ProcessGroup) -> None:
-        super().__init__(model, runtime, group, CallChecks())
+        super().__init__(model, runtime, group, LaterValues())
         self._positions: dict[dist.ProcessGroup, PositionsOfPacks] = {}
-        self._called = False
+
+    def _prepare(self, model: nn.Module) -> None:
+        # Frameworks give a model other position embeddings, or layers, once it is built.
+        use_layout(model, self._runtime)
+        use_attention(model, self._runtime)
 
     def _group_of(self, model: Any, packed: Any) -> dist.ProcessGroup:
         """Refuses other ranks than those of the run, where a layer would not know of them."""
@@ -275,11 +322,6 @@ class CutInputs(Inputs):
 
     def _mask_of(self, call: _Call) -> DocumentMask | None:
         self._later.clear()  # of a call that has failed
-        if not self._called:
-            # Frameworks give a model other position embeddings, or layers, once it is built.
-            use_layout(call.model, self._runtime)
-            use_attention(call.model, self._runtime)
-            self._called = True
         packed, layout = call.given.get("packed_seq_params"), self._runtime.config.layout
         return mask_of_cut(packed, layout, call.group)
 
@@ -308,15 +350,7 @@ class CutInputs(Inputs):
         if positions.shape == ids.shape:  # else left as they were before samples were packed
             group, layout = call.group, self._runtime.config.layout
             look = self._positions.setdefault(group, PositionsOfPacks(layout, group))
-            check = look.begin(positions, call.mask, total)
-            if not self._calls.is_first(group):
-                self._later.add(check)
-            elif fault := check():
-                raise ContextParallelError(fault)
-
-    def _held(self, call: _Call) -> object:
-        mask = call.mask
-        return (mask.seq_len, mask.starts, mask.spans) if mask else None, call.tokens
+            self._later.add("position_ids", look.begin(positions, call.mask, total))
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -324,55 +358,114 @@ def _device(model: nn.Module) -> torch.device:
     return next(devices, torch.device("cpu"))
 
 
+def _other_inputs(name: str, words: Sequence[str], rank: int) -> str:
+    """Says that ranks have other inputs, as of `SameCall.refusal`."""
+    return (
+        f"all context-parallel ranks need one {name}, got {words[0]} on rank 0 and {words[rank]} "
+        f"on rank {rank}: pass each of them its part of one batch"
+    )
+
+
+def _dtypes(model: nn.Module) -> tuple[torch.dtype | None, ...]:
+    """Of parameters, and of autocast; None: there is none."""
+    dtypes = (parameter.dtype for parameter in model.parameters())
+    device = _device(model).type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return next(dtypes, None), cast
+
+
+def _of_batch(call: _Call) -> dict[str, object]:
+    """What all ranks and all stages share of a micro-batch."""
+    mask, ids = call.mask or DocumentMask(), call.given.get("input_ids")
+    hidden = call.given.get("decoder_input")
+    if not getattr(call.model, "pre_process", True):
+        ids, hidden = None, call.received
+    batch = ids.size(0) if isinstance(ids, Tensor) else None
+    batch = hidden.size(1) if isinstance(hidden, Tensor) else batch
+    documents = mask.seq_len, mask.starts, mask.padding
+    return {
+        "training": torch.is_grad_enabled(),
+        "number of tokens": call.local_tokens if call.tokens is None else call.tokens,
+        "batch size": batch,
+        "packed_seq_params": Digest(documents if call.mask and mask.has_documents else None),
+        "attention_spans": Digest(mask.spans),
+        "attention_positions": Digest(mask.positions),
+    }
+
+
 class _Stages:
-    """Checks in a first call that all stages of a pipeline hold the same documents, or spans.
+    """Lets the stages of a pipeline compare what they share of each micro-batch.
 
     A later stage runs after the first one, so that they cannot wait for each other: the first stage
-    leaves its value in a store that the others read.
+    leaves its values in a store when a forward pass has ended, and the last of the others to read
+    them deletes them.
+
+    Attributes: held: values of the call that runs.
     """
 
+    held: Mapping[str, object]
+
     def __init__(self, model: nn.Module) -> None:
-        self._group = getattr(getattr(model, "pg_collection", None), "pp", None)
+        group = getattr(getattr(model, "pg_collection", None), "pp", None)
         self._tells = bool(getattr(model, "pre_process", True))
-        self._compared: set[bool] = set()
+        self._is_split = group is not None and group.size() > 1
+        self._calls = 0
         if self._is_split:
             # Stages build their models in the same order; the virtual ones of a rank are one model.
-            built = _data_store().add(f"megatron_cp_plugin/models/{dist.get_rank()}", 1)
-            self._number = built - (getattr(model, "vp_stage", None) or 0)
+            ranks = dist.get_process_group_ranks(group)
+            built = _data_store().add(f"megatron_cp_plugin/models/{ranks[group.rank()]}", 1)
+            number = built - (getattr(model, "vp_stage", None) or 0)
+            self._key = f"megatron_cp_plugin/stages/{ranks[0]}/{number}"
+            chunks = getattr(model.config, "virtual_pipeline_model_parallel_size", None) or 1
+            self._readers = group.size() * chunks - 1
 
-    @property
-    def _is_split(self) -> bool:
-        return self._group is not None and self._group.size() > 1
+    def first(self) -> dict[str, list[str]] | None:
+        """The first stage's values of this call; None: this is the first one, or there is one.
 
-    def compare(self, mask: DocumentMask | None) -> None:
-        """Args: mask: The mask of this stage, compared with the first stage's."""
-        training = torch.is_grad_enabled()
-        if not self._is_split or training in self._compared:
-            return
-        self._compared.add(training)
-        first = dist.get_process_group_ranks(self._group)[0]
-        key = f"megatron_cp_plugin/stages/{first}/{self._number}/{training}"
-        kind, mine = "", ""
-        if mask is not None:
-            kind = "packed_seq_params" if mask.spans is None else "attention_spans"
-            mine = f"{kind} {crc32(repr((mask.seq_len, mask.starts)).encode())}"
-        if self._tells:
-            _data_store().set(key, mine)
-            return
-        theirs = _data_store().get(key).decode() if _data_store().check([key]) else mine
-        if theirs == mine:
-            return
-        if theirs and mine:
+        Raises: CommunicationError if the first stage does not come.
+        """
+        if not self._is_split or self._tells:
+            return None
+        store, key = _data_store(), f"{self._key}/{self._calls}"
+        self._calls += 1
+        try:
+            found: dict[str, list[str]] = json.loads(store.get(key))
+        except RuntimeError as error:
+            raise CommunicationError(
+                "a pipeline stage lost the first one in a comparison; has it died? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        if store.add(f"{key}/read", 1) == self._readers:
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+        return found
+
+    def tell(self) -> None:
+        """Leaves the values of a call that has ended for the other stages."""
+        if self._is_split and self._tells:
+            said = {name: [repr(value), words_of(value)] for name, value in self.held.items()}
+            _data_store().set(f"{self._key}/{self._calls}", json.dumps(said))
+            self._calls += 1
+
+
+def _check_stages(first: Mapping[str, list[str]] | None, held: Mapping[str, object]) -> None:
+    """Refuses values that differ from the first stage's. Args: first: of `_Stages.first`."""
+    for name, value in held.items() if first is not None else ():
+        theirs, theirs_in_words = first[name]
+        mine, unknown = repr(value), repr(None)
+        if theirs == mine or (unknown in (theirs, mine) and not isinstance(value, Digest)):
+            continue
+        none = repr(Digest(None))
+        if none not in (theirs, mine):
             raise ContextParallelError(
-                f"all pipeline stages need the documents of the same batch, got {kind} on this "
-                "stage that are not those of the first: give every stage the same batch"
+                f"all pipeline stages need one {name}, got {theirs_in_words} on the first stage "
+                f"and {words_of(value)} on this one: give every stage the same batch"
             )
-        seeing, blind = ("this", "the first") if mine else ("the first", "this")
-        what = kind or theirs.split()[0]
-        whom = "get_batch_on_this_cp_rank" if what == "attention_spans" else "the model"
+        seeing, blind = ("this", "the first") if theirs == none else ("the first", "this")
+        whom = "the model" if name == "packed_seq_params" else "get_batch_on_this_cp_rank"
         raise ContextParallelError(
-            f"all pipeline stages need the same {what}, got some on {seeing} stage and none on "
-            f"{blind} stage, which would see all earlier tokens: give {whom} {what} on every stage"
+            f"all pipeline stages need the same {name}, got some on {seeing} stage and none on "
+            f"{blind} stage, which would see all earlier tokens: give {whom} {name} on every stage"
         )
 
 

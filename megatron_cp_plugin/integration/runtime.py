@@ -125,10 +125,13 @@ class Runtime:
         options: dict[str, object],
     ) -> Any:
         if (algo, group) not in self._algorithms:
-            self._algorithms[algo, group] = create(algo, self._topology(group), options)
+            self._algorithms[algo, group] = create(algo, self.topology(group), options)
         return self._algorithms[algo, group]
 
-    def _topology(self, group: dist.ProcessGroup) -> Topology:
+    def topology(self, group: dist.ProcessGroup) -> Topology:
+        """Returns the ranks of a context-parallel group."""
+        if group.size() == 1:
+            return self._topologies[ALONE]
         return self._topologies.get(group) or topology_of(group)
 
     def serving(self, algo: str) -> Runtime:

@@ -11,7 +11,7 @@ from math import exp, log, log2, sqrt
 
 import torch
 
-from megatron_cp_plugin.core.agree import check_same, compared
+from megatron_cp_plugin.core.agree import check_same
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
@@ -211,7 +211,7 @@ def _chosen(
         )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     question = shape, example.mask, kernel, layout, name
-    asked = compared(topology, "choices", f"one that {AUTO} chooses for", (question, gpu))
+    asked = topology.gather((question, gpu))
     check_agreement([repr(question) for question, _ in asked])
     nodes, peer_access = topology.nodes, topology.peer_access
     masks = tuple(replace(example.mask, documents=one) for one in example.drawn)

@@ -3,7 +3,7 @@
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -154,12 +154,8 @@ class DryRunGroup(Topology):
     def gather[T](self, mine: T) -> list[T]:
         return [mine] * self.size
 
-    @property
-    def compares_each_call(self) -> bool:
-        return False
-
-    def comparison(self, number: int) -> Callable[[], bool]:
-        return lambda: True
+    def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        return [mine] * self.size
 
 
 class _Posting:

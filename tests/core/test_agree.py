@@ -1,35 +1,37 @@
-"""What ranks compare, how often, and what is found later where hosts do not wait."""
+"""Every call is compared before it sends anything: what ranks say, and how often."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.agree import COMPARED_TOGETHER
+from megatron_cp_plugin.core.agree import Digest, SameCall
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
+from megatron_cp_plugin.core.topology import Recent
 from megatron_cp_plugin.errors import ContextParallelError
+from tests.integration.steps_job import FUNCTIONAL, STEPS, refused_together, step_of
 
-RANKS = 4
+RANKS = 2
 
 
 @pytest.fixture
-def gathered(monkeypatch):
-    """What virtual ranks compared."""
-    found = []
-    gather = VirtualTopology.gather
+def sent(monkeypatch):
+    """Counts comparisons, and gatherings of what ranks disagree about."""
+    found = Counter()
+    for name in ("numbers", "gather"):
+        original = getattr(VirtualTopology, name)
 
-    def counting(self, mine):
-        found.append(mine[0] if isinstance(mine, tuple) else "call")
-        return gather(self, mine)
+        def counting(self, mine, name=name, original=original):
+            found[name] += 1
+            return original(self, mine)
 
-    monkeypatch.setattr(VirtualTopology, "gather", counting)
+        monkeypatch.setattr(VirtualTopology, name, counting)
     return found
 
 
-@pytest.mark.parametrize("each", [True, False], ids=["by-hosts", "by-gpus"])
-def test_what_is_compared_how_often(gathered, monkeypatch, each):
-    """Where messages go from GPU to GPU the host would wait: each new call is compared there."""
-    monkeypatch.setattr(VirtualTopology, "compares_each_call", each)
-
+def test_each_call_is_compared_by_one_message(sent):
     def body(topology):
         for tokens, settings in ((32, {}), (32, {}), (64, {}), (32, {}), (64, {"seq_len": 64})):
             for algo in ("zigzag", "ulysses"):
@@ -38,90 +40,48 @@ def test_what_is_compared_how_often(gathered, monkeypatch, each):
                 cp.unshard(x, 1, algo=algo, group=topology, **settings)
 
     with cp.record_communication() as log:
-        run_virtual(RANKS, body)
-    # 32 and 64 tokens, and for each of two layouts a global length.
-    if each:
-        assert gathered.count("numbers of tokens") == 4 * RANKS
-    # Two algorithms, attention and unshard: what they are called with.
-    assert gathered.count("settings") == (0 if each else 4 * RANKS)
-    # Each of 20 calls; or all that were not new together.
-    assert COMPARED_TOGETHER == 20 - 4
-    assert gathered.count("call") == (20 if each else 1) * RANKS
+        run_virtual(4, body)
+    assert sent == {"numbers": 20 * 4}
     assert {row.channel for row in log.rows} >= {"unshard"}
-    assert not any("gather" in row.channel for row in log.rows)
+    assert not any(name in row.channel for row in log.rows for name in ("gather", "numbers"))
 
 
-OTHER_CALLS = {
-    "scale": ("zigzag", {"scale": 0.5}, {"scale": 0.25}),
-    "spans": (
-        "allgather",
-        {"spans": [(0, 32, 0, 32, "full")]},
-        {"spans": [(0, 31, 0, 32, "full"), (31, 32, 0, 1, "full")]},
-    ),
-    "documents": ("lasp", {"cu_seqlens": [0, 16, 32]}, {"cu_seqlens": [0, 17, 32]}),
-    "decay": ("lasp", {"decay": 0.5}, {"decay": 0.25}),
-}
+def test_one_rank_compares_nothing(sent):
+    x = torch.randn(1, 7, 2, 8)
+    cp.attention(x, x, x, algo="zigzag")
+    cp.check_layout(torch.arange(7), algo="zigzag")
+    assert sent == {"gather": 1}  # which the second call is for
 
 
-@pytest.mark.parametrize("at", [0, 15, 16])
-@pytest.mark.parametrize("what", OTHER_CALLS)
-def test_other_calls_after_known_ones_are_found_where_hosts_do_not_wait(what, at, monkeypatch):
-    """As over NCCL: by all ranks at once, within 2 * COMPARED_TOGETHER calls."""
-    monkeypatch.setattr(VirtualTopology, "compares_each_call", False)
-    algo, usual, other = OTHER_CALLS[what]
-    call = cp.linear_attention if algo == "lasp" else cp.attention
-    fixed = {"algo": algo} | ({"decay": 0.9} if algo == "lasp" else {})
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_what_differs_in_any_step_is_refused_on_all_ranks(name, step):
+    """And the next good call is right."""
+    difference = FUNCTIONAL[name]
+    first, second = run_virtual(
+        RANKS, lambda topology: step_of(difference, topology, topology.rank, RANKS, step)
+    )
+    assert refused_together(first, second)
+
+
+def test_local_functions_send_nothing(sent):
+    """Of an odd number of tokens, on one rank, between calls without seq_len."""
 
     def body(topology):
-        x = torch.randn(1, 8, 2, 8)
-        for settings in (other, usual):  # both are known from here on
-            call(x, x, x, group=topology, **fixed | settings)
-        for number in range(at + 2 * COMPARED_TOGETHER + 1):
-            settings = other if number == at and topology.rank == 2 else usual
-            try:
-                call(x, x, x, group=topology, **fixed | settings)
-            except ContextParallelError as error:
-                return number - at, str(error)
-        return None
-
-    found = run_virtual(RANKS, body)
-    assert len(set(found)) == 1
-    later, said = found[0]
-    assert 0 < later < 2 * COMPARED_TOGETHER
-    assert said == (
-        "all ranks need the same calls of attention, linear_attention and unshard, got others on "
-        f"some rank among the last {2 * COMPARED_TOGETHER}: make the same calls, with the same "
-        "settings, on all"
-    )
-
-
-def test_the_same_calls_are_found_to_be_the_same(monkeypatch):
-    """And they are compared once in so many."""
-    monkeypatch.setattr(VirtualTopology, "compares_each_call", False)
-    compared = []
-    comparison = VirtualTopology.comparison
-    monkeypatch.setattr(
-        VirtualTopology,
-        "comparison",
-        lambda topology, number: compared.append(topology.rank) or comparison(topology, number),
-    )
-
-    def body(topology):
-        x = torch.randn(1, 8, 2, 8)
-        for number in range(3 * COMPARED_TOGETHER + 2):
-            scale = (0.5, 0.25)[number % 2]
-            cp.attention(x, x, x, algo="zigzag", group=topology, scale=scale)
+        c, x = cp.Context(algo="zigzag", group=topology), torch.randn(1, 32, 4, 8)
+        own = c.shard(x)
+        for _ in range(2):
+            c.attention(own, own, own)
+            if topology.rank == 1:
+                c.positions(511)
+                cp.shard(torch.randn(1, 33, 4, 8), 1, algo="zigzag", group=topology)
+            c.attention(own, own, own)
 
     run_virtual(RANKS, body)
-    assert sorted(compared) == sorted(3 * [*range(RANKS)])  # the first two calls were new ones
+    assert sent == {"numbers": 4 * RANKS}
 
 
-def test_ranks_remember_that_there_are_unequal_shards(monkeypatch):
-    """Rank 0 holds 4 tokens each time, and must not take that for what all hold, where known calls
-    are not compared each.
-    """
-    monkeypatch.setattr(VirtualTopology, "compares_each_call", False)
-
+def test_unequal_shards_after_equal_ones():
     def body(topology):
         for tokens, settings in ((4, {}), (4 - topology.rank, {"seq_len": 7})):
             x = torch.randn(1, tokens, 2, 8)
@@ -132,14 +92,7 @@ def test_ranks_remember_that_there_are_unequal_shards(monkeypatch):
     run_virtual(2, body)
 
 
-def test_one_rank_compares_nothing(gathered):
-    x = torch.randn(1, 7, 2, 8)
-    cp.attention(x, x, x, algo="zigzag")
-    cp.check_layout(torch.arange(7), algo="zigzag")
-    assert gathered == ["positions"]  # which the second call is for
-
-
-def test_documents_of_unequal_shards(gathered):
+def test_documents_of_unequal_shards():
     """Where the layout follows documents, lengths do."""
     x = torch.randn(1, 30, 2, 8, dtype=torch.float64)
 
@@ -151,5 +104,57 @@ def test_documents_of_unequal_shards(gathered):
             held = cp.shard(torch.arange(30), 0, group=topology, **settings)
             cp.check_layout(held, group=topology, seq_len=30, **settings)
 
-    run_virtual(RANKS, body)
-    assert gathered.count("numbers of tokens") == 2 * RANKS
+    run_virtual(4, body)
+
+
+@pytest.mark.parametrize("raised", [OverflowError("too\nlarge"), ContextParallelError("no")])
+def test_every_exception_in_a_call_reaches_the_others(raised):
+    """Whose words the others say; a rank that raises one of another class keeps its own."""
+
+    def body(topology):
+        with pytest.raises((ContextParallelError, OverflowError)) as error:  # noqa: PT012, SIM117
+            with SameCall(topology, "this"):
+                if topology.rank == 1:
+                    raise raised
+        with SameCall(topology, "this"):
+            pass
+        return type(error.value), str(error.value)
+
+    first, second = run_virtual(2, body)
+    if isinstance(raised, ContextParallelError):
+        assert first == second == (ContextParallelError, "no (rank 1)")
+    else:
+        assert first == (ContextParallelError, "OverflowError: too (rank 1)")
+        assert second == (OverflowError, "too\nlarge")
+
+
+def test_a_rank_that_made_no_call_is_told():
+    """A call that a rank made without the others is not taken for their next one."""
+
+    def body(topology):
+        topology.calls += topology.rank
+        said = "one number of calls before, got 0 on rank 0"
+        with pytest.raises(ContextParallelError, match=said), SameCall(topology, "this"):
+            pass
+
+    run_virtual(2, body)
+
+
+def test_digests():
+    many = list(range(10_000))
+    assert repr(Digest(many)) == repr(Digest(torch.tensor(many))) == repr(Digest(np.array(many)))
+    assert repr(Digest(many)) != repr(Digest([*many[:-1], 0]))
+    assert repr(Digest(None)) != repr(Digest(()))
+    assert Digest(many).words.endswith(" ...")
+    assert len(Digest(many).words) <= 80
+
+
+def test_what_a_rank_remembers_is_bounded():
+    recent = Recent(3)
+    for value in (1, 2, 3, 1, 4):
+        recent.add(value)
+    assert [value in recent for value in (1, 2, 3, 4)] == [True, False, True, True]
+    topology = VirtualTopology.__new__(VirtualTopology)
+    for tokens in range(10_000):
+        topology.cut.add(("zigzag", tokens))
+    assert len(topology.cut._values) == 4096

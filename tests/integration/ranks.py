@@ -35,7 +35,12 @@ def on_ranks[T](
         group = dist.ProcessGroup(store, number, size)
         gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=timeout_s))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        return body(group)
+        known = dist.distributed_c10d._world.pg_map
+        known[group] = "gloo", store  # which the plugin takes for destroyed otherwise
+        try:
+            return body(group)
+        finally:
+            del known[group]
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.document_layout import NAMED
+from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.inputs import SplitInputs
@@ -76,19 +80,78 @@ def test_batch(layout: str) -> None:
         pytest.param(hiding(lambda q, k: (k > q) | (k // 10 != q // 10)), id="documents"),
         pytest.param(hiding(lambda q, k: (k > q) & (k >= 5)), id="prefix"),
         pytest.param(hiding(lambda q, k: k <= q), id="inverted"),
-        pytest.param(hiding(lambda q, k: k > N)[:, 0, 0], id="padding"),
+        pytest.param(hiding(lambda q, k: k > N + q)[:, 0, 0], id="padding"),
     ],
 )
-def test_a_mask_that_attention_would_not_look_at(mask: Tensor, size: int) -> None:
-    batch = {"tokens": torch.arange(N).view(1, N), "attention_mask": mask}
-    with pytest.raises(
-        ContextParallelError, match="attention_mask may only hide later tokens, got one"
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_mask_that_attention_would_not_look_at(mask: Tensor, size: int, step: int) -> None:
+    def rank(group: Any) -> None:
+        batches, model = Batches(Runtime(ContextParallelConfig("zigzag", size))), Trained()
+        SplitInputs(model, batches, group)
+
+        def give(mask: Tensor | None, **more: Any) -> None:
+            batch = {"tokens": torch.arange(N)[None], "attention_mask": mask} | more
+            cut = batches.shard(batch, group)
+            model(cut["tokens"], attention_mask=cut["attention_mask"])
+
+        causal = hiding(lambda q, k: k > q)
+        for _ in range(step - 1):
+            give(causal)
+        with pytest.raises(ContextParallelError, match="attention_mask may only hide later tok"):
+            give(mask)
+        give(mask, attention_spans=[(0, N, 0, N, "causal")])
+        give(causal)
+
+    on_ranks(size, rank)
+
+
+PADDED = 5  # tokens
+MASKS = {
+    "padding at the end": (hiding(lambda q, k: (k > q) | (k >= N - PADDED)), ()),
+    "padding at the end, as of tokens": ((torch.arange(N) < N - PADDED)[None], ()),
+    "padding at the end, of keys": ((torch.arange(N) >= N - PADDED)[None, None, None], ()),
+    "documents that attention has": (hiding(lambda q, k: (k > q) | (k // 8 != q // 8)), (8, 16)),
+    "one element": (torch.ones(1, 1, 1, 1, dtype=torch.bool), ()),
+    "numbers that are added": (torch.full((N, N), -torch.inf).triu(1)[None, None], ()),
+    "padding at the beginning": (hiding(lambda q, k: (k > q) | (k < PADDED)), None),
+    "padding at the beginning, as of tokens": ((torch.arange(N) >= PADDED)[None], None),
+    "padding at the beginning, of keys": ((torch.arange(N) < PADDED)[None, None, None], None),
+    "all tokens": (hiding(lambda q, k: k > N + q), None),
+    "no tokens": (hiding(lambda q, k: k < N + q), None),
+    "a window": (hiding(lambda q, k: (k > q) | (k < q - 3)), None),
+    "other documents": (hiding(lambda q, k: (k > q) | (k // 6 != q // 6)), None),
+    "a shape that says nothing": (torch.zeros(1, 7, dtype=torch.bool)[None], None),
+}
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, part: bool) -> None:
+    """None: not those of attention. Also where a rank has its part of queries, or of tokens."""
+    mask, starts = MASKS[name]
+    answers = []
+    for rank in range(3):
+        places = positions(NAMED["zigzag"], rank, 3, N)
+        mine = mask
+        if part and mask.dim() == 4 and mask.size(2) == N:
+            mine = mask[:, :, places]
+        elif part and mask.size(-1) == N:
+            mine = mask[..., places]
+        try:
+            attention_mask.begin(mine, places, N, starts or (), causal=True)()
+        except ContextParallelError as error:
+            answers.append(str(error))
+    assert bool(answers) == (starts is None)
+
+
+def test_a_model_that_sees_later_tokens() -> None:
+    for mask, taken in (
+        (hiding(lambda q, k: k > N + q), True),
+        (hiding(lambda q, k: k > q), False),
     ):
-        shard("zigzag", batch, size, 0)
-    spans = {"attention_spans": [(0, N, 0, N, "causal")]}
-    assert "attention_spans" not in shard(
-        "zigzag", batch | spans | {"attention_mask": None}, size, 0
-    )
+        answer = attention_mask.begin(mask, torch.arange(N), N, (), causal=False)
+        with nullcontext() if taken else pytest.raises(ContextParallelError):
+            answer()
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
@@ -142,22 +205,17 @@ def test_a_layout_of_documents_needs_some() -> None:
     ],
 )
 def test_a_batch_that_is_not_whole(ids: list[int], got: str) -> None:
-    """The first one is refused on all ranks; a later one before its loss, where it is seen."""
+    """Is refused on all ranks, whenever it comes."""
     right = torch.arange(len(ids))[None]
 
     def rank(group: Any) -> None:
         batches, mine = Batches(runtime("contiguous")), torch.tensor([ids])
         if group.rank():
             mine = right
-        for _ in range(2):
-            with pytest.raises(ContextParallelError, match=f"got {got} on.*rank 0"):
-                batches.shard({"position_ids": mine}, group)
-        batches.shard({"position_ids": right}, group)
-        batches.checks.finish()
-        batches.shard({"position_ids": mine}, group)
-        said = "different ones on some rank in batch 4" if group.rank() else f"got {got}"
-        with pytest.raises(ContextParallelError, match=said):
-            batches.checks.finish()
+        for good in (False, False, True, False):
+            expected = pytest.raises(ContextParallelError, match=f"got {got} on.*rank 0")
+            with nullcontext() if good else expected:
+                batches.shard({"position_ids": right if good else mine}, group)
 
     on_ranks(2, rank)
 
@@ -173,7 +231,14 @@ class Trained(nn.Module):
         self.config = SimpleNamespace(cuda_graph_impl="none")
         self.passed = 0
 
-    def forward(self, input_ids: Any, position_ids: Any = None, labels: Any = None) -> None:
+    def forward(
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        labels: Any = None,
+        attention_mask: Any = None,
+        packed_seq_params: Any = None,
+    ) -> None:
         """Megatron's names."""
 
 
@@ -206,8 +271,8 @@ def test_one_batch_of_other_samples_on_a_rank(key: str, number: int, size: int) 
         assert passed == number - 1
         assert said == (
             "ranks of a context-parallel group need the same whole samples before the split, "
-            f"got different ones on some rank in batch {number} of this process: make sampling and "
-            "shuffling depend only on the data-parallel rank"
+            f"got other {key} on rank {size - 1} than on rank 0: load them by data-parallel rank, "
+            "and let get_batch_on_this_cp_rank split them"
         )
 
 
@@ -224,9 +289,7 @@ def test_later_batches_of_other_shapes_or_of_an_evaluation(other: str) -> None:
             mine = dict(whole)
             if group.rank():
                 mine = {name: x.view(4, 6) if other == "shape" else -x for name, x in whole.items()}
-            with pytest.raises(
-                ContextParallelError, match="different ones on some rank in batch 2"
-            ):
+            with pytest.raises(ContextParallelError, match="got other tokens on rank 1 than on"):
                 train_on(batches, model, group, mine)
 
     on_ranks(2, rank)

@@ -15,12 +15,13 @@ from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
 from socket import gethostname
+from uuid import uuid4
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-from megatron_cp_plugin.core.agree import gathered, same_on_all_ranks
+from megatron_cp_plugin.core.agree import gathered
 from megatron_cp_plugin.core.comm import (
     Communicator,
     ProcessGroupCommunicator,
@@ -52,7 +53,7 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
         raise group_destroyed()
     reference = ref(group)
     if reference not in _topologies:
-        if dist.get_world_size(group) == 1:
+        if group.size() == 1:
             return _alone()
         _topologies[reference] = ProcessGroupTopology(group)
     return _topologies[reference]
@@ -104,12 +105,13 @@ class ProcessGroupTopology(Topology):
         self, group: dist.ProcessGroup, make: "CollectiveGroupFactory | None" = None
     ) -> None:
         """Args: make: makes the further groups; None: the ranks of each group make it on demand."""
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        super().__init__(group.rank(), group.size())
         end_after_gloo()
         self._reference = ref(group)
         self._make = make
         self._channels: dict[str, Communicator] = {}
         self._further: list[ref[dist.ProcessGroup]] = []
+        self._by_hosts: dist.ProcessGroup | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -151,16 +153,32 @@ class ProcessGroupTopology(Topology):
         hosts = self.gather(os.environ.get("NCCL_HOSTID") or gethostname())
         return tuple(hosts.index(host) for host in hosts)
 
+    @property
+    def _hosts(self) -> dist.ProcessGroup:
+        """The same ranks over gloo: the group itself, or a further one that its ranks make."""
+        group = self._group
+        if torch.device("cpu") in group._device_types:
+            return group
+        if self._by_hosts is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise ContextParallelError(
+                    "the first call of a process group connects its hosts, got it while a CUDA "
+                    "graph was captured: make the same call once before"
+                )
+            self._by_hosts = _over_gloo(group)
+        return self._by_hosts
+
     def gather[T](self, mine: T) -> list[T]:
-        return gathered(mine, self._group)
+        return gathered(mine, self._hosts)
 
-    @cached_property  # each call asks
-    def compares_each_call(self) -> bool:
-        return not is_nccl(self._group) and torch.device("cpu") in self._group._device_types
-
-    def comparison(self, number: int) -> Callable[[], bool]:
-        device = torch.device("cuda" if is_nccl(self._group) else "cpu")
-        return same_on_all_ranks(torch.tensor([number], device=device), self._group)
+    def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        sent = torch.tensor([mine] * self.size, device="cpu")
+        found = torch.empty_like(sent)
+        try:
+            dist.all_to_all_single(found, sent, group=self._hosts)
+        except RuntimeError as error:
+            raise others_lost(self.rank, self.size, "in a comparison", error) from error
+        return [(first, second) for first, second in found.tolist()]
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)
@@ -190,6 +208,25 @@ class ProcessGroupTopology(Topology):
             if not _is_destroyed(group):
                 dist.destroy_process_group(group)
         self._further.clear()
+
+
+def _over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Connects the hosts of a group; a collective operation of its ranks alone.
+
+    `torch.distributed.new_group` would count it: see CollectiveGroupFactory.
+    """
+    rank, size = group.rank(), group.size()
+    name = gathered(uuid4().hex, group)[0]
+    store = dist.PrefixStore(
+        f"megatron_cp_plugin/hosts/{name}", dist.distributed_c10d._get_default_store()
+    )
+    try:
+        gloo = dist.ProcessGroupGloo(store, rank, size, _timeout_of(group))
+    except RuntimeError as error:
+        raise others_lost(rank, size, "connecting hosts over gloo", error) from error
+    made = dist.ProcessGroup(store, rank, size)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return made
 
 
 class CollectiveGroupFactory:

@@ -96,20 +96,18 @@ class VirtualTopology(Topology):
         return self._channels[name]
 
     def gather[T](self, mine: T) -> list[T]:
+        return self._gathered("gather", mine)
+
+    def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        return self._gathered("numbers", mine)
+
+    def _gathered[T](self, name: str, mine: T) -> list[T]:
         message = torch.frombuffer(bytearray(dumps(mine)), dtype=torch.uint8)
-        name = f"{self._path}gather"
+        name = f"{self._path}{name}"
         for to in self._members:
             self._world.post((name, 0, self._global_rank, to), message)
         sources = ((name, 0, source, self._global_rank) for source in self._members)
         return [loads(self._world.take(address).numpy().tobytes()) for address in sources]
-
-    @property
-    def compares_each_call(self) -> bool:
-        return True
-
-    def comparison(self, number: int) -> Callable[[], bool]:
-        same = len(set(self.gather(number))) == 1
-        return lambda: same
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -1,0 +1,424 @@
+"""What may differ between ranks, in step 1, 2 and 40, and whether the next good step is right.
+
+Two ranks over gloo, or on two GPUs over NCCL: torchrun --nproc-per-node 2
+tests/integration/steps_job.py [nccl]. Prints as JSON what a rank was told, and what good steps that
+followed were off by.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_cp_plugin as cp
+from megatron_cp_plugin.context import Group
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.errors import ContextParallelError
+
+STEPS = (1, 2, 40)
+BOUND = 1e-5
+ALONE = VirtualWorld(1).topology(0)
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Settings of a good call, and what the last rank changes in a wrong one."""
+
+    good: Settings = field(default_factory=dict)
+    wrong: Settings = field(default_factory=dict)
+
+
+class Odd:
+    """A number that cannot be read, for a reason that nobody has thought of."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("of something else")
+
+
+FULL, HALF = [(0, 16, 0, 16, "full")], [(0, 16, 0, 9, "full")]
+LINEAR = {"function": "linear_attention"}
+DECODING = {"function": "decode_attention"}
+FUNCTIONAL = {
+    "tokens": Difference({}, {"tokens": 32}),
+    "length": Difference({"seq_len": 16}, {"seq_len": 32, "tokens": 32}),
+    "no length": Difference({"seq_len": 16}, {"seq_len": None}),
+    "documents": Difference({"cu_seqlens": [0, 5, 16]}, {"cu_seqlens": [0, 7, 16]}),
+    "no documents": Difference({"cu_seqlens": [0, 5, 16]}, {"cu_seqlens": None}),
+    "spans": Difference({"spans": FULL}, {"spans": HALF}),
+    "no spans": Difference({"spans": FULL}, {"spans": None}),
+    "dtype": Difference({}, {"dtype": torch.float32}),
+    "batch": Difference({}, {"batch": 2}),
+    "KV heads": Difference({}, {"kv_heads": 2}),
+    "training": Difference({}, {"trained": False}),
+    "scale": Difference({}, {"scale": 0.1}),
+    "window": Difference({"window": 5}, {"window": 6}),
+    "sink": Difference({}, {"sink": torch.zeros(4)}),
+    "causal": Difference({}, {"causal": False}),
+    "kernel": Difference({}, {"kernel": "auto"}),
+    "algorithm": Difference({}, {"algo": "allgather"}),
+    "option": Difference({}, {"chunks": 2}),
+    "function": Difference({}, LINEAR),
+    "putting together": Difference({"function": "unshard"}, {"function": "attention"}),
+    "positions": Difference({"function": "check_layout"}, {"function": "attention"}),
+    "decay": Difference(LINEAR, {"decay": 0.5}),
+    "beta": Difference(LINEAR, {"beta": True}),
+    "decoding": Difference(DECODING, {"scale": 0.5}),
+    "decoding of a window": Difference(DECODING, {"window": 10**30}),
+    "decoding of odd lengths": Difference(DECODING, {"lengths": Odd()}),
+    "refusal": Difference({}, {"window": 1.5}),
+    "shape": Difference({}, {"function": "flat attention"}),
+    "other exception": Difference({}, {"window": Odd()}),
+    "array as an option": Difference({}, {"chunks": np.array([1, 2])}),
+}
+
+
+def call(group: Group, **settings: Any) -> Tensor | None:
+    """One call of the functional interface; returns its result, if it has one."""
+    given: dict[str, Any] = {"function": "attention", "tokens": 16, "algo": "zigzag"} | settings
+    function, tokens, batch = given.pop("function"), given.pop("tokens"), given.pop("batch", 1)
+    dtype, kv_heads = given.pop("dtype", torch.float64), given.pop("kv_heads", 4)
+    trained = given.pop("trained", True)
+    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(batch, tokens, 4, 8, generator=generator, dtype=torch.float64).to(device, dtype)
+    how = {"algo": given.pop("algo"), "group": group}
+    if isinstance(given.get("sink"), Tensor):
+        given["sink"] = given["sink"].to(x)
+    if function == "decode_attention":
+        given.pop("positions", None)
+        lengths = given.pop("lengths", tokens)
+        given["group"] = group
+        if given.get("window") is not None:
+            given |= {"position": 2 * tokens, "positions": torch.arange(tokens)}
+        return cp.decode_attention(x[:, :1], x, x, lengths, kernel="reference", **given)
+    own = cp.shard(x, 1, **how).requires_grad_(trained)
+    if function == "unshard":
+        return cp.unshard(own, 1, **how)
+    if function == "check_layout":
+        cp.check_layout(cp.shard(torch.arange(tokens), 0, **how), **how)
+        return None
+    if function == "linear_attention":
+        how |= {"algo": "lasp2", "layout": "zigzag"}
+        beta = torch.ones(own.shape[:3], dtype=dtype, device=device) / 2
+        given = {"decay": 0.9} | given
+        if given.pop("beta", False):
+            given |= {"beta": beta, "decay": None}
+        return cp.linear_attention(own, own, own, **how, **given)
+    kv = own[:, :, :kv_heads]
+    q = own.flatten(2) if function == "flat attention" else own
+    return cp.attention(q, kv, kv, **how, **({"kernel": "reference"} | given))
+
+
+def said_by(function: Callable[[], object]) -> str:
+    """What is raised, which is one line of ours, or anything that this rank caused."""
+    try:
+        function()
+    except (ContextParallelError, RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def refused_together(*said: str) -> bool:
+    """Whether all ranks refuse in one line: the same one, but for what the last rank raises."""
+    *others, last = said
+    one_line = all(line and "\n" not in line for line in said)
+    return one_line and all(
+        line == others[0] and (line == last or line.endswith(f"Error: {last} (rank {len(others)})"))
+        for line in others
+    )
+
+
+def off(group: Group, settings: Settings) -> float:
+    """What a good call's result is off by, compared with the one of a rank alone."""
+    found, expected = call(group, **settings), call(ALONE, **settings)
+    if found is None or expected is None:
+        return 0.0
+    if settings.get("function") not in ("unshard", "decode_attention"):
+        expected = cp.shard(expected, 1, algo="zigzag", group=group)
+    return float((found - expected).abs().max())
+
+
+def step_of(difference: Difference, group: Group, rank: int, size: int, step: int) -> str:
+    """What is said of a wrong call after step - 1 good ones; then two more are good."""
+    for _ in range(step - 1):
+        call(group, **difference.good)
+    wrong = difference.good | (difference.wrong if rank == size - 1 else {})
+    said = said_by(lambda: call(group, **wrong))
+    for _ in range(2):
+        assert off(group, difference.good) <= BOUND
+    return said
+
+
+def of_functions() -> dict[str, dict[str, str]]:
+    """Of every difference: what was said in which step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, difference in FUNCTIONAL.items():
+        each = {}
+        for step in STEPS:
+            group = dist.new_group()
+            each[str(step)] = step_of(difference, group, rank, size, step)
+            dist.destroy_process_group(group)
+            cp.release()
+        found[name] = each
+    return found
+
+
+# Of models: what the last rank is given, or does, otherwise.
+OF_MODELS = (
+    *("totals", "documents", "no documents", "padding", "spans", "other spans", "positions"),
+    *("batch", "training", "window", "scale", "sink", "dtype", "mask", "position ids"),
+    *("format", "cache", "other exception"),
+)
+# Of batches that the plugin cuts.
+OF_BATCHES = (
+    *("tokens", "labels", "loss_mask", "order", "shape", "no labels", "spans", "positions"),
+    *("positions without spans", "training", "mask", "documents", "no cut", "other exception"),
+)
+LENGTHS = (7, 24)
+
+
+class Steps:
+    """Forward passes of a model on batches that this program cuts."""
+
+    def __init__(self, groups: Any, device: torch.device) -> None:
+        from tests.integration.cut_batches_job import Reference, alone, make_config, make_model
+
+        self.groups, self.device = groups, device
+        self.rank, self.size = groups.cp.rank(), groups.cp.size()
+        reference = Reference(make_model(make_config(1), alone(groups)))
+        self.reference = reference
+
+    def model(self, **settings: Any) -> Any:
+        from tests.integration.cut_batches_job import make_config, make_model
+
+        model = make_model(make_config(self.size, **settings), self.groups)
+        model.load_state_dict(self.reference.model.state_dict(), strict=False)
+        return model
+
+    def models(self) -> dict[str, Any]:
+        """Those that a rank may take for another one."""
+        return {
+            "window": self.model(window_size=(3, 0)),
+            "scale": self.model(softmax_scale=0.5),
+            "sink": self.model(softmax_type="off-by-one"),
+            "dtype": self.model().double(),
+        }
+
+    def run(self, model: Any, difference: str = "", models: Mapping[str, Any] = {}) -> Tensor:
+        """A forward pass, with a difference on this rank; returns the losses [1,S]."""
+        from megatron_cp_plugin.megatron import attention_spans
+        from tests.integration.cut_batches_job import Batch
+
+        lengths = {"totals": (7, 40), "documents": (24, 7)}.get(difference, LENGTHS)
+        rank = 1 - self.rank if difference == "position ids" else self.rank
+        batch = Batch(lengths, self.rank, self.size)
+        other = Batch(lengths, rank, self.size)
+        packed: Any = batch.packed(real=difference != "padding", spanned=difference == "spans")
+        total = int(batch.packed(real=False).cu_seqlens_q[-1])
+        if difference in ("other spans", "positions"):
+            places = torch.arange(total)
+            spans = [(0, total, 0, total - (difference == "other spans"), "causal")]
+            packed = attention_spans(spans, places.flip(0) if difference == "positions" else None)
+        if difference == "format":
+            packed.qkv_format = "bshd"
+        ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
+        places = other.cut([torch.arange(n) for n in lengths])
+        more: dict[str, Any] = {"labels": labels.to(self.device)}
+        if difference == "batch":
+            ids, places = ids.expand(2, -1), places.expand(2, -1)
+            more["labels"] = more["labels"].expand(2, -1)
+            packed = None
+        if difference == "no documents":
+            packed = None
+        if difference == "cache":
+            more["inference_context"] = object()
+        if difference == "other exception":
+            more["of_no_model"] = None
+        mask = None
+        if difference == "mask":
+            packed, mask = None, (torch.arange(ids.size(1)) > 2)[None].to(self.device)
+        with torch.set_grad_enabled(difference != "training"):
+            losses: Tensor = models.get(difference, model)(
+                *(ids.to(self.device), places.to(self.device), mask),
+                **more,
+                packed_seq_params=packed,
+            )
+        return losses
+
+    def off(self, losses: Tensor) -> float:
+        """What the losses of good batches are off by."""
+        from tests.integration.cut_batches_job import Batch
+
+        batch = Batch(LENGTHS, self.rank, self.size)
+        counts = batch.cut([torch.ones(len(x)) for x in batch.ids]).to(losses)
+        total = (losses.detach() * counts).sum() / batch.tokens
+        dist.all_reduce(total, group=self.groups.cp)
+        expected = self._expected(batch)
+        return abs(float(total) - expected) / expected
+
+    def _expected(self, batch: Any) -> float:
+        """The mean loss of each document alone, by a model that nothing splits."""
+        total = 0.0
+        for ids, labels in zip(batch.ids, batch.labels, strict=True):
+            places = torch.arange(len(ids), device=self.device)[None]
+            given = ids[None].to(self.device), places, None
+            with torch.no_grad():
+                losses = self.reference.model(*given, labels=labels[None].to(self.device))
+            total += float(losses.sum())
+        return total / batch.tokens
+
+
+def of_install(steps: Steps) -> dict[str, dict[str, str]]:
+    """Of every difference: what was said in which step."""
+    from megatron_cp_plugin import megatron as cp_megatron
+
+    cp_megatron.install("zigzag", layout="thd", kernel="reference")
+    models, late = steps.models(), steps.model()
+    for _ in range(max(STEPS) - 1):
+        steps.run(late)
+    found: dict[str, dict[str, str]] = {}
+    for name in OF_MODELS:
+        found[name] = {}
+        for step in STEPS:
+            model = steps.model() if step < max(STEPS) else late
+            for _ in range(step - 1 if model is not late else 0):
+                steps.run(model)
+            wrong = name if steps.rank == steps.size - 1 else ""
+            found[name][str(step)] = said_by(partial(steps.run, model, wrong, models))
+            for _ in range(2):
+                assert steps.off(steps.run(model)) <= BOUND, (name, step)
+    cp_megatron.uninstall()
+    return found
+
+
+def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
+    """The same for batches that the plugin cuts, as it does for Megatron's training loop."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_cp_plugin import megatron as cp_megatron
+    from megatron_cp_plugin.integration.attention import ContextParallelAttention
+    from megatron_cp_plugin.integration.batch import Batches
+    from megatron_cp_plugin.integration.inputs import SplitInputs
+    from megatron_cp_plugin.integration.spec import follow
+    from tests.integration.cut_batches_job import make_config, make_model
+
+    def build() -> tuple[Any, Any]:
+        config = make_config(steps.size)
+        how = {"layout": "contiguous", "kernel": "reference"}
+        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, "ring", **how)
+        model = make_model(config, steps.groups, spec)
+        model.load_state_dict(steps.reference.model.state_dict(), strict=False)
+        runtime = next(
+            m for m in model.modules() if isinstance(m, ContextParallelAttention)
+        ).runtime
+        follow(model, runtime)
+        batches = Batches(runtime)
+        SplitInputs(model, batches, steps.groups.cp)
+        return model, batches
+
+    def run(model: Any, batches: Any, difference: str = "") -> Tensor:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        draw = torch.Generator().manual_seed(1)
+        tokens, labels = (torch.randint(1, 98, (1, 32), generator=draw) for _ in range(2))
+        places, counts = torch.arange(32)[None], torch.ones(1, 32)
+        whole: dict[str, Any] = {"tokens": tokens, "labels": labels, "loss_mask": counts}
+        whole |= {"position_ids": places}
+        if difference in whole:
+            whole[difference] = whole[difference].flip(1) * 2
+        if difference == "order":
+            whole["position_ids"] = places.flip(1)
+        if difference == "shape":
+            whole = {key: x[:, :16] for key, x in whole.items()}
+        if difference == "no labels":
+            whole["labels"] = None
+        whole = {key: x if x is None else x.to(steps.device) for key, x in whole.items()}
+        if difference in ("spans", "positions"):
+            whole["attention_spans"] = [(0, 32, 0, 32, "full")]
+        if difference in ("positions", "positions without spans"):
+            whole["attention_positions"] = [*range(31, -1, -1)]
+        if difference == "other exception":
+            whole["attention_spans"] = Odd()
+        mask = torch.ones(32, 32).triu(1).bool()[None, None].to(steps.device)
+        if difference == "mask":
+            mask[..., :3] = True
+        whole["attention_mask"] = mask
+        bounds = torch.tensor([0, 8, 32], dtype=torch.int32)
+        packed = PackedSeqParams("thd", bounds, bounds) if difference == "documents" else None
+        with torch.set_grad_enabled(difference != "training"):
+            cut = whole if difference == "no cut" else batches.shard(whole, steps.groups.cp)
+            losses: Tensor = model(
+                *(cut["tokens"], cut["position_ids"], cut["attention_mask"]),
+                labels=cut["labels"],
+                packed_seq_params=packed,
+            )
+        return losses
+
+    def error(model: Any, batches: Any) -> float:
+        losses = run(model, batches).detach().sum()
+        dist.all_reduce(losses, group=steps.groups.cp)
+        return abs(float(losses) - expected) / expected
+
+    draw = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(1, 98, (1, 32), generator=draw).to(steps.device) for _ in range(2))
+    places = torch.arange(32, device=steps.device)[None]
+    with torch.no_grad():
+        expected = float(steps.reference.model(ids, places, None, labels=labels).sum())
+    late = build()
+    for _ in range(max(STEPS) - 1):
+        run(*late)
+    found: dict[str, dict[str, str]] = {}
+    for name in OF_BATCHES:
+        found[name] = {}
+        for step in STEPS:
+            made = build() if step < max(STEPS) else late
+            for _ in range(step - 1 if made is not late else 0):
+                run(*made)
+            wrong = name if steps.rank == steps.size - 1 else ""
+            found[name][str(step)] = said_by(partial(run, *made, wrong))
+            for _ in range(2):
+                assert error(*made) <= BOUND, (name, step)
+    return found
+
+
+def main() -> None:
+    over_nccl = sys.argv[1:] == ["nccl"]
+    device = torch.device("cpu")
+    if over_nccl:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("nccl" if over_nccl else "gloo", timeout=timeout)
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    found = {"functional": of_functions()}
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(7)
+    steps = Steps(ProcessGroupCollection.use_mpu_process_groups(), device)
+    found["install"] = of_install(steps)
+    found["launcher"] = of_launcher(steps)
+    dist.barrier()
+    print("FOUND" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    from megatron_cp_plugin.integration.launch import whole_program
+
+    with whole_program():
+        main()
