@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_cp_plugin.arguments import check_tensors, fixed_number, word
 from megatron_cp_plugin.context import Group, not_compiled, topology_for
 from megatron_cp_plugin.core.agree import SameCall
-from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, check_scale
 from megatron_cp_plugin.core.partial import accumulation_dtype, merge_all_into
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
 from megatron_cp_plugin.kernels import resolver
@@ -54,8 +54,8 @@ def decode_attention(
         group, scale, kernel: as in `attention`.
         window: the token sees the last `window` positions up to its own; needs the next two.
         position: the new token's in the whole sequence: one number, or B of them.
-        positions: of this rank's entries, ascending, [C] or [B,C]; best a tensor on the
-            host, where each call reads some of them.
+        positions: of this rank's entries, ascending, [C] or [B,C]; best a tensor on the host. Each
+            call reads some of them, the first and the last, and does not look at their order.
 
     Returns: out [B,1,H,E] in q's dtype, the same on all ranks; 0 where no rank has an entry.
     Raises: ContextParallelError for shapes or numbers that do not fit, KernelUnavailableError if
@@ -66,6 +66,7 @@ def decode_attention(
         check_tensors("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache)
         _check_shapes(q, k_cache, v_cache)
         scale = fixed_number("scale", scale)
+        check_scale(1.0 if scale is None else scale)
         window = None if window is None else whole_number("window", window)
         batch, _, heads, head_dim = q.shape
         stops = _one_each("lengths", lengths, batch)
@@ -82,9 +83,8 @@ def decode_attention(
             "window": window,
             "kernel": word("kernel", kernel),
         }
-    found = resolver(kernel)(
-        Problem(*(q.device, q.dtype, heads, k_cache.shape[2], head_dim), value_dim=v_cache.shape[3])
-    )
+        of_call = q.device, q.dtype, heads, k_cache.shape[2], head_dim
+        found = resolver(kernel)(Problem(*of_call, value_dim=v_cache.shape[3]))
     scale = head_dim**-0.5 if scale is None else scale
     out, lse = _own_part(q, k_cache, v_cache, list(zip(starts, stops, strict=True)), found, scale)
     if topology.size == 1:
@@ -166,11 +166,28 @@ def _starts(
             "a window needs to be 1 or more, and the positions of the token and of the cache's "
             f"entries, got window {window}: pass position= and positions="
         )
-    rows = torch.as_tensor(positions)
+    rows = _positions(positions)
     if rows.dim() not in (1, 2) or rows.shape[-1] < max(stops):
         raise ContextParallelError(
             f"positions needs those of all {max(stops)} entries, got {list(rows.shape)}"
         )
-    firsts = [at - window + 1 for at in _one_each("position", position, len(stops))]
-    each = zip(rows.expand(len(stops), -1), stops, firsts, strict=True)
-    return [int(torch.searchsorted(row[:stop], first)) for row, stop, first in each]
+    places = _one_each("position", position, len(stops))
+    each = list(zip(rows.expand(len(stops), -1), stops, places, strict=True))
+    for row, stop, place in each:
+        if stop and not row[0] <= row[stop - 1] <= place:
+            raise ContextParallelError(
+                f"position needs to be {int(row[:stop].max())} or more, that of the last entry, "
+                f"and positions to ascend, got {place} after {brief(row[:stop].tolist())}"
+            )
+    firsts = [max(0, place - window + 1) for place in places]
+    return [
+        int(torch.searchsorted(row[:stop], first))
+        for (row, stop, _), first in zip(each, firsts, strict=True)
+    ]
+
+
+def _positions(given: Numbers) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ContextParallelError(f"positions needs whole numbers, got {brief(given)}") from None

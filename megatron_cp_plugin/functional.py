@@ -163,7 +163,7 @@ def linear_attention(
             tensor on a GPU is copied to the host at every call. None: 1.
         gate: natural logarithms, at most 0 and finite, [B,S,G], or [B,S,G,D] for each channel of k,
             in place of decay; this rank's, as q is. Differentiable; computed in float32 (float64
-            beside float64).
+            beside float64). Their values are not looked at.
         beta: [B,S,G]: the delta rule, whose k should have norm 1; without decay. Otherwise as gate.
         algo: a name of `available("linear")`.
         group: process group of the context-parallel ranks; None: all processes.
@@ -173,7 +173,8 @@ def linear_attention(
         kernel: "auto" or a name of `kernels.linear.linear_kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens, see `attention`.
         cu_seqlens: cumulative lengths of documents, see `attention`: every document begins with a
-            state of 0, but the first with kv_0; kv_N is the state at the end of the last.
+            state of 0, but the first with kv_0; kv_N is the state at the end of the last. Empty
+            documents do not count: the first and the last are those with tokens.
         options: of the algorithm.
 
     Returns: out [B,S,H,E] in q's dtype; with `output_final_state` also kv_N [B,G,D,E] float32

@@ -69,7 +69,7 @@ def chunked_log_probs(
         hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as of
             `chunked_cross_entropy`.
         temperature: positive divisor of the logits: a number, or one a token, [...] as
-            labels. Not differentiable.
+            labels, whose values are not looked at. Not differentiable.
         entropy: returns the entropies too.
 
     Returns: the log-probabilities, [...] as labels, in float32 (float64 for float64); with

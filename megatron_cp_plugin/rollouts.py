@@ -11,6 +11,7 @@ that a pack is no longer than a tree of all tokens would be.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -139,6 +140,8 @@ def pack_rollouts(
         raise ContextParallelError(f"multiple needs 1 or more tokens, got {multiple}")
     if ranks < 1:
         raise ContextParallelError(f"ranks needs 1 or more data-parallel ranks, got {ranks}")
+    if isinstance(rollouts, str) or not isinstance(rollouts, Iterable):
+        raise ContextParallelError(f"rollouts need to be lists of tokens, got {brief(rollouts)}")
     tokens = [_tokens(number, rollout) for number, rollout in enumerate(rollouts)]
     weighed = _weights(weights, tokens)
     room = _room(tokens, budget, multiple)
@@ -152,12 +155,12 @@ def pack_rollouts(
     if bins and ranks > 1:
         bins = tree.dealt(bins, room, ranks)
     shortest = [min(order, key=lambda number: len(tokens[number]))] if [] in bins else []
-    return [
-        _pack([order[at] for at in members], tokens, weighed, multiple)
-        if members
-        else _filler(_pack(shortest, tokens, weighed, multiple))
+    filler = _filler(_pack(shortest, tokens, weighed, multiple)) if shortest else None
+    packs = (
+        _pack([order[at] for at in members], tokens, weighed, multiple) if members else filler
         for members in bins
-    ]
+    )
+    return [pack for pack in packs if pack is not None]
 
 
 def _filler(pack: Pack) -> Pack:
@@ -168,7 +171,7 @@ def _filler(pack: Pack) -> Pack:
 def _tokens(number: int, rollout: Tokens) -> Numbers:
     try:
         found = torch.as_tensor(rollout)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         found = torch.empty(0, 0)
     if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
         raise ContextParallelError(
@@ -181,6 +184,10 @@ def _tokens(number: int, rollout: Tokens) -> Numbers:
             f"{len(found)} in number {number}: leave it out"
         )
     array: Numbers = found.to("cpu", torch.int64).numpy()
+    if array.min() < 0:
+        raise ContextParallelError(
+            f"tokens need to be 0 or more, got {array.min()} in rollout {number}: leave padding out"
+        )
     return array
 
 
@@ -190,7 +197,12 @@ def _weights(
     """Of each token of each rollout."""
     if weights is None:
         return [np.ones(len(each)) for each in tokens]
-    found = [torch.as_tensor(each, dtype=torch.float64).detach().cpu().numpy() for each in weights]
+    try:
+        found = [torch.as_tensor(x, dtype=torch.float64).detach().cpu().numpy() for x in weights]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ContextParallelError(
+            f"weights need a list of numbers for each rollout, got {brief(weights)}"
+        ) from None
     wrong = [at for at, (a, b) in enumerate(zip(found, tokens, strict=False)) if a.shape != b.shape]
     if wrong or len(found) != len(tokens):
         got = f"{list(found[wrong[0]].shape)} for number {wrong[0]}" if wrong else f"{len(found)}"
@@ -198,6 +210,9 @@ def _weights(
             f"weights need a number for each token of the {len(tokens)} rollouts, got {got}: "
             "tokens of a prompt have weights too, of 0"
         )
+    for number, each in enumerate(found):
+        if not np.isfinite(each).all():
+            raise ContextParallelError(f"weights need to be finite, got others for number {number}")
     return found
 
 
@@ -291,19 +306,22 @@ class _Tree:
         while len(works) % ranks:
             several = [at for at, (_, members) in enumerate(works) if len(members) > 1]
             if not several:
-                works.append((0.0, []))
-                continue
+                works += [(0.0, [])] * (-len(works) % ranks)
+                break
             at = max(several, key=lambda at: works[at][0])
             works[at : at + 1] = [
                 (float(self._works(half).sum()), half) for half in self._halves(works[at][1])
             ]
         works.sort(key=lambda pack: -pack[0])
-        loads, of_ranks = [0.0] * ranks, [list[list[int]]() for _ in range(ranks)]
+        loads, of_ranks = (
+            [(0.0, at) for at in range(ranks)],
+            [list[list[int]]() for _ in range(ranks)],
+        )
         for work, members in works:
-            fewest = (at for at in range(ranks) if len(of_ranks[at]) < len(works) // ranks)
-            chosen = min(fewest, key=loads.__getitem__)
+            load, chosen = heappop(loads)
             of_ranks[chosen].append(members)
-            loads[chosen] += work
+            if len(of_ranks[chosen]) < len(works) // ranks:
+                heappush(loads, (load + work, chosen))
         return [members for step in zip(*of_ranks, strict=True) for members in step]
 
     def _works(self, members: Sequence[int]) -> NDArray[np.float64]:

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
-from math import inf
 from weakref import proxy
 
 import torch
@@ -20,7 +19,7 @@ from megatron_cp_plugin.core.execution.executor import (
     steps_among,
     team_channels,
 )
-from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, check_scale
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.placement import (
     BlockPlacement,
@@ -192,13 +191,7 @@ class Algorithm(Registered):
         if mask.special and not self.windows:
             raise ContextParallelError(f"{self.name} does not support {mask.special}: leave it out")
         scale = head_dim**-0.5 if scale is None else scale
-        # Kernels that mask scores before they scale them compute NaN, or wrong numbers, with other
-        # scales.
-        if not 0 < scale < inf:
-            raise ContextParallelError(
-                f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, "
-                "or multiply q by it"
-            )
+        check_scale(scale)
         problem = Problem(
             device,
             dtype,

@@ -198,7 +198,7 @@ def flop_of_rank(shape: Shape, mask: Mask, size: int) -> int:
     of a causal mask's pairs that it lets through.
     """
     flop, tokens = shape.flop(size), shape.seq_len
-    if not mask.special:
+    if not mask.special or not tokens:
         return flop
     return min(flop, 2 * flop * visible_pairs(tokens, mask) // (tokens * (tokens + 1)))
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import delta_of, rows_at, stand_in_of
 from megatron_cp_plugin.core.ranges import Numbers
+from megatron_cp_plugin.errors import ContextParallelError
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
@@ -224,6 +226,17 @@ def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     )
     lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
     return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths
+
+
+def check_scale(scale: float) -> None:
+    """Raises: ContextParallelError for scales with which kernels that mask scores before they scale
+    them compute NaN, or wrong numbers.
+    """
+    if not 0 < scale < inf:
+        raise ContextParallelError(
+            f"attention needs a scale above 0, got {scale}: leave it out for head_dim**-0.5, or "
+            "multiply q by it"
+        )
 
 
 class KernelCall(NamedTuple):

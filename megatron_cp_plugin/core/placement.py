@@ -101,8 +101,8 @@ class BlockPlacement(ABC):
 
     def blocks_of(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Owners of the queries, and of the keys, of the pairs of a rank."""
-        queries, keys = zip(*self.pairs_of(rank), strict=True)
-        return tuple(dict.fromkeys(queries)), tuple(dict.fromkeys(keys))
+        pairs = tuple(self.pairs_of(rank))
+        return tuple({query: None for query, _ in pairs}), tuple({key: None for _, key in pairs})
 
     def node_segment(self, rank: int) -> int:
         """Which part of a relay a rank belongs to, as the ranks of one node.

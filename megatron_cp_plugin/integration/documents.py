@@ -405,8 +405,6 @@ class PositionsOfPacks:
         Returns: a function that waits; it raises ContextParallelError if the ids are from another
         layout or another rank.
         """
-        if self._means_nothing:
-            return lambda: None
         of_mask = (mask.starts, mask.padding) if mask else ((), ())
         documents = _documents(*of_mask, seq_len)
         row = on_host(position_ids[0].long())
@@ -419,7 +417,10 @@ class PositionsOfPacks:
         """
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
+            self._means_nothing = False
             return
+        if self._means_nothing:
+            return  # as the ids before, in which a long search has found nothing
         if torch.equal(row, torch.arange(len(row))):
             return  # counted through what this rank has
         ranks = (mine, *(rank for rank in range(self._group.size()) if rank != mine))

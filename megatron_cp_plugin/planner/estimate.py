@@ -168,7 +168,7 @@ class _PairWork:
     def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
         """Key of the tiles of a pair: lengths, and distances as far as the mask depends on them."""
         mask, steps = self.mask, {span.step for span in (*queries, *keys)}
-        if mask.documents or mask.slices or len(steps) > 1:
+        if mask.documents or mask.slices or len(steps) != 1:
             return queries, keys
         (step,), window = steps, mask.window or 0
         rows = [_extent(q) for q in queries]
