@@ -365,7 +365,7 @@ class CallSettings:
         topology, seq_len = made.topology, self._seq_len
         made.refusal = self._refusal
         documents, spans = self._digests
-        shared = {
+        shared: dict[str, object] = {
             "algo": self._algo,
             "options": self._options,
             "seq_len": seq_len,

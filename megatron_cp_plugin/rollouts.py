@@ -140,7 +140,7 @@ def pack_rollouts(
         raise ContextParallelError(f"multiple needs 1 or more tokens, got {multiple}")
     if ranks < 1:
         raise ContextParallelError(f"ranks needs 1 or more data-parallel ranks, got {ranks}")
-    if isinstance(rollouts, str) or not isinstance(rollouts, Iterable):
+    if not hasattr(rollouts, "__iter__"):
         raise ContextParallelError(f"rollouts need to be lists of tokens, got {brief(rollouts)}")
     tokens = [_tokens(number, rollout) for number, rollout in enumerate(rollouts)]
     weighed = _weights(weights, tokens)

@@ -1,14 +1,18 @@
-"""Ranks on GPUs compare calls and batches on a stream of its own, while other work goes on.
+"""Ranks on GPUs compare every call by their hosts, which wait for no GPU.
 
-Two ranks on one GPU, as two nodes: pytest -m gpu tests/test_over_nccl.py
+Two ranks on one GPU, as two nodes: pytest -m gpu tests/test_over_nccl.py; on two GPUs also what
+comparisons cost: pytest -m gpu -s tests/test_over_nccl.py -k cost
 """
 
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -16,19 +20,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.agree import COMPARED_TOGETHER, same_on_all_ranks
+from megatron_cp_plugin.core.agree import SameCall
+from megatron_cp_plugin.core.communication.devices import capture
+from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.inputs import SplitInputs
+from tests.integration import steps_job
 from tests.integration.megatron_job import run
-from tests.integration.test_batch import KEYS, Trained, runtime, train_on
 from tests.oracle import expected_attention, relative_error
 
 pytestmark = pytest.mark.gpu
-NUMBERS = (1, 2, 3, 40)  # of the batch that is another one on a rank
-AT = (0, 15, 16)  # of the call, among known ones
+WAYS = {
+    "functional": tuple(steps_job.FUNCTIONAL),
+    "install": steps_job.OF_MODELS,
+    "launcher": steps_job.OF_BATCHES,
+}
+# Tokens of a rank, and how much longer comparisons may make a step of them.
+BOUNDS = {2048: None, 8192: 0.01, 65536: 0.01}
+LAYERS, HEADS, HEAD_DIM = 4, 16, 128
 
 
 @pytest.fixture(scope="module")
@@ -38,125 +49,173 @@ def ranks() -> list[dict]:
     return [json.loads(process.stdout.splitlines()[-1]) for process in processes]
 
 
-def test_known_calls_are_right(ranks: list[dict]) -> None:
+@pytest.fixture(scope="module")
+def steps() -> list[dict]:
+    """What each rank was told of wrong steps."""
+    program = (steps_job.__file__, "nccl")
+    processes = run(program=program, ranks=2, nodes=True).succeeded().processes
+    return [json.loads(p.stdout.split("FOUND")[-1].splitlines()[0]) for p in processes]
+
+
+def test_calls_are_right(ranks: list[dict]) -> None:
     for found in ranks:
         assert max(found["errors"].values()) < 1e-2
 
 
-def test_a_new_call_that_is_another_one_on_a_rank(ranks: list[dict]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_differs_in_any_step_is_refused_on_all_ranks(steps: list[dict], way: str) -> None:
+    for name in WAYS[way]:
+        for step in steps_job.STEPS:
+            said = [rank[way][name][str(step)] for rank in steps]
+            assert steps_job.refused_together(*said), (name, step, said)
+
+
+def test_a_comparison_does_not_wait_for_what_is_queued(ranks: list[dict]) -> None:
     for found in ranks:
-        assert found["new"] == (
-            "all ranks need one causal, got True on rank 0 and False on rank 1: make the same call "
-            "on all"
-        )
-
-
-@pytest.mark.parametrize("at", [str(at) for at in AT])
-def test_known_calls_that_are_others_on_a_rank(ranks: list[dict], at: str) -> None:
-    """Found by both ranks at one call."""
-    assert ranks[0]["known"][at] == ranks[1]["known"][at]
-    later, said = ranks[0]["known"][at]
-    assert 0 < later < 2 * COMPARED_TOGETHER
-    assert said.startswith("all ranks need the same calls of attention, linear_attention and unsh")
-
-
-@pytest.mark.parametrize("number", [str(number) for number in NUMBERS])
-def test_a_batch_of_other_samples_on_a_rank(ranks: list[dict], number: str) -> None:
-    """Refused on both ranks, before its loss is computed."""
-    for found in ranks:
-        passed, said = found["batches"][number]
-        assert passed == int(number) - 1
-        assert said.startswith("ranks of a context-parallel group need the same whole samples")
-        other = "other labels on rank 1 than on rank 0" if number == "1" else f"in batch {number} "
-        assert other in said
-
-
-def test_a_comparison_does_not_wait_for_what_is_queued_since(ranks: list[dict]) -> None:
-    for found in ranks:
-        same, waited, queued = found["waited"]
-        assert same
+        waited, queued = found["waited"]
         assert waited < 0.2 * queued
 
 
+def test_calls_are_compared_while_a_graph_is_captured(ranks: list[dict]) -> None:
+    for found in ranks:
+        assert found["captured"]["error"] < 1e-2
+        assert found["captured"]["refused"].startswith("all ranks need one scale, got None on ran")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_what_comparisons_cost() -> None:
+    """Of steps of 4 layers with and without them, in turn; eager and in CUDA graphs."""
+    job = run(program=(__file__, "cost"), ranks=2).succeeded()
+    found = json.loads(job.processes[0].stdout.splitlines()[-1])
+    print(json.dumps(found, indent=1))
+    for tokens, bound in BOUNDS.items():
+        with_them, without = found[f"eager, {tokens}"]
+        assert bound is None or with_them < (1 + bound) * without, (tokens, with_them, without)
+
+
 def errors() -> dict[str, float]:
-    """Of every algorithm in calls of two settings, which are known from the third call on."""
+    """Of every algorithm."""
     expected = expected_attention(
         seq_len=512, heads=4, kv_heads=2, head_dim=64, causal=True, dtype=torch.bfloat16
     )
     found = {}
     for algo in cp.available("softmax"):
         q, k, v = (cp.shard(x.cuda(), 1, algo=algo) for x in (expected.q, expected.k, expected.v))
-        for number in range(2 * COMPARED_TOGETHER + 2):
+        for number in range(4):
             cp.attention(q, k, v, algo=algo, causal=number % 2 == 0)
         out = cp.unshard(cp.attention(q, k, v, algo=algo), 1, algo=algo)
         found[algo] = relative_error(out.cpu(), expected.out)
     return found
 
 
-def attend(**settings) -> str | None:
-    x = torch.ones(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
-    try:
-        cp.attention(x, x, x, algo="zigzag", **settings)
-    except ContextParallelError as error:
-        return str(error)
-    return None
-
-
-def known(at: int) -> tuple[int, str | None] | None:
-    """How many calls after another one on rank 1 it was found, and what was said."""
-    group = dist.new_group()
-    for scale in (0.5, 0.25):
-        attend(scale=scale, group=group)
-    for number in range(at + 2 * COMPARED_TOGETHER + 1):
-        scale = 0.25 if number == at and dist.get_rank() else 0.5
-        if said := attend(scale=scale, group=group):
-            return number - at, said
-    return None
-
-
-def batches(number: int) -> tuple[int, str]:
-    """How many forward passes came to their ends, and what was said then."""
-    group, made, model = dist.new_group(), Batches(runtime("contiguous")), Trained()
-    SplitInputs(model, made, group)
-    whole = {name: torch.arange(64.0, device="cuda")[None] for name in KEYS}
-    for _ in range(number - 1):
-        train_on(made, model, group, dict(whole))
-    if dist.get_rank():
-        whole["labels"] = whole["labels"].flip(1)
-    try:
-        train_on(made, model, group, whole)
-    except ContextParallelError as error:
-        return model.passed, str(error)
-    return model.passed, ""
-
-
-def waited() -> tuple[bool, float, float]:
-    """Whether numbers are the same, and seconds for the answer, and of what was queued since."""
-    group, numbers = dist.new_group(), torch.tensor([7], device="cuda")
+def waited() -> tuple[float, float]:
+    """Seconds for a comparison, and of what was queued before."""
+    topology = topology_of(dist.new_group())
     for _ in range(2):
-        assert same_on_all_ranks(numbers, group)()
+        topology.numbers((7, 0))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    torch.cuda._sleep(2 * 10**9)
+    topology.numbers((7, 0))
+    answered = time.perf_counter()
+    torch.cuda.synchronize()
+    return answered - started, time.perf_counter() - started
+
+
+def captured() -> dict[str, object]:
+    """What replays are off by, and what is said of another call on a rank during a capture."""
+    x = cp.shard(torch.randn(1, 512, 4, 64, device="cuda").bfloat16(), 1, algo="zigzag")
+    meet = torch.cuda.synchronize
+    graph, out = capture(lambda: cp.attention(x, x, x, algo="zigzag"), meet)
+    graph.replay()
+    want = cp.attention(x, x, x, algo="zigzag")
+    error = relative_error(out.cpu(), want.cpu())
+    scale, said = 0.5 if dist.get_rank() else None, ""
+    cp.attention(x, x, x, algo="zigzag", scale=0.5)
+
+    def other() -> None:
+        nonlocal said
+        try:
+            cp.attention(x, x, x, algo="zigzag", scale=scale)
+        except ContextParallelError as refusal:
+            said = str(refusal)
+
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        other()
+    return {"error": error, "refused": said}
+
+
+class Layers(nn.Module):
+    """Attention and MLPs of a model of hidden size 2048."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = HEADS * HEAD_DIM
+        self.qkv = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(LAYERS))
+        self.up = nn.ModuleList(nn.Linear(hidden, 4 * hidden) for _ in range(LAYERS))
+        self.down = nn.ModuleList(nn.Linear(4 * hidden, hidden) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, context: cp.Context) -> torch.Tensor:
+        for qkv, up, down in zip(self.qkv, self.up, self.down, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+            x = x + context.attention(q, k, v).flatten(2)
+            x = x + down(nn.functional.gelu(up(x)))
+        return x
+
+
+def seconds(step: Callable[[], object], times: int) -> float:
+    """The mean of some steps, between two moments at which all GPUs are idle."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    same = same_on_all_ranks(numbers, group)
     started = time.perf_counter()
-    torch.cuda._sleep(2 * 10**9)
-    answer = same()
-    answered = time.perf_counter()
+    for _ in range(times):
+        step()
     torch.cuda.synchronize()
-    return answer, answered - started, time.perf_counter() - started
+    return (time.perf_counter() - started) / times
+
+
+def cost() -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step with and without comparisons: medians of nine pairs."""
+    found = {}
+    model = Layers().cuda().bfloat16()
+    for tokens in BOUNDS:
+        context = cp.Context(algo="zigzag", seq_len=2 * tokens)
+        x = torch.randn(1, tokens, HEADS * HEAD_DIM, device="cuda").bfloat16()
+
+        def step(x: torch.Tensor = x, context: cp.Context = context) -> None:
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(x, context).sum().backward()
+
+        for _ in range(3):
+            step()
+        ways: dict[str, Callable[[], object]] = {"eager": step}
+        if tokens <= 8192:
+            graph, _ = capture(step, dist.barrier)
+            ways["captured"] = graph.replay
+        for way, run_step in ways.items():
+            pairs = []
+            for _ in range(9):
+                with_them = seconds(run_step, 20)
+                with patch.object(SameCall, "_compare", lambda self, error: None):
+                    pairs.append((with_them, seconds(run_step, 20)))
+            medians = [1e3 * statistics.median(column) for column in zip(*pairs, strict=True)]
+            found[f"{way}, {tokens}"] = medians[0], medians[1]
+    topology = topology_of(None)
+    numbers = seconds(lambda: topology.numbers((7, 0)), 1000)
+    found["a comparison alone"] = 1e3 * numbers, 0.0
+    return found
 
 
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    found = {
-        "errors": errors(),
-        "waited": waited(),
-        "new": attend(causal=dist.get_rank() == 0, group=dist.new_group()),
-        "known": {at: known(at) for at in AT},
-        "batches": {number: batches(number) for number in NUMBERS},
-    }
+    if sys.argv[1:] == ["cost"]:
+        found: dict[str, object] = {**cost()}
+    else:
+        found = {"errors": errors(), "waited": waited(), "captured": captured()}
     dist.barrier()
     print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -141,7 +141,7 @@ class SameCall:
         """Raises: ContextParallelError on all ranks, in the same words. Returns on a rank with an
         `error` of another class, which goes on.
         """
-        values = self.values | {"number of calls before": self.topology.calls - 1}
+        values = {**self.values, "number of calls before": self.topology.calls - 1}
         mine = {name: (repr(value), words_of(value)) for name, value in values.items()}
         fault = None if error is None else _line_of(error)
         notes = self.topology.gather((fault, repr(self.function), mine))
@@ -200,30 +200,33 @@ class LaterValues:
     """
 
     def __init__(self) -> None:
-        self._begun: list[tuple[str, Callable[[], object]]] = []
+        self._begun: list[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]]] = []
+        self.waits = False
 
-    def add(self, name: str, answer: Callable[[], object]) -> None:
-        """Takes a function that waits and returns the value; it raises ContextParallelError for a
-        fault.
+    def add(self, name: str, x: Tensor, read: Callable[[Tensor], object]) -> None:
+        """Begins to copy a tensor to the host; `read` makes a value of it, or raises
+        ContextParallelError for a fault.
         """
-        self._begun.append((name, answer))
+        self._begun.append((name, _on_host(x), read))
+        self.waits = self.waits or x.is_cuda
 
     @property
     def names(self) -> tuple[str, ...]:
         """What was added, to be compared before."""
-        return tuple(name for name, _ in self._begun)
+        return tuple(name for name, *_ in self._begun)
 
     def take(self) -> dict[str, object]:
         """Waits for all values, and forgets them. Raises: ContextParallelError for a fault."""
-        begun, self._begun = self._begun, []
-        return {name: answer() for name, answer in begun}
+        begun = self._begun
+        self.clear()
+        return {name: read(found()) for name, found, read in begun}
 
     def clear(self) -> None:
         """Forgets what was added, as after a call that failed."""
-        self._begun.clear()
+        self._begun, self.waits = [], False
 
 
-def on_host(x: Tensor) -> Callable[[], Tensor]:
+def _on_host(x: Tensor) -> Callable[[], Tensor]:
     """Starts to copy a tensor to the host; the function that is returned waits for the copy."""
     if not x.is_cuda:
         return lambda: x

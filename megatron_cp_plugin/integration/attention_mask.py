@@ -5,49 +5,38 @@ Megatron's own unfused attention does, and left-padded batches rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.agree import on_host
 from megatron_cp_plugin.errors import ContextParallelError
 
 
-def begin(
+def refuse(found: Tensor, shape: Sequence[int]) -> None:
+    """Raises: ContextParallelError for a mask that `differs`."""
+    if found:
+        raise ContextParallelError(
+            f"attention_mask may only hide later tokens, got one {list(shape)} that differs: leave "
+            "it out, pad samples at their ends, or use attention_spans (docs/spans.md)"
+        )
+
+
+def differs(
     mask: Tensor, places: Tensor, seq_len: int, starts: Sequence[int], *, causal: bool
-) -> Callable[[], None]:
-    """Begins to look at a mask; on a GPU the host does not wait.
+) -> Tensor:
+    """Whether a mask shows or hides other tokens than attention does, bool [] on its device.
+
+    What padding sees, which the mask hides from itself, is ignored.
 
     Args:
         mask: [b,1,q,k], true where a query does not see a key, of all tokens or of this rank's; or
-            [b,k] or [b,1,1,k] of padding; [b,k] is true for tokens that are none.
+            [b,k] or [b,1,1,k] of padding; [b,k] is false for padding.
         places: int64 [S], the positions of this rank's tokens, on the mask's device.
         seq_len: tokens of the whole sequence.
         starts: where its documents begin.
         causal: whether tokens see earlier ones only.
-
-    Returns: a function that waits; it raises ContextParallelError if the mask shows or hides other
-    tokens than attention does. What padding sees, which the mask hides from itself, is ignored.
     """
-    other = _differs(mask, places, seq_len, starts, causal)
-    found = on_host(other)
-
-    def answer() -> None:
-        if bool(found()):
-            raise ContextParallelError(
-                f"attention_mask may only hide later tokens, got one {list(mask.shape)} that "
-                "differs: leave it out, pad samples at their ends, or use attention_spans "
-                "(docs/spans.md)"
-            )
-
-    return answer
-
-
-def _differs(
-    mask: Tensor, places: Tensor, seq_len: int, starts: Sequence[int], causal: bool
-) -> Tensor:
-    """Whether attention would have to look at it, bool [] on the mask's device."""
     if mask.numel() == 1:
         return mask.new_zeros((), dtype=torch.bool)
     if mask.dim() == 2 or (mask.dim() == 4 and mask.size(2) == 1):

@@ -7,15 +7,16 @@ here are marked, and a model refuses tensors without the mark (`integration.inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, on_host
+from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
@@ -195,20 +196,17 @@ class Batches:
             "checks": self.later.names,
             "batch before": before,
         }
-        at_once = not self._has_compared or not any(x.is_cuda for x in whole.values())
+        at_once = not self._has_compared or not self.later.waits
         self._has_compared = True
         return values | (self.later.take() if at_once else {})
 
     def _look(self, whole: Mapping[str, Tensor], *, ordered: bool) -> None:
         """Begins to look at the elements of a batch. Args: ordered: positions ids are in order."""
-        if not whole:
-            return
-        sums = on_host(torch.stack([_checksum(tensor) for tensor in whole.values()]))
-        for at, key in enumerate(whole):
-            self.later.add(key, lambda at=at: int(sums()[at]))
+        for key, tensor in whole.items():
+            self.later.add(key, _checksum(tensor), int)
         ids = whole.get("position_ids")
         if ordered and ids is not None and not is_multimodal(ids):  # those of images have no order
-            self.later.add("order", _order_of(ids))
+            self.later.add("order", _count_up(ids), partial(_check_order, ids))
 
 
 def is_multimodal(position_ids: Tensor) -> bool:
@@ -262,15 +260,10 @@ def _count_up(position_ids: Tensor) -> Tensor:
     return steps.all() & (position_ids[:, :1] == 0).all()
 
 
-def _order_of(position_ids: Tensor) -> Callable[[], None]:
-    """Begins to look at position ids [b, N]; the function that is returned refuses wrong ones."""
-    fits = on_host(_count_up(position_ids))
-
-    def answer() -> None:
-        if not fits():
-            raise ContextParallelError(_disorder(position_ids))
-
-    return answer
+def _check_order(position_ids: Tensor, fits: Tensor) -> None:
+    """Args: fits: of `_count_up`. Raises: ContextParallelError."""
+    if not fits:
+        raise ContextParallelError(_disorder(position_ids))
 
 
 def _disorder(position_ids: Tensor) -> str:

@@ -8,7 +8,7 @@ the model gets the boundaries in a form that all but attention ignore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_cp_plugin.core.agree import on_host
 from megatron_cp_plugin.core.blocks.visible_rows import sees
 from megatron_cp_plugin.core.document_layout import NAMED, PaddedDocuments
 from megatron_cp_plugin.core.layout import Documents, Layout, document_starts
@@ -397,24 +396,13 @@ class PositionsOfPacks:
         self._group = group
         self._means_nothing = False
 
-    def begin(
-        self, position_ids: Tensor, mask: DocumentMask | None, seq_len: int
-    ) -> Callable[[], None]:
-        """Begins to check the position ids [b,S] of a pack; on a GPU the host does not wait.
+    def check(self, row: Tensor, mask: DocumentMask | None, seq_len: int) -> None:
+        """Checks the position ids [S] of a pack.
 
-        Returns: a function that waits; it raises ContextParallelError if the ids are from another
-        layout or another rank.
+        Raises: ContextParallelError if they are from another layout or another rank.
         """
-        of_mask = (mask.starts, mask.padding) if mask else ((), ())
-        documents = _documents(*of_mask, seq_len)
-        row = on_host(position_ids[0].long())
-        return lambda: self._check(row(), documents, seq_len)
-
-    def _check(self, row: Tensor, documents: list[tuple[int, int]], seq_len: int) -> None:
-        """Args:
-        row: int [S].
-        documents: as of `_documents`.
-        """
+        row = row.long()
+        documents = _documents(*((mask.starts, mask.padding) if mask else ((), ())), seq_len)
         own, mine = self._layout.name, self._group.rank()
         if self._fits(row, own, mine, documents, seq_len):
             self._means_nothing = False

@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -24,6 +25,7 @@ from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal, other_samples
 from megatron_cp_plugin.integration.documents import (
+    ALONE,
     DocumentMask,
     PositionsOfPacks,
     RawSpans,
@@ -121,6 +123,8 @@ class Inputs(ABC):
         # Layers whose state runs along the sequence, regardless of spans.
         self._recurrent = any(is_gated_delta_net(m) or is_mamba(m) for m in model.modules())
         self._stages = _Stages(model)
+        self._layers: tuple[ContextParallelAttention, ...] = ()
+        self._is_first = True
         self._topology: Topology | None = None  # whose ranks compare when the model has run
         self._forward: Any = None
         model.register_forward_pre_hook(self, with_kwargs=True)
@@ -154,7 +158,7 @@ class Inputs(ABC):
                     "set of attention layers": Digest(layers),
                     "checks": self._later.names,
                 }
-                if self._is_first or _device(model).type != "cuda":
+                if self._is_first or not self._later.waits:
                     made.values |= self._later.take()
         except Exception:
             self._later.clear()
@@ -176,7 +180,7 @@ class Inputs(ABC):
             if self._forward is None:
                 self._prepare(model)
                 layers = (m for m in model.modules() if isinstance(m, ContextParallelAttention))
-                self._layers, self._is_first = tuple(layers), True
+                self._layers = tuple(layers)
             self._forward, self._signature = forward, inspect.signature(model.forward)
         return self._signature.bind(*args, **kwargs)
 
@@ -262,8 +266,9 @@ class Inputs(ABC):
         starts = of_call.starts if of_call is not None else ()
         total, causal = tokens * group.size(), all(layer.settings[0] for layer in self._layers)
         places = self._runtime.positions(group, total, mask.device, starts)
-        look = attention_mask.begin(mask, places, total, starts, causal=causal)
-        self._later.add("attention_mask", look)
+        found = attention_mask.differs(mask, places, total, starts, causal=causal)
+        refuse = partial(attention_mask.refuse, shape=mask.shape)
+        self._later.add("attention_mask", found, refuse)
 
 
 class SplitInputs(Inputs):
@@ -350,7 +355,8 @@ class CutInputs(Inputs):
         if positions.shape == ids.shape:  # else left as they were before samples were packed
             group, layout = call.group, self._runtime.config.layout
             look = self._positions.setdefault(group, PositionsOfPacks(layout, group))
-            self._later.add("position_ids", look.begin(positions, call.mask, total))
+            check = partial(look.check, mask=call.mask, seq_len=total)
+            self._later.add("position_ids", positions[0], check)
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -406,9 +412,9 @@ class _Stages:
     held: Mapping[str, object]
 
     def __init__(self, model: nn.Module) -> None:
-        group = getattr(getattr(model, "pg_collection", None), "pp", None)
+        group: Any = getattr(getattr(model, "pg_collection", None), "pp", ALONE)
         self._tells = bool(getattr(model, "pre_process", True))
-        self._is_split = group is not None and group.size() > 1
+        self._is_split = group.size() > 1
         self._calls = 0
         if self._is_split:
             # Stages build their models in the same order; the virtual ones of a rank are one model.
@@ -419,13 +425,13 @@ class _Stages:
             chunks = getattr(model.config, "virtual_pipeline_model_parallel_size", None) or 1
             self._readers = group.size() * chunks - 1
 
-    def first(self) -> dict[str, list[str]] | None:
-        """The first stage's values of this call; None: this is the first one, or there is one.
+    def first(self) -> dict[str, list[str]]:
+        """The first stage's values of this call; {}: this is the first one, or there is one.
 
         Raises: CommunicationError if the first stage does not come.
         """
         if not self._is_split or self._tells:
-            return None
+            return {}
         store, key = _data_store(), f"{self._key}/{self._calls}"
         self._calls += 1
         try:
@@ -448,9 +454,9 @@ class _Stages:
             self._calls += 1
 
 
-def _check_stages(first: Mapping[str, list[str]] | None, held: Mapping[str, object]) -> None:
+def _check_stages(first: Mapping[str, list[str]], held: Mapping[str, object]) -> None:
     """Refuses values that differ from the first stage's. Args: first: of `_Stages.first`."""
-    for name, value in held.items() if first is not None else ():
+    for name, value in held.items() if first else ():
         theirs, theirs_in_words = first[name]
         mine, unknown = repr(value), repr(None)
         if theirs == mine or (unknown in (theirs, mine) and not isinstance(value, Digest)):

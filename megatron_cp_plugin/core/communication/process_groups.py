@@ -217,7 +217,7 @@ def _over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     rank, size = group.rank(), group.size()
     name = gathered(uuid4().hex, group)[0]
-    store = dist.PrefixStore(
+    store = dist.distributed_c10d.PrefixStore(
         f"megatron_cp_plugin/hosts/{name}", dist.distributed_c10d._get_default_store()
     )
     try:
