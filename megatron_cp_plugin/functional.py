@@ -53,12 +53,12 @@ def attention(
 
     `Context` has the same function, with settings that are said once.
 
-    Ranks compare their arguments, documents and spans included, and their numbers of tokens. If
-    these do not fit, or one rank refuses the call, all ranks refuse it. Over gloo they compare in
-    each call, in a message of 16 bytes. Over NCCL, where the host would have to wait for it, they
-    compare at the first call with given settings and numbers of tokens, and later calls 16 at a
-    time without waiting: a call that differs on one rank is then refused up to 31 calls later, or
-    leaves the others waiting for the group's timeout.
+    In each call ranks compare their arguments, documents and spans included, and their numbers of
+    tokens, before anything else is sent: the hosts exchange 16 bytes over gloo, and wait for no
+    GPU, also while a CUDA graph is captured; its replays compare nothing. If arguments do not fit,
+    or one rank refuses the call, all ranks refuse it, and the next one is served.
+
+    Calls over one group come from one thread at a time, in the same order on all ranks.
 
     Tensors that `shard`, this function or `linear_attention` have made, and their views, are known
     to be split by a layout until they are changed in place; a call with another one, or with tokens
@@ -84,9 +84,7 @@ def attention(
         scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.
         seq_len: N; needed only where ranks hold unequal numbers of tokens: all ranks raise
-            ContextParallelError there if it is missing. Over NCCL, with shards that `shard` has not
-            made, and equal ones before, some may wait for the group's timeout instead and raise
-            CommunicationError.
+            ContextParallelError there if it is missing.
         window: queries see the last `window` keys up to their own position, which counts: one more
             than `left` of Transformer Engine's and flash-attn's `window_size` (left, 0). Beside
             spans: keys that spans allow, unless they are `window` or more positions earlier.

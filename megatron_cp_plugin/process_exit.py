@@ -13,15 +13,18 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.errors import CommunicationError, ConfigError, ContextParallelError
 
 REFUSED = 2
 INTERRUPTED = 130
+# Raised by a checkpoint that was cut off.
+_OF_FILES = EOFError, OSError, UnpicklingError
 # How long ranks of one node wait for the others to refuse as well.
 _PATIENCE_S = 10.0
 
@@ -47,7 +50,8 @@ def whole_program() -> Iterator[None]:
 
 @contextmanager
 def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None]:
-    """Turns errors of the plugin into one line and exit code 2, an interrupt into one line and 130.
+    """Turns errors of the plugin into one line and exit code 2, an interrupt into one line and 130,
+    the loss of another rank into one line and 1.
 
     Under torchrun the line stands at the end of torchrun's own report, once for each node.
 
@@ -58,6 +62,9 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
         yield
     except ContextParallelError as error:
         _refuse(f"{program}: {error}")
+    except CommunicationError as error:
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        _leave(1)
     except KeyboardInterrupt:
         # torchrun sends the signal of a terminal to its ranks once more.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,7 +106,7 @@ def model_errors_in_one_line() -> Iterator[None]:
         yield
     except ContextParallelError:
         raise
-    except (AssertionError, ValueError, NotImplementedError, ImportError) as error:
+    except (AssertionError, ValueError, NotImplementedError, ImportError, *_OF_FILES) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         why = " ".join(str(error).split()) or last.line
         place = f"{Path(last.filename).name}, line {last.lineno}"

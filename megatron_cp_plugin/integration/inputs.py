@@ -148,6 +148,7 @@ class Inputs(ABC):
                 _check_capture(call)
                 self._cut_whole(call)
                 self._check(call)
+                _check_parts(call)
                 held = _of_batch(call)
                 _check_stages(first, held)
                 self._look_at_mask(call)
@@ -523,6 +524,18 @@ def _check_cache(call: _Call) -> None:
                 f"context_parallel_size {call.group.size()}: leave it out, generate with a model "
                 "of context_parallel_size 1 without the plugin, or decode by cp.decode_attention"
             )
+
+
+def _check_parts(call: _Call) -> None:
+    """Refuses tokens that tensor-parallel ranks cannot share, at which Megatron's layers fail."""
+    ids, parts, size = call.given.get("input_ids"), call.parts, call.group.size()
+    embeds = getattr(call.model, "pre_process", True) and call.given.get("decoder_input") is None
+    if embeds and isinstance(ids, Tensor) and ids.size(-1) % parts:
+        raise ContextParallelError(
+            f"--sequence-parallel needs tokens of a context-parallel rank divisible by "
+            f"tensor_model_parallel_size = {parts}, got {ids.size(-1)}: pad the sequence to a "
+            f"multiple of {parts * size}"
+        )
 
 
 def _check_capture(call: _Call) -> None:
