@@ -66,7 +66,7 @@ class _Call:
     def parts(self) -> int:
         """Number of ranks over which hidden states are scattered within a context-parallel rank."""
         config = self.model.config
-        return config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return config.tensor_model_parallel_size if Settings(config).sequence_parallel else 1
 
     @property
     def tokens(self) -> int | None:

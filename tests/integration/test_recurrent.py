@@ -301,7 +301,7 @@ def test_each_document_is_a_sequence(
 
     def body(topology: Topology) -> list[Tensor]:
         runtime = Runtime(config)
-        runtime._topology = lambda group: topology  # type: ignore[method-assign]
+        runtime.topology = lambda group: topology  # type: ignore[method-assign]
         layer = make(served(kind), Place(topology.rank, size), runtime=runtime, **settings)
         mine = shard(x, 0, cut, topology.rank, size).requires_grad_()
         packed = DocumentMask(seq_len=tokens, starts=starts, padding=((tokens - 2, tokens),))
