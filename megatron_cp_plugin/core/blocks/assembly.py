@@ -257,7 +257,7 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
     return _assemble(tuple(map(Ranges.of, members)), width)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # of a pack on 64 ranks one is 0.6 MiB
 def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
     spans = joined(members)
     if not spans.plain:

@@ -238,7 +238,7 @@ class Program:
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # both passes of a micro-batch have the same
 def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
     kept = [one for one in plan.kept if one.rank == rank]

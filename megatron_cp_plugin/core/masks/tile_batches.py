@@ -128,7 +128,6 @@ class TileBatches:
         """Args: heads: query heads that are computed at a time."""
         self.tiles, self._heads = tiles, heads
 
-    @lru_cache(maxsize=1024)  # noqa: B019  (all layers ask for the same)
     def calls(
         self, *, packed: bool, gaps: bool = False, forward: bool = False
     ) -> tuple[KernelCall, ...]:
@@ -139,9 +138,18 @@ class TileBatches:
             gaps: the kernel takes sequences with other rows between them.
             forward: results are for queries alone.
         """
-        if packed and len(self.tiles.joined) > 1:
-            return tuple(_packed_call(self.tiles, self._units, self._heads, gaps, forward))
-        return tuple(_singly(self.tiles))
+        key = packed, gaps, forward
+        if key not in self._calls:
+            found: Iterable[KernelCall] = _singly(self.tiles)
+            if packed and len(self.tiles.joined) > 1:
+                found = _packed_call(self.tiles, self._units, self._heads, gaps, forward)
+            self._calls[key] = tuple(found)
+        return self._calls[key]
+
+    @cached_property
+    def _calls(self) -> dict[tuple[bool, bool, bool], tuple[KernelCall, ...]]:
+        """All layers ask for the same; they live as long as the tiles."""
+        return {}
 
     @cached_property
     def _units(self) -> tuple["_Units", ...]:
@@ -328,7 +336,7 @@ class Part:
     work: TileBatches
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> tuple[Part, ...]:
     """Divides a block of `rows` queries at rows that no kernel call crosses.
 

@@ -280,7 +280,7 @@ class Plan:
         return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
     """The plan without moves of gradients that are not wanted; a forward's plan itself."""
     if plan.phase == "forward" or (dq and dkv):
@@ -313,7 +313,7 @@ def during(plan: Plan) -> tuple[Move, ...]:
     return tuple(m for m in plan.moves if m.needed >= 0 and m.posted < plan.steps)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def outside(plan: Plan) -> tuple[Move, ...]:
     """Moves that bring keys to their source ranks before the first step, or gradients to their
     owners after the last.
@@ -343,7 +343,7 @@ def check_steps(name: str, plan: Plan) -> None:
             )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def fits_slots(plan: Plan, slots: int) -> bool:
     """Whether inputs fit into `slots` receive buffers a rank, which its exchanges use in rotation.
 
