@@ -131,3 +131,41 @@ def test_what_is_tried_is_not_counted() -> None:
 
     for first, second in run_virtual(2, job):
         assert first == second > 0
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("tokens", "layout", "given"),
+    [
+        *((tokens, layout, {}) for tokens in (0, 1, 2, 3) for layout in ("contiguous", "zigzag")),
+        (16, "contiguous", {"spans": []}),
+    ],
+    ids=str,
+)
+def test_fewer_tokens_than_ranks_and_keys_that_nobody_sees(
+    size: int, tokens: int, layout: str, given: dict[str, object]
+) -> None:
+    q, k, v = (torch.randn(1, tokens, 4, 8, dtype=torch.float64) for _ in range(3))
+    want = torch.zeros_like(q)
+    if tokens and not given:
+        want = naive_attention(q, k, v, causal=True, scale=8**-0.5)
+
+    def job(topology: Topology) -> torch.Tensor:
+        how = {"algo": "auto", "layout": layout, "group": topology}
+        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
+        out = cp.attention(*shards, seq_len=tokens, **how, **given)
+        return cp.unshard(out, 1, seq_len=tokens, **how)
+
+    for got in run_virtual(size, job):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("given", [{"spans": []}, {"window": 3}, {}], ids=str)
+def test_gathers_of_no_tokens(size: int, given: dict[str, object]) -> None:
+    def job(topology: Topology) -> None:
+        x = torch.zeros(1, 0, 4, 8, requires_grad=True)
+        how = {"algo": "allgather", "layout": "thd", "group": topology}
+        cp.attention(x, x, x, seq_len=0, **how, **given).sum().backward()
+
+    run_virtual(size, job)

@@ -195,3 +195,24 @@ def test_one_query_row_by_the_kernels_of_a_gpu(heads: str) -> None:
     out = cp.decode_attention(new, k, v, ends)
     for row, end in enumerate(ends):
         assert relative_error(out[row : row + 1], expected[row : row + 1, end - 1 : end]) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *(
+            ({"scale": scale}, f"attention needs a scale above 0, got {scale}")
+            for scale in (0.0, -1.0)
+        ),
+        ({"scale": float("nan")}, "attention needs a scale above 0, got nan"),
+        ({"position": 2}, "position needs to be 3 or more, that of the last entry"),
+        ({"positions": [3, 2, 1, 0]}, "and positions to ascend, got 9 after [3, 2, 1, 0]"),
+        ({"positions": ["a"] * 4}, "positions needs whole numbers, got ['a', 'a', 'a', 'a']"),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense(given: dict[str, Any], words: str) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    usual = {"window": 2, "position": 9, "positions": [0, 1, 2, 3]}
+    with pytest.raises(ContextParallelError, match=re.escape(words)):
+        cp.decode_attention(x[:, :1], x, x, 4, **(usual | given))

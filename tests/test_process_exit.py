@@ -153,3 +153,16 @@ def test_whoever_reads_may_have_enough(monkeypatch: pytest.MonkeyPatch, ends: bo
             if ends:  # as argparse does after its help
                 raise SystemExit(0)
         print("another one", file=pipe, flush=True)
+
+
+def test_the_loss_of_a_rank_is_one_line(tmp_path: Path) -> None:
+    """With another exit code than a refusal has: a job may start again."""
+    program = """
+from megatron_cp_plugin.errors import CommunicationError
+from megatron_cp_plugin.process_exit import one_line_errors
+with one_line_errors():
+    raise CommunicationError("rank 0 of 2 lost the others")
+"""
+    for code, error, text in end(tmp_path, program):
+        assert (code, text) == (1, "")
+        assert error == "megatron_cp_plugin: error: rank 0 of 2 lost the others\n"

@@ -390,3 +390,25 @@ def test_halves_of_a_pack_have_about_equal_work() -> None:
     """Three short rollouts on one side, a long one on the other."""
     tree = _Tree(np.array([2, 2, 2, 10]), np.zeros(4, np.int64), token_work=0)
     assert tree._halves([0, 1, 2, 3]) == ([0, 1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rollouts": None}, "rollouts need to be lists of tokens, got None"),
+        ({"rollouts": "words"}, "a rollout is a list of tokens, got 'w' as number 0"),
+        ({"rollouts": [[1, -2, 3]]}, "tokens need to be 0 or more, got -2 in rollout 0"),
+        ({"rollouts": [[1, 10**30]]}, "a rollout is a list of tokens, got [1, 10"),
+        ({"weights": [[0.0, float("nan"), 1.0]]}, "weights need to be finite, got others for"),
+        ({"weights": ["many"]}, "weights need a list of numbers for each rollout, got ['many']"),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ContextParallelError, match=re.escape(words)) as error:
+        cp.pack_rollouts(**({"rollouts": [[1, 2, 3]]} | given))
+    assert "\n" not in str(error.value)
+
+
+def test_more_ranks_than_anyone_has() -> None:
+    assert len(cp.pack_rollouts([[1, 2, 3], [1, 2, 4]], ranks=100_000)) == 100_000

@@ -348,3 +348,15 @@ class Model(nn.Module):
         self, input_ids: Any = None, position_ids: Any = None, *, packed_seq_params: Any = None
     ) -> Any:
         return packed_seq_params
+
+
+def test_tokens_that_tensor_parallel_ranks_cannot_share() -> None:
+    model = Model()
+    model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 4
+    CutInputs(model, Runtime(ContextParallelConfig("ring", 1), callers=True), ALONE)
+    model(torch.zeros(1, 8))
+    message = (
+        "divisible by tensor_model_parallel_size = 4, got 6: pad the sequence to a multiple of 4"
+    )
+    with pytest.raises(ContextParallelError, match=message):
+        model(torch.zeros(1, 6))
