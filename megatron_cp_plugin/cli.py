@@ -17,7 +17,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
-from megatron_cp_plugin.terminal import check_file, text_table
+from megatron_cp_plugin.terminal import check_file, say_nothing_of_cuda, text_table
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     code = 0
+    say_nothing_of_cuda()
     with for_a_reader():
         has_module = bool(words) and "module" in COMMANDS.get(words[0], {})
         code = _with_module(*words) if has_module else _own_words(words)

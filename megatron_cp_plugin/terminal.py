@@ -1,6 +1,7 @@
 """Words of a command line, files that they name, and tables that a command prints."""
 
 import argparse
+import logging
 import re
 import shutil
 import tempfile
@@ -40,6 +41,11 @@ def option_of(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"takes KEY=VALUE, got {text!r}: write for example a=1")
     return key, value
+
+
+def say_nothing_of_cuda() -> None:
+    """Keeps torch from warning, where there is no GPU, that no CUDA runtime is found."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def check_folder(flag: str, path: str | Path) -> None:

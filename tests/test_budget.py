@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_060,
+    "package root": 4_067,
     "core": 13_820,
     "algorithms": 1_880,
     "kernels": 3_680,
-    "integration": 8_340,
+    "integration": 8_395,
     "planner": 7_040,
     "harness": 2_340,
     "scripts": 7_220,

@@ -145,14 +145,14 @@ def test_every_algorithm_takes_its_own_options(tmp_path: Path) -> None:
         assert registry.read_options(algo, given) == defaults
 
 
-def test_empty_file_and_empty_sections(tmp_path: Path) -> None:
-    assert argv_of("", tmp_path) == []
+def test_empty_sections(tmp_path: Path) -> None:
     assert argv_of("megatron:\ncontext_parallel:\n", tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("", "sections megatron and context_parallel, got an empty file"),
         ("[1, 2]", "mapping with the sections"),
         ("megatron: {num_layers: [", "not valid YAML: line"),
         ("megatron: {lr: 1, lr: 2}", "duplicate key lr"),

@@ -30,14 +30,12 @@ _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if "RANK" in os.environ:
-        train(argv)
-        return 0
-    if not {"-h", "--help"}.isdisjoint(argv):
-        parser_of("train").print_help()
-    else:
-        with one_line_errors():
-            return start(argv, "megatron_cp_plugin.cli", "train")
+    if "RANK" not in os.environ:
+        if launch.HELPS.isdisjoint(argv):
+            with one_line_errors():
+                return start(argv, "megatron_cp_plugin.cli", "train")
+        if not {"-h", "--help"}.isdisjoint(argv):
+            parser_of("train").print_help()
     train(argv)
     return 0
 
@@ -45,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> None:
     """Trains in this process, as one of the ranks; ends the process."""
     with whole_program():
+        CommandLine.of(argv).check()
         sys.argv[1:] = launch.prepare(argv, run_file=True)
         # Not before: the plugin must be installed when Megatron's names are imported.
         from megatron_cp_plugin.harness.pretrain import run
@@ -62,8 +61,7 @@ def start(argv: Sequence[str], *program: str) -> int:
     need("megatron", "megatron-cp train", "megatron", "omegaconf", "yaml")
     known, words = parser_of("train").parse_known_args(argv)
     line = CommandLine.of(words)
-    if not line.content:
-        line.flags.check()
+    line.check()
     ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if ranks < 1:
@@ -112,6 +110,7 @@ class CommandLine:
 
     Attributes:
         words: All of them.
+        path: The run file; None: there is none.
         rest: The other flags, without --config.
         flags: The plugin's.
         of_megatron: Megatron's.
@@ -119,6 +118,7 @@ class CommandLine:
     """
 
     words: Sequence[str]
+    path: str | None
     rest: list[str]
     flags: PluginFlags
     of_megatron: list[str]
@@ -129,7 +129,7 @@ class CommandLine:
         """Reads it. Raises: ConfigError if it cannot be read."""
         path, rest = launch.split_run_file(words)
         content = launch.read_run_file(path)
-        return cls(words, rest, *split_flags(rest), content)
+        return cls(words, path, rest, *split_flags(rest), content)
 
     @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:
@@ -150,6 +150,11 @@ class CommandLine:
                 "--context-parallel-algo zigzag"
             )
         return found
+
+    def check(self) -> None:
+        """Raises: ContextParallelError for settings of the plugin that a rank would refuse."""
+        packs = any(self.given(flag[2:].replace("-", "_"), False) for flag in launch.PACKING)
+        launch.check_documents(self.path, self.rest, packs)
 
     @property
     def section(self) -> Mapping[str, Any]:

@@ -17,12 +17,16 @@ from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
+from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 from megatron_cp_plugin.terminal import option_of
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
 # that a script starts, is refused by Megatron's parser instead of training without the algorithm.
 ALGORITHM = "--context-parallel-algo"
+
+# Prints the plugin's flags alone; --help prints Megatron's too.
+HELP = "--help-cp"
 
 # Its value that means "Megatron's own path, untouched".
 MEGATRON = "megatron"
@@ -33,13 +37,20 @@ MEAN_DOCUMENT = 4096
 # The plugin's flags: what they are to argparse, and `_NOT_ARGPARSES`.
 FLAGS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
 _NOT_ARGPARSES = {"needs", "in_files"}
-PLATFORMS: list[str] = FLAGS["--cp-platform"]["choices"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
     group = parser.add_argument_group("megatron_cp_plugin")
     add_flags(group, FLAGS, {"int": int, "option": option_of})
+    return parser
+
+
+def add_comm_type(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds Megatron's flags that select some algorithms too to a parser and returns it."""
+    # Megatron's default is p2p, which must not be taken for something that the user asked for.
+    parser.add_argument("--cp-comm-type", nargs="+", default=())
+    parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=())
     return parser
 
 
@@ -103,7 +114,9 @@ class PluginFlags(RunSettings):
         return self.algo == registry.AUTO
 
     def check(self) -> None:
-        """Raises ConfigError for an unknown algorithm or option, and for settings that clash."""
+        """Raises ContextParallelError for an unknown name, and for settings that clash."""
+        if self.kernel != "auto" and self.kernel not in kernel_names():
+            kernel_called(self.kernel)
         if self.is_auto:
             self._check_auto()
         elif self.algo is not None:
@@ -163,10 +176,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     """
     parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
     known, others = parser.parse_known_args(list(argv))
-    # Megatron's default is p2p, which must not be taken for something that the user asked for.
-    parser = OneLineParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--cp-comm-type", nargs="+", default=())
-    parser.add_argument("--hierarchical-context-parallel-sizes", nargs="+", type=int, default=())
+    parser = add_comm_type(OneLineParser(add_help=False, allow_abbrev=False))
     theirs, rest = parser.parse_known_args(others)
     comm_type = CommType(
         tuple(theirs.cp_comm_type), tuple(theirs.hierarchical_context_parallel_sizes)
@@ -246,16 +256,20 @@ def make_help_printable(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
     """What is wrong with a command line, from argparse's words for it."""
     ours = add_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
-    flags = {**parser._option_string_actions, **ours}
+    known = parser._option_string_actions
+    flags = {**known, **ours}
     _, unrecognized, words = message.partition("unrecognized arguments: ")
     if unrecognized:
         first = words.split()[0].partition("=")[0]
         if not first.startswith("-"):
             return f"{first!r} belongs to no flag: write flags as --name value, or see --help"
-        return f"unknown flag {first}{nearest(first, flags)}: see --help"
+        near = nearest(first, flags)
+        is_ours = any(repr(name) in near for name in ours) and ALGORITHM in known
+        return f"unknown flag {first}{near}: see {HELP if is_ours else '--help'}"
     flag, _, why = message.removeprefix("argument ").partition(": ")
     if message.startswith("argument ") and flag.split("/")[0] in flags:
-        return f"{flag} {_TYPES.sub(_type_name, why)}: see --help"
+        page = HELP if flag in ours and ALGORITHM in known else "--help"
+        return f"{flag} {_TYPES.sub(_type_name, why)}: see {page}"
     return f"{message}: see --help"
 
 

@@ -63,7 +63,8 @@ def running_version() -> tuple[Version, str]:
     """Returns the version of the Megatron that is imported: its first two numbers, and all."""
     import megatron.core
 
-    text: str = megatron.core.__version__
+    # Without the commit of the folder around it, which Megatron adds, be it Megatron's or not.
+    text: str = megatron.core.__version__.partition("+")[0]
     return _as_version(text), text
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.core.document_layout import Balanced
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError, nearest
 from megatron_cp_plugin.integration.args import (
     ALGORITHM,
+    HELP,
     MEGATRON,
-    PLATFORMS,
     OneLineParser,
     PluginFlags,
     add_arguments,
@@ -28,7 +29,8 @@ from megatron_cp_plugin.integration.args import (
 )
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, whole_program
-from megatron_cp_plugin.terminal import check_folder
+from megatron_cp_plugin.registry import AUTO
+from megatron_cp_plugin.terminal import check_folder, say_nothing_of_cuda
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (
@@ -40,27 +42,32 @@ _EXAMPLE_OF_OURS = (
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml \\\n"
     "      --seq-length 1024"
 )
-_PACKING = ("--sft", "--dataloader-inter-document-masking")
+PACKING = ("--sft", "--dataloader-inter-document-masking")
+HELPS = {"-h", "--help", HELP}
 _RUN_FILE = (
     "YAML file with flags of Megatron and the plugin, or the name of a run file of this "
     "package; flags on the command line override it"
 )
 
 
-def main() -> None:
-    """Runs a training script, unmodified, as the main program of this process."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a training script as the main program of this process, and ends the process.
+
+    Args: argv: The script and its flags; default: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
     with whole_program():
-        if sys.argv[1:] in (["-h"], ["--help"]):
-            _print_help(run_file=False)
+        if words and words[0] in HELPS:
+            _print_help(words, run_file=False)
             return
-        if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        if not words or words[0].startswith("-"):
             raise ConfigError(f"the first argument must be a training script: {_USAGE}")
-        script = Path(sys.argv[1])
+        script = Path(words[0])
         if not script.is_file():
             raise ConfigError(f"no training script at {script}: {_USAGE}")
         # As `python script` would: the script's checkout comes first, the launcher is not seen.
         sys.path[0] = str(script.resolve().parent)
-        sys.argv = [str(script), *prepare(sys.argv[2:])]
+        sys.argv = [str(script), *prepare(words[1:])]
         runpy.run_path(str(script), run_name="__main__")
 
 
@@ -77,18 +84,17 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     Raises: ContextParallelError for a value of a flag that is not allowed.
     """
     need("megatron", "training with Megatron", "megatron")
+    say_nothing_of_cuda()
     path, words = split_run_file(argv) if run_file else (None, list(argv))
-    if not {"-h", "--help"}.isdisjoint(words):
-        _print_help(run_file)
+    if not HELPS.isdisjoint(words):
+        _print_help(words, run_file)
         sys.exit()
-    flags, rest = split_flags(words)
-    if path is None:
-        flags.check()
-    # Needed before Megatron is imported.
-    of_file = read_run_file(path).get("context_parallel", {}).get("platform")
+    _, rest = split_flags(words)
+    flags = own_flags(path, words)
     if run_file:
         _let_first_rank_warn()
-    platform, why = _platform(flags.platform or (of_file if of_file in PLATFORMS else "auto"))
+    # Needed before Megatron is imported.
+    platform, why = _platform(flags.platform or "auto")
     if platform == "cpu":
         from megatron_cp_plugin.integration import cpu
 
@@ -161,6 +167,44 @@ def read_run_file(path: str | None) -> dict[str, Any]:
     return as_written(path)
 
 
+def own_flags(path: str | None, words: Sequence[str]) -> PluginFlags:
+    """The plugin's flags as a run file and the command line give them; needs no Megatron.
+
+    Raises: ContextParallelError if one is unknown, has a value that is not allowed, or clashes.
+    """
+    flags, _ = split_flags(words)
+    if path is None:
+        flags.check()
+        return flags
+    need("megatron", "--config", "omegaconf", "yaml")
+    from megatron_cp_plugin.integration.yaml_config import own_arguments
+
+    given = own_arguments(path, words)
+    try:
+        both, _ = split_flags([*given, *words])
+        both.check()
+    except ContextParallelError as error:
+        if flags != split_flags([])[0]:  # the command line may be wrong
+            raise
+        raise ConfigError(f"{path}: context_parallel: {error}") from None
+    return both
+
+
+def check_documents(path: str | None, words: Sequence[str], packs: bool) -> None:
+    """Refuses a layout by documents where no flag brings documents.
+
+    Args: packs: Whether one does.
+    """
+    flags = own_flags(path, words)
+    if packs or flags.algo in (None, AUTO) or not isinstance(flags.config(1).layout, Balanced):
+        return
+    of_file = "" if split_flags(words)[0].options or path is None else f"{path}: context_parallel: "
+    raise ConfigError(
+        f"{of_file}layout=documents needs documents, got neither --sft nor "
+        "--dataloader-inter-document-masking: add one of them, or leave layout out"
+    )
+
+
 def with_run_file(path: str | None, words: list[str]) -> list[str]:
     """Returns the command line of our own script, with what its run file says before it.
 
@@ -201,20 +245,25 @@ def _check_spelling(argv: Sequence[str]) -> None:
     known = all_flags()._option_string_actions
     for flag in near:
         if flag not in known:
-            raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see --help")
+            raise ConfigError(f"unknown flag {flag}{nearest(flag, ours)}: see {HELP}")
 
 
-def _print_help(run_file: bool) -> None:
-    """Prints our flags, then Megatron's, on the first rank."""
+def _print_help(words: Sequence[str], run_file: bool) -> None:
+    """Prints our flags, then Megatron's unless ours alone are asked for, on the first rank."""
     if os.environ.get("RANK", "0") != "0":
         return
     ours = OneLineParser(usage=_USAGE_OF_OURS if run_file else _USAGE, add_help=False)
     if run_file:
         ours.add_argument_group("run file").add_argument("--config", metavar="FILE", help=_RUN_FILE)
     with for_a_reader():
-        add_arguments(ours).print_help()
+        add_arguments(ours).add_argument(HELP, action="help", help="print these flags alone")
+        ours.print_help()
         print(f"\nexample:\n  {_EXAMPLE_OF_OURS if run_file else _EXAMPLE}")
-        print("\nAny flag of Megatron-LM may follow. Those of the installed one:\n")
+        print("\nAny flag of Megatron-LM may follow.", end=" ")
+        if HELP in words:
+            print("--help lists those of the installed one.")
+            return
+        print("Those of the installed one:\n")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
@@ -243,7 +292,7 @@ def _check_own_path(argv: Sequence[str]) -> None:
     parser.add_argument("--transformer-impl", default=None)
     parser.add_argument("--spec", nargs="*", default=None)
     given, _ = parser.parse_known_args(list(argv))
-    packing = [flag for flag in _PACKING if flag in argv]
+    packing = [flag for flag in PACKING if flag in argv]
     if given.spec is not None or (given.context_parallel_size < 2 and not packing):
         return
     if given.transformer_impl == "local":

@@ -46,6 +46,8 @@ from megatron_cp_plugin.integration.args import (
     FLAGS,
     MEGATRON,
     OneLineParser,
+    add_arguments,
+    add_comm_type,
     chosen_algorithm,
     key_of,
     usage_error,
@@ -106,6 +108,32 @@ def yaml_to_argv(
     return argv + _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
 
 
+def own_arguments(path: str | Path, words: Sequence[str]) -> list[str]:
+    """Translates the settings of a run file that choose and set an algorithm; needs no Megatron.
+
+    References give the values of the file, also where the command line overrides them.
+
+    Raises: ConfigError as `yaml_to_argv`, for these settings.
+    """
+    parser = add_comm_type(add_arguments(OneLineParser(add_help=False, allow_abbrev=False)))
+    argv: list[str] = []
+    try:
+        sections = _resolved(path, parser, {})
+    except ConfigError:
+        if not parser.parse_known_args(list(words))[1]:
+            raise
+        # A flag of Megatron may be what it refers to: then the ranks follow the reference.
+        written = as_written(path).get("context_parallel", {}).items()
+        sections = {"context_parallel": {k: v for k, v in written if "${" not in str(v)}}
+    for key, value in (sections.get("megatron") or {}).items():
+        where = f"{path}: megatron.{key}"
+        if _normal(key) in _ELSEWHERE:
+            raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[_normal(key)]}")
+        if named := _named(parser, key):
+            argv += _arguments(named, key, value, where, parser)
+    return argv + _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
+
+
 def superseded(settings: Mapping[str, Any], words: Sequence[str]) -> dict[str, object]:
     """Returns the settings of a file's algorithm that the command line takes out of force.
 
@@ -160,6 +188,8 @@ def load_run_file(path: str | Path) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: a run file is a mapping with {_SECTION_NAMES}")
+    if not config:
+        raise ConfigError(f"{path}: a run file has {_SECTION_NAMES}, got an empty file")
     for section, written in config.items_ex(resolve=False):
         if section not in _SECTIONS:
             raise ConfigError(

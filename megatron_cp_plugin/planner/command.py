@@ -10,7 +10,7 @@ from time import monotonic
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.errors import ConfigError, nearest
+from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, Kind, Site, choose
@@ -59,8 +59,8 @@ def plan_model(
     """
     if model not in MODELS:
         raise ConfigError(
-            f"there is no model {model!r}{nearest(model, MODELS)}: use one of {', '.join(MODELS)}, "
-            "or --size, --seq-len and --heads for its attention alone"
+            f"there is no model {model!r}: use one of "
+            f"{', '.join(MODELS)}, or --size, --seq-len and --heads for its attention alone"
         )
     machine = machine_named(name)
     sequences = batch or max(1, STEP_TOKENS // tokens)

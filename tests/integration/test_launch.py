@@ -428,4 +428,4 @@ def test_help_may_be_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(read)
     with os.fdopen(write, "w") as pipe:
         monkeypatch.setattr("sys.stdout", pipe)
-        launch._print_help(run_file=True)
+        launch._print_help([], run_file=True)

@@ -3,6 +3,7 @@
 The reference of every comparison is Megatron's own attention on the whole sequence.
 """
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,47 @@ def test_unmodified_script_of_a_checkout(
     reference = run(*flags, *alone, ranks=ranks, program=program)
     job = run(*flags, *algo(algorithm, size), ranks=ranks * size, program=program)
     assert_same_training(job.succeeded(), reference.succeeded())
+
+
+PATCH = Path(__file__).parents[2] / "patches" / "pretrain_gpt.patch"
+# The lines around the change are those of every version, and this Megatron trains.
+OF_ANY_VERSION = """
+from megatron_cp_plugin.harness.pretrain import run
+
+run()
+"""
+
+
+@pytest.mark.parametrize("name", ["zigzag", "ring"])
+def test_patched_script_needs_no_launcher(
+    name: str, rope: Job, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """That of `--megatron-lm`, if given; the reference is the unmodified one in the launcher."""
+    folder = request.config.getoption("--megatron-lm")
+    script, reference = tmp_path / "pretrain_gpt.py", rope
+    if folder is None:
+        kept = [line[1:] for line in PATCH.read_text().splitlines() if line.startswith(" ")]
+        script.write_text("\n".join(["import time", *kept, OF_ANY_VERSION]))
+    else:
+        for entry in Path(folder).iterdir():
+            (tmp_path / entry.name).symlink_to(entry.resolve())
+        unmodified = script.resolve()
+        script.unlink()
+        script.write_bytes(unmodified.read_bytes())
+        reference = run(*ROPE, *algo("megatron", 1), program=(*LAUNCHER, str(unmodified)))
+    subprocess.run(["git", "apply", str(PATCH)], cwd=tmp_path, check=True)
+    assert "megatron_cp_plugin" in script.read_text()
+    job = run(*ROPE, *algo(name, 2), ranks=2, program=(str(script),))
+    assert_same_training(job.succeeded(), reference.succeeded())
+    assert f"{name} on 2 rank(s)" in job.text
+
+
+def test_patched_script_refuses_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    kept = [line[1:] for line in PATCH.read_text().splitlines() if line.startswith((" ", "+"))]
+    script.write_text("\n".join(["import time", *kept[1:]]))
+    (process,) = run(
+        *TINY, "--cp-kernel", "none", *algo("ring", 1), program=(str(script),)
+    ).processes
+    assert process.returncode == 2
+    assert process.stderr.strip().splitlines()[-1].startswith("megatron_cp_plugin: error: ")

@@ -38,7 +38,10 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: 
         (LAYER.replace("--machine h200", "--yaml x.yaml"), "needs --machine, got none"),
         ("plan --size 4", "plan needs --size, --seq-len and --heads, or --model, got no --seq-len"),
         ("plan --model llama3-8b --tokens 8K --gpus 8", "got no --machine"),
-        ("plan --model llama3-8 --tokens 8K --gpus 8 --machine h100", "did you mean 'llama3-8b'?"),
+        (
+            "plan --model llama4 --tokens 8K --gpus 8 --machine h100",
+            "no model 'llama4': use one of",
+        ),
         (
             "plan --model llama3-8b --tokens 8K --gpus 8 --machine h100 --heads 8",
             "--model sets its own sizes, got --heads",
