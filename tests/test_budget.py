@@ -20,7 +20,7 @@ LINES = {
     "planner": 7_040,
     "harness": 2_340,
     "scripts": 7_220,
-    "tests": 43_300,
+    "tests": 43_420,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_220, "pages": 41_200}
