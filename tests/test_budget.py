@@ -20,10 +20,10 @@ LINES = {
     "planner": 7_040,
     "harness": 2_340,
     "scripts": 7_220,
-    "tests": 43_420,
+    "tests": 43_470,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_220, "pages": 41_200}
+WORDS = {"README": 1_100, "pages": 41_200}
 
 
 def files(room: str) -> Iterator[Path]:

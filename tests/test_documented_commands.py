@@ -16,7 +16,7 @@ from tests.integration.megatron_job import Process, run_program
 ROOT = Path(__file__).parents[1]
 # What a user reads from beginning to end. The papers' tables, docs/data and the pages that programs
 # write are looked up; CONTRIBUTING.md is for those who change the code.
-LOOKED_UP = "reference", "capabilities", "plan"
+LOOKED_UP = "reference", "capabilities", "open"
 READ = (
     "README.md",
     *sorted(
@@ -81,6 +81,7 @@ ELSEWHERE: dict[str, str] = {
     "make lock": ITSELF,
     "bash .ci/run": ITSELF,
     "pip install .": CHECK_INSTALLS,
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "needs a network",
     "pip install '.[megatron]'": CHECK_INSTALLS,
     "pip install '.[report]'": CHECK_INSTALLS,
     "pip install '.[gpu]'": GPUS,
@@ -211,6 +212,23 @@ def test_commands_of_the_pages(command: str, tmp_path: Path) -> None:
         text = (ROOT / "docs" / "planner.md").read_text()
         (block,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         assert set(block.splitlines()) <= set(done.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_the_table_of_lengths_is_as_planned_now(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| (\d+[KM]) \| (.*) \|$", (ROOT / "docs" / "run.md").read_text(), re.M)
+    assert len(rows) == 4
+    for tokens, row in rows:
+        words = f"plan --model llama3-8b --gpus 8 --machine h100 --tokens {tokens}"
+        code, printed, cells = cli.main(words.split()), capsys.readouterr(), row.split(" | ")
+        if code:
+            assert cells[0].removeprefix("does not fit: ") in printed.err
+            continue
+        first = re.findall(r"^│ +(\d.*) │$", printed.out, re.M)[0]
+        *sizes, marks, _, speed, _, _, memory, _ = (cell.strip() for cell in first.split("│"))
+        pairs = (("S", "sharded", "whole"), ("R", "full", "none"), ("C", "chunked", "whole"))
+        chosen = [yes if mark in marks else no for mark, yes, no in pairs]
+        assert cells == [", ".join(sizes), *chosen, speed, memory]
 
 
 def run_in(folder: Path, words: Sequence[str]) -> Process:
