@@ -150,7 +150,7 @@ class CallSettings:
                 "dtype": x.dtype,
                 "requires_grad": torch.is_grad_enabled() and x.requires_grad,
             }
-        seq_len, layout, *_ = self._whole(topology, x.shape[dim])
+        seq_len, layout, *_ = self._whole(made, x.shape[dim])
         self._check_length(topology, x.shape[dim], seq_len)
         return whole_of(x, dim, layout, seq_len, topology)
 
@@ -176,10 +176,9 @@ class CallSettings:
             check_shapes(q, k, v)
             if self._spans is not None and not causal:
                 raise ContextParallelError("spans replace causal=False, got both: leave causal out")
-            self._look(made, q, known=known)
             trained = torch.is_grad_enabled()
             made.values = {
-                **self._shared(made, q.shape[1], known=known, heads=q.shape[2]),
+                **self._shared(made, q.shape[1], known=known, q=q),
                 **made.values,
                 "causal": causal,
                 "scale": scale,
@@ -191,7 +190,7 @@ class CallSettings:
             }
         if self._algo != registry.AUTO:
             algorithm = softmax_algorithm(self._algo, topology, self._options)
-        seq_len, layout, documents, slices = self._whole(topology, q.shape[1])
+        seq_len, layout, documents, slices = self._whole(made, q.shape[1])
         if window is not None:
             window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
         mask = mask_of(causal, window, documents, slices)
@@ -240,9 +239,8 @@ class CallSettings:
                 )
             states = max(k.shape[2], v.shape[2])
             rates = None if decay is None else Decay.of(decay, states)
-            self._look(made, q, known=known)
             made.values = {
-                **self._shared(made, q.shape[1], known=known, heads=q.shape[2]),
+                **self._shared(made, q.shape[1], known=known, q=q),
                 **made.values,
                 "causal": causal,
                 "kernel": word("kernel", kernel),
@@ -253,7 +251,7 @@ class CallSettings:
                 "decay": None if rates is None else rates.rates,
             }
         algorithm = linear_algorithm(self._algo, topology, self._options)
-        seq_len, layout, documents, _ = self._whole(topology, q.shape[1])
+        seq_len, layout, documents, _ = self._whole(made, q.shape[1])
         out, final_state = attend_linearly(
             q,
             k,
@@ -281,7 +279,7 @@ class CallSettings:
             self._read()
             tokens = positions.shape[-1] if positions.dim() else 0
             made.values = self._shared(made, tokens, known=True)
-        total, layout, *_ = self._whole(topology, tokens)
+        total, layout, *_ = self._whole(made, tokens)
         mine = describe_mismatch(positions, layout, topology.rank, topology.size, total)
         found = topology.gather(mine)
         for rank, mismatch in enumerate(found):
@@ -325,7 +323,8 @@ class CallSettings:
         self._seq_len = None if seq_len is None else length("seq_len", seq_len)
         self._cu_seqlens = None if cu_seqlens is None else as_numbers("cu_seqlens", cu_seqlens)
         self._spans = None if spans is None else as_numbers("spans", spans)
-        self._digests = Digest(self._cu_seqlens), Digest(self._spans)
+        given = self._cu_seqlens, self._spans
+        self._digests = [None if each is None else Digest(each) for each in given]
         self._unread = None
 
     def _within(self, seq_len: int) -> _Within:
@@ -350,14 +349,15 @@ class CallSettings:
         return layout
 
     def _shared(
-        self, made: SameCall, tokens: int, *, known: bool, heads: int = 0
+        self, made: SameCall, tokens: int, *, known: bool, q: Tensor | None = None
     ) -> dict[str, object]:
         """What is equal on all ranks which hold the tokens of one layout.
 
         Args:
             tokens: of this rank.
             known: whether they are known to be split by the layout.
-            heads: of a token.
+            q: [B,S,H,D]; if nobody knows whether it was split, ranks compare its elements, once for
+                a number of tokens.
 
         Raises: ContextParallelError if the layout cannot give a rank this number of tokens, if no
         sequence so far was split so, or if heads look like tokens.
@@ -382,18 +382,15 @@ class CallSettings:
                 f"{tokens} on rank {topology.rank} of {topology.size}, as of no sequence so far: "
                 "split them by its shard or positions, or give it seq_len="
             )
-        if topology.size > 1 and tokens * topology.size < heads:
+        total = tokens * topology.size
+        if q is not None and topology.size > 1 and total < q.shape[2]:
             raise ContextParallelError(
-                f"attention takes [B,S,H,D], got {heads} heads of {tokens * topology.size} tokens "
-                f"in all: split x.transpose(1, 2), or pass seq_len={tokens * topology.size} if "
-                "that is right"
+                f"attention takes [B,S,H,D], got {q.shape[2]} heads of {total} tokens in all: "
+                f"split x.transpose(1, 2), or pass seq_len={total} if that is right"
             )
-        return shared
-
-    def _look(self, made: SameCall, q: Tensor, *, known: bool) -> None:
-        """Lets ranks compare elements of a q of which nobody knows whether it was split."""
-        if not known and self._seq_len is None and q.shape[1] not in made.topology.held:
+        if q is not None and not known and tokens not in topology.held:
             made.content = content_of(q)
+        return shared
 
     def _check_length(self, topology: Topology, tokens: int, seq_len: int) -> None:
         """Raises: ContextParallelError unless this rank holds its part of a sequence."""
@@ -414,12 +411,13 @@ class CallSettings:
             advice = f"pass seq_len={sum(held)}" if lengths == held else advice
         return f"{need}, got {words[0]} on rank 0 and {words[rank]} on rank {rank}: {advice}"
 
-    def _whole(self, topology: Topology, tokens: int) -> _Within:
+    def _whole(self, made: SameCall, tokens: int) -> _Within:
         """The global length with its layout and documents, once the ranks agree on their tokens."""
         if self._seq_len is not None:
             return self._within(self._seq_len)
-        topology.held.add(tokens)
-        return self._within(tokens * topology.size)
+        if made.content:
+            made.topology.held.add(tokens)
+        return self._within(tokens * made.topology.size)
 
 
 class Context(CallSettings):

@@ -13,22 +13,19 @@ from megatron_cp_plugin.errors import ContextParallelError
 _KEPT = 4096  # numbers of tokens that a rank remembers
 
 
-class Recent[T: Hashable]:
+class Recent[T: Hashable](dict[T, None]):
     """The values that were added last, at most `kept` of them."""
 
     def __init__(self, kept: int) -> None:
+        super().__init__()
         self._kept = kept
-        self._values: dict[T, None] = {}
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._values
 
     def add(self, value: T) -> None:
         """Adds a value, or makes it the last one."""
-        self._values.pop(value, None)
-        self._values[value] = None
-        if len(self._values) > self._kept:
-            del self._values[next(iter(self._values))]
+        self.pop(value, None)
+        self[value] = None
+        if len(self) > self._kept:
+            del self[next(iter(self))]
 
 
 class Topology(ABC):

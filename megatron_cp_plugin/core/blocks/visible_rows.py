@@ -113,7 +113,7 @@ def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
     return bool(visible_rows(q_spans, kv_spans, mask)[0])
 
 
-@lru_cache(maxsize=8192)  # both passes of a micro-batch have the same
+@lru_cache(maxsize=1024)  # both passes of a micro-batch have the same
 def visible_rows(
     q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask, gap: int = 0
 ) -> tuple[Rows, Rows]:

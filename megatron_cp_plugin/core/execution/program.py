@@ -435,7 +435,7 @@ def _tasks(
     return tasks
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> TileBatches:
     """Tiles moved by some rows and columns; one object for equal tiles."""
     return TileBatches(tiles.moved(rows, cols), heads)

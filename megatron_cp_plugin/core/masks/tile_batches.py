@@ -128,6 +128,7 @@ class TileBatches:
         """Args: heads: query heads that are computed at a time."""
         self.tiles, self._heads = tiles, heads
 
+    @lru_cache(maxsize=256)  # noqa: B019  (all layers ask for the same)
     def calls(
         self, *, packed: bool, gaps: bool = False, forward: bool = False
     ) -> tuple[KernelCall, ...]:
@@ -138,18 +139,9 @@ class TileBatches:
             gaps: the kernel takes sequences with other rows between them.
             forward: results are for queries alone.
         """
-        key = packed, gaps, forward
-        if key not in self._calls:
-            found: Iterable[KernelCall] = _singly(self.tiles)
-            if packed and len(self.tiles.joined) > 1:
-                found = _packed_call(self.tiles, self._units, self._heads, gaps, forward)
-            self._calls[key] = tuple(found)
-        return self._calls[key]
-
-    @cached_property
-    def _calls(self) -> dict[tuple[bool, bool, bool], tuple[KernelCall, ...]]:
-        """All layers ask for the same; they live as long as the tiles."""
-        return {}
+        if packed and len(self.tiles.joined) > 1:
+            return tuple(_packed_call(self.tiles, self._units, self._heads, gaps, forward))
+        return tuple(_singly(self.tiles))
 
     @cached_property
     def _units(self) -> tuple["_Units", ...]:
