@@ -4,7 +4,7 @@
     python scripts/benchmark_kernels.py --tokens 64K --heads 32:8 --documents 1K,2K,8K
     python scripts/benchmark_kernels.py --tokens 128K --merges 2,4,8,16
 
-The last one runs what one of so many ranks computes, kernels and merges as the algorithm has them;
+The last one runs what one of P ranks computes, kernels and merges as the algorithm has them;
 what others would send is memory that nobody has written. Its shares bound what a kernel that
 accumulates in place of merging (DISTFLASHATTN, Algorithm 3) could bring.
 

@@ -80,7 +80,7 @@ class Point:
 
 
 def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point | None:
-    """None where the algorithm cannot serve so many ranks."""
+    """None where the algorithm cannot serve that number of ranks."""
     heads, kv_heads = args.heads
     shape = Shape(1, size * args.tokens, heads, kv_heads, 128)
     packs = [pack(words, shape.seq_len, seed) for seed in range(args.packs)]

@@ -5,7 +5,7 @@ On the CPU a row is Megatron's own features with every algorithm, against the sa
 flags at context-parallel size 1 with Megatron's own attention (linear models: with their first
 algorithm). On GPUs the reference is Transformer Engine's attention at CP 1. In float32 (without
 TF32) runs are held to bounds; in bfloat16 the yardstick is Transformer Engine's own p2p at CP 2,
-and a run may be off by so many times what that is off. Runs in CUDA graphs must equal the same runs
+and a run may be off by a multiple of its error. Runs in CUDA graphs must equal the same runs
 without to the bit, in Megatron's deterministic mode, and must have replayed graphs that hold all of
 attention, where it is captured.
 
@@ -500,7 +500,7 @@ def measure(verdict: Verdict, run: Recording, wanted: Recording | None) -> None:
 
 
 def hold_to(verdict: Verdict, yardstick: Verdict) -> None:
-    """Adds what is beyond so many times the yardstick's errors.
+    """Adds what is beyond a multiple of the yardstick's errors.
 
     A gradient that the yardstick happens to have nearly right counts as its median one.
     """

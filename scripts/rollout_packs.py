@@ -60,7 +60,7 @@ def agents(
 
 
 def tokens(draw: np.random.Generator, count: int) -> Rollout:
-    """So many random ones."""
+    """Random ones, `count` of them."""
     return draw.integers(0, 150_000, count)
 
 

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ROOMS = "integration", "kernels", "harness"
 PAGES = (
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "patches").glob("*.md"),
     *(ROOT / "megatron_cp_plugin").rglob("*.toml"),
+    *(ROOT / "megatron_cp_plugin").glob("*.py"),
+    *(file for room in ROOMS for file in (ROOT / "megatron_cp_plugin" / room).rglob("*.py")),
 )
 PHRASES = re.compile(
     r"\b(so\s+many|how\s+many-th|one\s+behind\s+the\s+other|which\s+(\w+\s+){0,3}want)\b", re.I

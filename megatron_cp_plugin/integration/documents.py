@@ -96,7 +96,7 @@ class DocumentMask(PackedSeqParams):
         return self.starts if slices is None else slices
 
     def slices(self, seq_len: int) -> Slices | None:
-        """Returns the spans, of a sequence of so many tokens.
+        """Returns the spans of a sequence.
 
         Raises:
             ContextParallelError: They do not fit, or name a query and a key twice.
@@ -158,7 +158,7 @@ def attention_spans(
 
 
 def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
-    """What all samples of a micro-batch have alike, of so many dimensions."""
+    """The tensor of one sample that stands for all, if the samples are equal."""
     if tensor.dim() == dims:
         return tensor
     if tensor.dim() != dims + 1 or not len(tensor) or not tensor.eq(tensor[0]).all():

@@ -35,7 +35,7 @@ def read(path: str) -> list[list[object]]:
 
 
 def mask_of(path: str, seq_len: int, documents: tuple[int, ...], window: int | None) -> Mask:
-    """The mask of a layer over a sequence of so many tokens.
+    """The mask of a layer over a sequence.
 
     Raises:
         ConfigError: As `read`; or the slices do not fit, or name a query and a key twice.

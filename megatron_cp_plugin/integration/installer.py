@@ -70,7 +70,7 @@ class Installer(ABC):
 
     @abstractmethod
     def config(self, size: int) -> ContextParallelConfig:
-        """Returns what is installed for so many context-parallel ranks."""
+        """Returns what is installed for a number of context-parallel ranks."""
 
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         """Replacements of Megatron's functions, by name."""
@@ -129,7 +129,7 @@ class LauncherInstaller(Installer):
         self.recomputes = flags.recompute_attention
 
     def config(self, size: int) -> ContextParallelConfig:
-        """Returns what is installed for so many context-parallel ranks."""
+        """Returns what is installed for a number of context-parallel ranks."""
         return self._flags.config(size)
 
     def _hooks(self) -> dict[str, Callable[..., Any]]:

@@ -30,7 +30,7 @@ from megatron_cp_plugin.terminal import check_folder
 # whether a script can start with them, with and without an algorithm; validated arguments; those of
 # a script that trains; the configuration of a model, of a layer of linear attention, of a model for
 # `serve`; that of a recurrent layer; and a batch that says of no documents.
-Door = Literal[
+Stage = Literal[
     "sizes",
     "arguments",
     "start",
@@ -53,7 +53,7 @@ class Rule:
         when: Whether settings ask for it, or, if so, numbers and words for the text.
         text: What to say in one line: what, got, and what to do. A template: {s} is the `Settings`
             that are checked, {value} that of `setting`, other names are what `when` has found.
-        doors: Where it is checked.
+        stages: Where it is checked.
         name: As a user would call it, of a feature of Megatron that no algorithm supports.
         setting: Of a feature: the setting that asks for it, named like its flag.
         reason: Of a feature: why it is refused.
@@ -63,7 +63,7 @@ class Rule:
 
     when: Callable[[Settings], object]
     text: str
-    doors: tuple[Door, ...] = ("arguments", "model")
+    stages: tuple[Stage, ...] = ("arguments", "model")
     name: str = ""
     setting: str = ""
     reason: str = ""
@@ -87,20 +87,20 @@ class Rule:
         return self.text.format(s=settings, **words)
 
 
-def refusals(door: Door, settings: Settings) -> Iterator[tuple[Rule, str]]:
-    """Everything that the table does not let through a door, with what `check` says of it."""
+def refusals(stage: Stage, settings: Settings) -> Iterator[tuple[Rule, str]]:
+    """Everything that the table does not let through at a stage, with what `check` says of it."""
     elsewhere = settings.runs_elsewhere
-    rules = (rule for rule in RULES if door in rule.doors and not (rule.here and elsewhere))
+    rules = (rule for rule in RULES if stage in rule.stages and not (rule.here and elsewhere))
     return ((rule, said) for rule in rules if (said := rule.refusal(settings)))
 
 
-def check(door: Door, settings: Settings) -> None:
-    """Refuses what the table does not let through a door.
+def check(stage: Stage, settings: Settings) -> None:
+    """Refuses what the table does not let through at a stage.
 
     Raises:
         ConfigError: One line that says what is wrong, and what to do.
     """
-    for _, said in refusals(door, settings):
+    for _, said in refusals(stage, settings):
         raise ConfigError(said)
 
 
@@ -150,7 +150,7 @@ def _before(
     first: Version,
     asked: Callable[[Settings], object],
     text: str,
-    doors: tuple[Door, ...] = ("arguments", "model"),
+    stages: tuple[Stage, ...] = ("arguments", "model"),
 ) -> Rule:
     """What earlier versions of Megatron do not have, or have in another form."""
 
@@ -159,7 +159,7 @@ def _before(
         return {"version": words} if version < first and asked(s) else None
 
     return Rule(
-        when, f"Megatron {{version}} {text}: use Megatron {first[0]}.{first[1]} or later", doors
+        when, f"Megatron {{version}} {text}: use Megatron {first[0]}.{first[1]} or later", stages
     )
 
 
@@ -493,7 +493,7 @@ FEATURES: tuple[Rule, ...] = (
     # Other kinds of context parallelism.
     # Programs that call models by themselves may: see `documents.group_of`.
     *(replace(_feature(f"{kind} context parallelism", f"{kind}_context_parallel", reason),
-              doors=("arguments",)) for kind, reason in _OTHER_GROUPS.items()),
+              stages=("arguments",)) for kind, reason in _OTHER_GROUPS.items()),
     # What depends on which tokens are together on a rank.
     _feature("dropping tokens of full experts", "moe_expert_capacity_factor", _BY_RANK),
     _feature("Sinkhorn routing", "moe_router_load_balancing_type", _BY_RANK, "use aux_loss",
@@ -775,7 +775,7 @@ REPLACED: tuple[Rule, ...] = (
 # fmt: on
 
 
-def replaced(door: Door, settings: Settings) -> list[str]:
+def replaced(stage: Stage, settings: Settings) -> list[str]:
     """What settings ask for and the plugin takes the place of, one line each."""
-    lines = (rule.refusal(settings) for rule in REPLACED if door in rule.doors)
+    lines = (rule.refusal(settings) for rule in REPLACED if stage in rule.stages)
     return [line for line in lines if line]

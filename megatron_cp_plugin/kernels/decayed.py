@@ -15,7 +15,7 @@ from megatron_cp_plugin.core.linear.states import Interval
 _TOKENS = 64
 _TILES = 16
 _WIDTH = 64  # columns of a state that one program of `run_states` has
-_FEW_RUNS = 64  # products of so many transitions are right to 1e-5 with a sum in tensor cores
+_FEW_RUNS = 64  # products of 64 transitions are right to 1e-5 with a sum in tensor cores
 _WIDEST = 128  # a transition of this head dim fits in shared memory
 
 

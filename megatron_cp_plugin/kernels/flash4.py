@@ -115,13 +115,13 @@ class Flash4(PackingKernel):
         return self._query_bytes(call, batch, rows) + _made_bytes(statistics)
 
     def _query_bytes(self, call: KernelCall, batch: int, rows: int) -> int:
-        """Bytes of dQ, delta and lse in float32, of so many queries."""
+        """Bytes of dQ, delta and lse in float32, of `rows` queries."""
         tile, _, multiple = _tile_sizes(call)
         heads, dim = call.q.shape[2:]
         return 4 * batch * heads * rounded(rows, tile) * (rounded(dim, multiple) + 2)
 
     def _key_bytes(self, call: KernelCall, batch: int, cols: int) -> int:
-        """Bytes of dK and dV in float32, of so many keys."""
+        """Bytes of dK and dV in float32, of `cols` keys."""
         _, tile, multiple = _tile_sizes(call)
         widths = rounded(call.k.shape[3], multiple) + rounded(call.v.shape[3], multiple)
         return 4 * batch * call.k.shape[2] * rounded(cols, tile) * widths

@@ -29,7 +29,7 @@ from megatron_cp_plugin.planner.layer import AnyAlgorithm, Layer, passes
 from megatron_cp_plugin.planner.meta import OnMeta, run_counted
 from megatron_cp_plugin.planner.sizes import SizesWithin
 
-_BOTH_ENDS = 16  # of so many ranks the first and the last are looked at, of more the last
+_BOTH_ENDS = 16  # from this number of ranks on the last alone is looked at, else the first too
 _ALL, _FEW_TEAMS = 64, 4  # ranks, and teams of them, that stand for more
 _USUAL = "flash4"  # whose memory stands for that of kernels that are not among ours
 

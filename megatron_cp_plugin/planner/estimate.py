@@ -428,7 +428,7 @@ class Estimator:
             return _Moved(machine.inside.exchange.time(size), size)
         if latency == 1:
             return _Moved(self._between(size, members), 0.0, size)
-        if latency:  # once to each node, during so many steps
+        if latency:  # once to each node, during this number of steps
             slow = self._between(size, self._local) / latency
             fast = machine.inside.exchange.time(size)
             return _Moved(max(slow, fast), size - size / latency, size / latency)

@@ -245,15 +245,15 @@ class _Step:
         )
 
     def seconds(self, count: int, timer: Timer) -> float:
-        """Seconds of a step among so many, which all ranks begin together; their tensors are freed
-        behind them.
+        """Seconds of one of `count` steps, which all ranks begin together; their tensors are freed
+        after them.
         """
         steps = self.ready(count)
         self._algorithm.topology.gather(None)  # or a rank waits for those still at another step
         return timer(steps) / count
 
     def ready(self, count: int = 1) -> Callable[[], object]:
-        """So many steps as a function, which holds q, k, v and dout: random numbers."""
+        """A function that runs `count` steps and holds q, k, v and dout: random numbers."""
         source = torch.Generator(self._device).manual_seed(self._seed)
         how: dict[str, Any] = {"generator": source, "dtype": self._dtype, "device": self._device}
         q, k, v, dout = (torch.randn(size, **how) for size in self._sizes)

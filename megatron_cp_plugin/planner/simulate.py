@@ -62,7 +62,7 @@ def simulate(
     )
 
 
-_ALL, _OF_GRID = 16, 8  # so many ranks are simulated one by one; of a larger grid by blocks
+_ALL, _OF_GRID = 16, 8  # the most ranks that are simulated one by one; of a larger grid blocks are
 _MOST = 64  # of a grid by blocks
 
 

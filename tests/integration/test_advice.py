@@ -150,15 +150,15 @@ def test_what_a_refused_feature_proposes(feature: Rule, parser: argparse.Argumen
     value = ASKING.get(feature.setting, True)
     vars(args).update({feature.setting: value} | BESIDE.get(feature.name, {}))
     config = split_flags(MODEL)[0].config(4)
-    door = feature.doors[-1]  # that of models has less to say of other things
+    stage = feature.stages[-1]  # that of models has less to say of other things
     with pytest.raises(ContextParallelError, match=re.escape(feature.instead)):
-        rules.check(door, Settings(args, config))
+        rules.check(stage, Settings(args, config))
     changes = list(_changes(feature, parser))
     assert changes
     for change in changes:
         changed = copy.copy(args)
         change(changed)
-        rules.check(door, Settings(changed, config))
+        rules.check(stage, Settings(changed, config))
 
 
 def _changes(

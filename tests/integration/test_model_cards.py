@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.integration.rules import Door, refusals
+from megatron_cp_plugin.integration.rules import Stage, refusals
 from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.megatron_job import run_warm
 from tests.integration.model_cards_job import small
@@ -43,8 +43,8 @@ def test_a_card_agrees_with_the_rules(path: Path) -> None:
     for each, asked in paths.items():
         given = {**model.settings, "context_parallel_size": 2, **asked}
         settings = Settings(SimpleNamespace(**given), THD, torch.device("cuda"))
-        doors: list[Door] = ["model", *(["recurrent layer"] if settings.is_recurrent else [])]
-        found = [said for door in doors for _, said in refusals(door, settings)]
+        stages: list[Stage] = ["model", *(["recurrent layer"] if settings.is_recurrent else [])]
+        found = [said for stage in stages for _, said in refusals(stage, settings)]
         refused = each in card["refused"] or "all" in card["refused"]
         assert bool(found) == refused, (each, found)
         assert refused or each in card["equal"]

@@ -666,12 +666,12 @@ def test_a_feature_is_refused_at_both_doors() -> None:
     # Programs that call models by themselves may choose the ranks of each micro-batch.
     launched = {"hybrid_context_parallel", "dynamic_context_parallel"}
     for rule in FEATURES:
-        doors = {"arguments"} if rule.setting in launched else {"arguments", "model"}
-        assert set(rule.doors) == doors, rule.setting
+        stages = {"arguments"} if rule.setting in launched else {"arguments", "model"}
+        assert set(rule.stages) == stages, rule.setting
     asked = Settings(SimpleNamespace(attention_dropout=0.1), ZIGZAG, torch.device("cpu"))
-    for door in ("arguments", "model"):
+    for stage in ("arguments", "model"):
         with pytest.raises(ConfigError, match=r"add --attention-dropout 0$"):
-            check(door, asked)
+            check(stage, asked)
     check("start", asked)
 
 
@@ -708,9 +708,9 @@ def parser() -> argparse.ArgumentParser:
         ("", None),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("door", ["start", "files"])
+@pytest.mark.parametrize("stage", ["start", "files"])
 def test_data_and_folders(
-    door: rules.Door,
+    stage: rules.Stage,
     flags: str,
     said: str | None,
     parser: argparse.ArgumentParser,
@@ -723,9 +723,9 @@ def test_data_and_folders(
         Path(name).touch()
     settings = Settings(parser.parse_args(flags.split()), ZIGZAG)
     if said is None:
-        check(door, settings)
+        check(stage, settings)
         return
     with pytest.raises(ConfigError) as error:
-        check(door, settings)
+        check(stage, settings)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
