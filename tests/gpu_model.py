@@ -11,7 +11,7 @@ waits holds up those behind it, also those that it does not depend on.
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,6 +166,7 @@ class Gpus:
         self.current: Stream | None = None
         self.flags: dict[int, int] = {}  # by address
         self.memory: dict[tuple[str, int, int], Tensor] = {}  # by channel, count and rank
+        self.parts: dict[tuple[str, int, int], int] = {}  # upper bits of addresses in a part
         self.graphs = 0
         self.copied: list[int] = []  # bytes of whole copies
 
@@ -201,6 +202,11 @@ class Gpus:
         yield
         self.current = before
 
+    def memory_at(self, address: int) -> int:
+        """The address in this process of one in a rank's part of symmetric memory."""
+        found = {number: part for part, number in self.parts.items()}[address >> 32]
+        return self.memory[found].data_ptr() + address % (1 << 32)
+
     def captures(self) -> bool:
         return self.current is not None and self.current.graph is not None
 
@@ -229,9 +235,12 @@ class Gpus:
         def info(stream: Stream) -> tuple[int, int, int]:
             return 0, int(stream.graph is not None), stream.graph.number if stream.graph else 0
 
+        def move(there: int, here: int, size: int) -> None:
+            ctypes.memmove(self.memory_at(there), here, size)
+
         def copy_whole(there: int, here: int, size: int, stream: Stream) -> tuple[int]:
             self.copied.append(size)
-            stream.do(partial(ctypes.memmove, there, here, size))
+            stream.do(partial(move, there, here, size))
             return (0,)
 
         def copy(places: SimpleNamespace, stream: Stream) -> tuple[int]:
@@ -247,7 +256,7 @@ class Gpus:
                         (places.srcDevice, places.srcPitch),
                     )
                 )
-                stream.do(partial(ctypes.memmove, there, here, places.WidthInBytes))
+                stream.do(partial(move, there, here, places.WidthInBytes))
             return (0,)
 
         return SimpleNamespace(
@@ -266,28 +275,8 @@ class Memory:
     """A handle to symmetric memory: the parts of all ranks, in the order of ranks."""
 
     def __init__(self, gpus: Gpus, channel: str, count: int, size: int) -> None:
-        self.gpus, self.channel, self.count = gpus, channel, count
-        first = hash((channel, count)) << 16
-        self.buffer_ptrs = [first + (rank << 12) for rank in range(size)]
-
-    def get_buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Any:
-        whole = self.gpus.memory[self.channel, self.count, rank]
-        target = whole[offset * dtype.itemsize :].view(dtype)[: torch.Size(shape).numel()]
-        return Remote(self.gpus, target.view(shape))
-
-
-@dataclass
-class Remote:
-    """A tensor in another rank's memory."""
-
-    gpus: Gpus
-    target: Tensor
-
-    def __iter__(self) -> Iterator["Remote"]:
-        return (Remote(self.gpus, x) for x in self.target)
-
-    def data_ptr(self) -> int:
-        return self.target.data_ptr()
+        parts = [(channel, count, rank) for rank in range(size)]
+        self.buffer_ptrs = [gpus.parts.setdefault(one, len(gpus.parts) + 1) << 32 for one in parts]
 
 
 def modelled(module: ModuleType, gpus: Gpus) -> type[PeerCommunicator]:

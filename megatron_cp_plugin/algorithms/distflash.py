@@ -81,9 +81,8 @@ class DistFlash(PointToPoint):
             helpers: "work": under a window, documents or spans, ranks with more than the mean work
                 give some of it to ranks with less, see `WorkPlacement`; "distance": who helps whom
                 follows from their distance, as in the paper; "none": the paper's unbalanced
-                ring (Algorithm 1). Under other masks "work" is "distance", and also with transport
-                "peer", for which blocks must come from one rank at a time. No rank helps without
-                a causal mask, under which ranks would wait, or with layout "thd".
+                ring (Algorithm 1). Under other masks "work" is "distance". No rank helps without a
+                causal mask, under which ranks would wait, or with layout "thd".
             layout: "contiguous", or "thd", see ring.
         """
 
@@ -100,7 +99,7 @@ class DistFlash(PointToPoint):
         groups = head_groups(shape.heads, shape.kv_heads, chunks, share_kv=False)
         of_all = self.layout, self.topology.size, groups
         helpers = "none" if options.layout == "thd" else options.helpers
-        if helpers == "work" and mask.special and options.transport != "peer":
+        if helpers == "work" and mask.special:
             nodes, row_bytes = self.topology.nodes, shape.travel_bytes()
             return WorkPlacement(
                 *of_all, seq_len=shape.seq_len, mask=mask, nodes=nodes, row_bytes=row_bytes

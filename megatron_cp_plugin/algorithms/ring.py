@@ -28,7 +28,6 @@ BackwardRule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
-_NODE = 8  # ranks of a node, as most have; in larger ones what crosses nodes counts for less
 
 
 @dataclass(frozen=True)
@@ -114,31 +113,34 @@ class DoubleRingPlacement(RingPlacement):
 
 
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-def goes_straight(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
-    """Whether a rank has at most half of the exchanges, and no more bytes, if blocks go straight.
+def best_route(
+    layout: Layout, size: int, seq_len: int, mask: Mask, nodes: tuple[int, ...]
+) -> Literal["ring", "straight", "double"]:
+    """The route of `auto`.
 
-    Counts rows of keys: those that the busiest rank sends, and those that cross nodes of `_NODE`
-    consecutive ranks, in the mean over all ranks with which the first node may begin.
+    Under a mask with documents, spans or a window a relay waits in every step for the rank with
+    the most work, and what goes straight does not. Between nodes it goes straight unless a rank
+    sends more rows to other nodes, or gets more from there, than the other ranks of its node hold:
+    then blocks cross once to each node. So they do under other masks.
+
+    Args: nodes: of each rank.
     """
+    of_nodes = Counter(nodes)
+    local = max(of_nodes.values())
+    relay: Literal["ring", "double"] = "ring"
+    if 1 < len(of_nodes) < size and min(of_nodes.values()) == local:
+        relay = "double"
     if not mask.special:
-        return False
-    met = rows_met(layout.within(mask.followed), size, seq_len, mask, 1)
-    rows, distance = np.zeros((size, size), np.int64), np.arange(size)  # [owner, distance]
-    for owner, others in enumerate(met):
-        for other in others:
-            rows[owner, (other - owner) % size] = row_count(met[owner][other])
-    rows[:, 0] = 0
-    hops = rows.any(0).nonzero()[0]
-    sources = (distance[:, None] - distance) % size  # of each rank's blocks, by distance
-    exchanges = ((rows > 0) | (rows[sources, distance] > 0)).sum(1).max()
-    if not len(hops) or 2 * exchanges > hops.max():
-        return False
-    # A ring passes on at least the rows that any of the ranks behind needs.
-    passed = np.maximum.accumulate(rows[:, :0:-1], 1)[:, ::-1]
-    passing = (distance[:, None] + distance[:-1]) % size
-    most = np.bincount(passing.ravel(), passed.ravel()).max()
-    crossing = rows * np.minimum(np.minimum(distance, size - distance), min(_NODE, size))
-    return bool(rows.sum(1).max() <= most and crossing.sum() <= passed.sum())
+        return relay
+    if relay == "ring":
+        return "straight"
+    rows = np.zeros((size, size), np.int64)  # [owner, other]
+    for owner, others in enumerate(rows_met(layout.within(mask.followed), size, seq_len, mask, 1)):
+        for other, met in others.items():
+            if nodes[owner] != nodes[other]:
+                rows[owner, other] = row_count(met)
+    most = max(rows.sum(0).max(), rows.sum(1).max())
+    return relay if most * size > (local - 1) * seq_len else "straight"
 
 
 def ring_placement(
@@ -151,7 +153,7 @@ def ring_placement(
     rules: "Ring.Options",
     members: int = 1,
 ) -> RingPlacement:
-    """A ring of ranks, or of teams. The first time a collective operation with route double.
+    """A ring of ranks, or of teams. A collective operation the first time.
 
     Args:
         algorithm: whose ranks they are.
@@ -162,9 +164,10 @@ def ring_placement(
     """
     topology, e = algorithm.topology, shape.element_bytes
     size = topology.size // members
+    nodes = topology.nodes[topology.rank % members :: members]
     backward, route = rules.backward, rules.route
     if route == "auto":
-        route = "straight" if goes_straight(layout, size, shape.seq_len, mask) else "ring"
+        route = best_route(layout, size, shape.seq_len, mask, nodes)
     passed_on = size > 2 and route != "straight"  # else gradients are no sums
     wide = passed_on and rules.gradients == "float32"
     if backward == "auto":
@@ -185,7 +188,6 @@ def ring_placement(
     of_pass = *of_all, retains, retains and phase == "backward"
     if route != "double":
         return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)
-    nodes = topology.nodes[topology.rank % members :: members]
     if len(set(ranks := Counter(nodes).values())) > 1:
         raise ConfigError(
             f"{algorithm.name} route double needs as many ranks on one node as on another, got "
@@ -223,8 +225,7 @@ class Ring(PointToPoint):
                 multiples of 2P (`core.document_layout.PaddedDocuments`).
             route: "ring", from each rank to the next; "straight", from the owner to every rank that
                 needs the block, and its gradients straight back; "double", once to each other node
-                and from rank to rank inside nodes; "auto", straight where a mask leaves few pairs
-                of blocks, see `goes_straight`, else ring.
+                and from rank to rank inside nodes; "auto": see `best_route`.
         """
 
         backward: BackwardRule = "auto"

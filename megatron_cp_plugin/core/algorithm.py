@@ -364,8 +364,8 @@ class PointToPoint(Algorithm):
             chunks: groups of heads that are computed one after another, at most as many as KV
                 heads; 0: two for long sequences without windows, documents and spans, else one.
             transport: "group" (the process group's own, NCCL or gloo), "peer" (copy engines over
-                peer memory: GPUs of one node, of which each exchanges with one other at a time and
-                holds two blocks of others at most), or "auto", peer where that is possible.
+                peer memory: GPUs of one node, which hold the blocks of two exchanges at most), or
+                "auto", peer where that is possible.
         """
 
         chunks: int = number(0, group_counts, least=0)

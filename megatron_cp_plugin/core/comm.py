@@ -8,10 +8,12 @@ among P ranks each rank sends P - 1 messages of x, whatever the backend does.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from threading import Lock
 from typing import Literal
 from weakref import ref
@@ -28,6 +30,66 @@ Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
 Described = tuple[tuple[int, ...], torch.dtype]
+
+
+_ALIGNMENT = 256
+
+
+def aligned_bytes(described: Described) -> int:
+    """Bytes of memory for a tensor."""
+    shape, dtype = described
+    return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """Memory for all tensors that a rank receives in an exchange. One object for equal ones.
+
+    Attributes:
+        like: shapes and dtypes of the tensors.
+        order: the order in which they lie in memory.
+    """
+
+    like: tuple[Described, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, like: Iterable[Described], order: Sequence[int] | None = None) -> "Room":
+        """Args: order: None: as they are listed."""
+        listed = tuple(like)
+        return _room(listed, (*range(len(listed)),) if order is None else tuple(order))
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return sum(map(aligned_bytes, self.like))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each tensor begins, in bytes."""
+        sizes = [aligned_bytes(self.like[number]) for number in self.order]
+        starts = dict(zip(self.order, accumulate(sizes, initial=0), strict=False))
+        return tuple([starts[number] for number in range(len(sizes))])
+
+    def views(self, slab: Tensor, first: int) -> tuple[Tensor, ...]:
+        """The tensors. Args: slab: bytes. first: where the memory begins in it."""
+        found = []
+        for start, (shape, dtype) in zip(self.starts, self.like, strict=True):
+            begin = first + start
+            stop = begin + torch.Size(shape).numel() * dtype.itemsize
+            found.append(slab[begin:stop].view(dtype).view(shape))
+        return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _room(like: tuple[Described, ...], order: tuple[int, ...]) -> Room:
+    return Room(like, order)
+
+
+# By rank: the memory in which it receives, and the source of each tensor.
+Beside = Mapping[int, tuple[Room, Sequence[int]]]
+NOTHING_BESIDE: Beside = {}
+
 
 # Under which phase operations are counted.
 PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
@@ -171,11 +233,14 @@ class Communicator(ABC):
         self.size = size
         self.global_rank = global_rank
 
-    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
-        """Empty tensors for all that the next exchange receives: (shape, dtype) of each."""
-        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in like])
+    def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
+        """Empty tensors for all that the next exchange receives."""
+        if room.order == (*range(len(room.like)),):
+            each = room.like
+            return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in each])
+        return room.views(torch.empty(room.bytes, dtype=torch.uint8, device=device), 0)
 
-    def reserve(self, like: Sequence[Described]) -> None:  # noqa: B027  (most need no room)
+    def reserve(self, room: Room) -> None:  # noqa: B027  (most need no room)
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
 
     def expect(self, sources: Collection[int]) -> None:  # noqa: B027  (most need not know)
@@ -190,7 +255,17 @@ class Communicator(ABC):
     def skip(self, count: int) -> None:  # noqa: B027  (most need not know)
         """Leaves out the next exchanges, in which this rank does nothing and others may."""
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def begin(self) -> None:  # noqa: B027  (most need not know)
+        """Marks a point in the work of the current stream: see `exchange`, `early`."""
+
+    def exchange(
+        self,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        beside: Beside = NOTHING_BESIDE,
+        *,
+        early: bool = False,
+    ) -> Pending[None]:
         """Sends tensors to ranks and fills buffers from ranks, all at once.
 
         Several messages between one pair of ranks arrive in the order in which they are listed.
@@ -199,10 +274,14 @@ class Communicator(ABC):
             sends: (tensor, destination); tensors are contiguous unless `strided`, and stay
                 unchanged until `wait`.
             receives: (contiguous buffer, source).
+            beside: what each destination receives, if it receives from several ranks. A channel
+                that writes to its memory needs it.
+            early: the tensors to be sent were there at the last `begin`; they need not wait for
+                work that was queued after it.
         """
         if _recordings:
             self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
-        return self._exchange(sends, receives)
+        return self._exchange(sends, receives, beside, early=early)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
@@ -251,7 +330,9 @@ class Communicator(ABC):
                         log.rows.append(row)
 
     @abstractmethod
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...
+    def _exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    ) -> Pending[None]: ...
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Pending[Tensor]: ...
@@ -323,7 +404,9 @@ class ProcessGroupCommunicator(Communicator):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=existing(self._reference))
             self._connected = True
 
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    ) -> Pending[None]:
         group, ranks = self._group, self._ranks
         ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
         ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]

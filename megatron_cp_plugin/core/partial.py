@@ -449,6 +449,32 @@ class GradientSum(_Partials):
             self._settle()
             self._add(rows, gradients)
 
+    def add_last(self, others: Sequence[Partial]) -> None:
+        """Adds gradients after which none come, in as few passes as can be: rows that have one or
+        two more are summed in place, in the dtype that the sums have by then.
+        """
+        self.empty = self.placing = False
+        self._total, self._waiting = self.final(self._like[0].dtype), []
+        for rows, tensors in others:
+            self._wait(rows, tensors, apart=False)
+        if sum(isinstance(rows, RowIndex) for rows, _ in others) > 1:  # perhaps of the same rows
+            self._owned = self._total[0].dtype == self._wide
+            self._own_buffers()
+        for rows, parts in self._pieces():
+            if isinstance(rows, RowIndex):
+                _add_rows(self._total, rows, *parts)
+                continue
+            there = [rows_at(x, rows) for x in self._total]
+            sums = there
+            if len(parts) > 2 and there[0].dtype != self._wide:
+                sums = [x.new_empty(x.shape, dtype=self._wide) for x in there]
+            before = there
+            while parts:
+                some, parts = parts[:2], parts[2:]
+                after = sums if parts else there
+                _sum_into(after, before, *some)
+                before = after
+
     def result(self, dtype: torch.dtype | None = None, plus: Tensors | None = None) -> Tensors:
         """The sums, contiguous, in `dtype` (default: the dtype of the tensors).
 

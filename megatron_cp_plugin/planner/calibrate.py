@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase
+from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase, Room
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
@@ -360,7 +360,7 @@ class _Calibration:
 
     def _push(self, x: Tensor) -> None:
         comm = self.topology.peer_channel("calibration", 1)
-        (y,) = comm.buffers([(tuple(x.shape), x.dtype)], self.device)
+        (y,) = comm.buffers(Room.of([(tuple(x.shape), x.dtype)]), self.device)
         self._round(comm, x, y).wait()
 
     def _round(self, comm: Communicator, x: Tensor, y: Tensor) -> Pending[None]:

@@ -3,14 +3,22 @@
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase, Receive, Send
+from megatron_cp_plugin.core.comm import (
+    Beside,
+    Communicator,
+    Operation,
+    Pending,
+    Phase,
+    Receive,
+    Send,
+)
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
 
@@ -25,6 +33,7 @@ class Post(NamedTuple):
         operation: None: by copy engines.
         sends, receives: (global rank, bytes) of each message.
         bytes: that this rank sends in a collective operation.
+        early: see Communicator.exchange.
     """
 
     channel: ChannelId
@@ -33,6 +42,14 @@ class Post(NamedTuple):
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
     bytes: int
+    early: bool = False
+
+
+class Offer(NamedTuple):
+    """Lets others write the messages of an operation that is yet to be posted."""
+
+    channel: ChannelId
+    number: int
 
 
 class Wait(NamedTuple):
@@ -78,7 +95,7 @@ class Memory(NamedTuple):
     bytes: int
 
 
-Event = RecordedKernel | Linear | Memory | Post | Wait
+Event = RecordedKernel | Linear | Memory | Post | Offer | Wait
 # The record of this thread, if it is recording.
 recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
 
@@ -165,6 +182,10 @@ class _Posting:
         self.channel = channel
         self._number = 0
 
+    def offer(self) -> None:
+        """Notes that others may write the messages of the next operation."""
+        note(Offer(self.channel, self._number))
+
     def __call__[T](
         self,
         operation: Operation | None,
@@ -173,10 +194,13 @@ class _Posting:
         result: T,
         sent: Tensor | None = None,
         block: Tensor | None = None,
+        *,
+        early: bool = False,
     ) -> Pending[T]:
         """Args:
         sent: by a collective operation.
         block: of it, that goes to each other rank.
+        early: see Communicator.exchange.
         """
         number, ranks = self._number, self.channel[1]
         self._number += 1
@@ -184,7 +208,7 @@ class _Posting:
             tuple((ranks[rank], _size_of(x)) for x, rank in each) for each in (sends, receives)
         )
         of_block = 0 if block is None else _size_of(block) * (len(ranks) - 1)
-        note(Post(self.channel, number, operation, leave, come, of_block))
+        note(Post(self.channel, number, operation, leave, come, of_block, early))
         living = [sends, sent]
 
         def finish() -> T:
@@ -203,7 +227,9 @@ class _Channel(Communicator):
         super().__init__(name, rank, len(ranks), ranks[rank])
         self._posting = posting
 
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    ) -> Pending[None]:
         return self._posting("exchange", sends, receives, None)
 
     def skip(self, count: int) -> None:
@@ -236,8 +262,19 @@ class _PeerChannel(SlottedCommunicator):
     def _grow(self, slot_bytes: int) -> None:
         self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
 
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return self._posting(None, sends, receives, None)
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        self._posting.offer()
+
+    def _post(
+        self,
+        slot: int,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        starts: Mapping[int, Sequence[int]],
+        *,
+        early: bool,
+    ) -> Pending[None]:
+        return self._posting(None, sends, receives, None, early=early)
 
 
 def _size_of(x: Tensor) -> int:

@@ -20,6 +20,7 @@ from megatron_cp_plugin.planner.dry_run import (
     Event,
     Linear,
     Memory,
+    Offer,
     Post,
     RecordedKernel,
     Wait,
@@ -153,7 +154,7 @@ def _launch_seconds(machine: Machine, event: Event) -> float:
         if event.operation == "exchange" and not event.sends and not event.receives:
             return 0.0  # of others, in which this rank has no part
         return host.peer if event.operation is None else host.group
-    if isinstance(event, Wait):
+    if isinstance(event, Wait | Offer):
         return 0.0
     if isinstance(event, Linear):
         return host.kernel
@@ -194,13 +195,15 @@ class _Operation:
     Attributes, all by rank:
         posts: the posted operation, and the time at which the rank's stream reached it.
         offered: time from which others may write to its memory.
-        copied: time at which it has written to others' memory.
+        copied: time at which it has written to others' memory; arrived: to that of one of them,
+            by source and target.
         done: time at which it is over.
     """
 
     posts: dict[int, tuple[Post, float]] = field(default_factory=dict)
     offered: dict[int, float] = field(default_factory=dict)
     copied: dict[int, float] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
 
 
@@ -220,7 +223,8 @@ class _Rank:
         phase: its present phase.
         host, stream, copies: time until which each is busy.
         waited: seconds of waiting for messages, by pass.
-        ended: time at which the stream reached the end of the forward.
+        begun, ended: times at which the stream reached the beginning of the present pass, and the
+            end of the forward.
         busy: intervals of computation.
         slowed: intervals in which the process group moved data.
         queue: copies that are not done.
@@ -233,6 +237,7 @@ class _Rank:
     stream: float = 0.0
     copies: float = 0.0
     waited: dict[Phase, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    begun: float = 0.0
     ended: float = 0.0
     busy: list[tuple[float, float]] = field(default_factory=list)
     slowed: list[tuple[float, float]] = field(default_factory=list)
@@ -292,8 +297,11 @@ class _Run:
                 ready = max(rank.stream, rank.host)
                 rank.waited[rank.phase] += max(0.0, done - ready)
                 rank.stream = max(ready, done)
+            elif isinstance(event, Offer):
+                offered = self.operations[event.channel, event.number].offered
+                offered.setdefault(number, max(rank.stream, rank.host))
             elif isinstance(event, _Begin):
-                rank.phase, rank.ended = event.phase, rank.stream
+                rank.phase, rank.ended, rank.begun = event.phase, rank.stream, rank.stream
                 host = self.machine.host
                 rank.host += self._launch(
                     host.call if event.phase == "forward" else host.call_backward
@@ -348,9 +356,13 @@ class _Run:
     def _post(self, number: int, rank: _Rank, post: Post) -> None:
         peer = post.operation is None
         key = post.channel, post.number
-        self.operations[key].posts[number] = post, max(rank.stream, rank.host)
+        ready = max(rank.stream, rank.host)
         if peer:
             rank.queue.append(key)
+            self.operations[key].offered.setdefault(number, ready)
+            if post.early:
+                ready = max(rank.begun, rank.host)
+        self.operations[key].posts[number] = post, ready
         self.open[key] = None
         if post.operation == "exchange" or peer:
             for target, size in post.sends:
@@ -414,7 +426,7 @@ class _Run:
             rank = self.ranks[number]
             if number in operation.copied or rank.queue[0] != key:
                 continue
-            start = operation.offered.setdefault(number, max(rank.copies, ready))
+            start = max(rank.copies, ready)
             targets = [target for target, _ in post.sends if target in self.ranks]
             if all(target in operation.offered for target in targets):
                 starts = (operation.offered[target] for target in targets)
@@ -425,17 +437,19 @@ class _Run:
         """A rank's part of an exchange by copy engines."""
         operation, rank = self.operations[key], self.ranks[number]
         post, _ = operation.posts[number]
-        end = start
-        if post.sends:
-            size = sum(size for _, size in post.sends)
-            end = self._move(start, number, post.sends[0][0], size, "copies")
+        end, size = start, len(self.nodes)
+        in_turns = sorted(_joined_sends(post.sends), key=lambda one: (one[0] - number) % size)
+        for target, of_all in in_turns:
+            begin = max(end, operation.offered.get(target, end))
+            end = self._move(begin, number, target, of_all, "copies")
+            operation.arrived[number, target] = end
         rank.copies = operation.copied[number] = end
         rank.queue.pop(0)
         for member in operation.copied.keys() - operation.done.keys():
             received = operation.posts[member][0].receives
             sources = {source for source, _ in received if source in self.ranks}
             if sources <= operation.copied.keys():
-                arrivals = (operation.copied[source] for source in sources)
+                arrivals = (operation.arrived[source, member] for source in sources)
                 operation.done[member] = max([operation.copied[member], *arrivals])
 
     def _move(self, start: float, source: int, target: int, size: int, lane: str) -> float:

@@ -77,67 +77,51 @@ def test_straight_ways_halve_what_the_busiest_rank_of_a_contiguous_ring_sends(si
     assert most == {"ring": max(2 * size - 3, size - 1), "straight": size - 1}
 
 
-FEW = [
-    Mask(window=9),
-    Mask(window=30),
-    Mask(documents=tuple(range(7, 320, 11))),
-    Mask(documents=(60, 61, 150), window=20),
-    Mask(causal=False, documents=tuple(range(5, 320, 9))),
-]
-
-
-@pytest.mark.parametrize("mask", FEW, ids=str)
-@pytest.mark.parametrize("algo", ["zigzag", "usp", "zigzag:layout=documents"])
-@pytest.mark.parametrize("size", [8])
-def test_few_pairs_go_straight(size: int, algo: str, mask: Mask) -> None:
-    """In fewer steps and messages; no rank of any size of node sends more."""
-    shape = Shape(1, 40 * size, 4, 2, 8)
-    name, *words = algo.split(":")
-    given: dict[str, object] = dict(word.split("=") for word in words)
-    given |= {"ulysses": 2} if name == "usp" else {}
-    for of_node in (1, 2, 4, size):
-        topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
-        plans = {}
-        for route in ("auto", "ring", "straight"):
-            made = create(name, topology, {**given, "route": route}).within(mask.followed)
-            plans[route] = [made.plan(shape, mask, phase) for phase in PHASES]
-        chosen = plans["ring" if plans["auto"][0].relay else "straight"]
-        assert [plan.moves for plan in plans["auto"]] == [plan.moves for plan in chosen]
-        for auto, ring in zip(plans["auto"], plans["ring"], strict=True):
-            for nodes in (None, topology.nodes):
-                most, sums = [], []
-                for plan in (auto, ring):
-                    sent = [plan.sent(rank, shape, nodes).bytes for rank in range(size)]
-                    most.append(max(sent))
-                    sums.append(sum(sent))
-                assert sums[0] <= sums[1]
-                assert nodes or most[0] <= most[1]
+SHORT, LONG = tuple(range(20, 640, 20)), (600, 617)  # documents
 
 
 @pytest.mark.parametrize(
-    ("algo", "size", "mask", "straight"),
+    ("algo", "size", "of_node", "mask", "route"),
     [
-        ("zigzag", 8, Mask(window=9), True),
-        ("zigzag", 8, Mask(documents=tuple(range(20, 320, 40))), True),
-        ("zigzag", 4, Mask(window=9), False),  # two steps of three
-        ("zigzag", 8, Mask(), False),
-        ("zigzag", 8, Mask(window=300), False),
-        ("ring", 8, Mask(window=9), False),  # one step either way
-        ("zigzag", 1, Mask(window=9), False),
-        # Few exchanges of each rank, though at many distances.
-        ("zigzag:layout=documents", 16, Mask(documents=tuple(range(17, 640, 17))), True),
-        ("zigzag:layout=documents", 24, Mask(documents=tuple(range(37, 960, 37))), True),
-        ("zigzag:layout=documents", 16, Mask(documents=(300, 317)), False),
-        # Few that a rank sends, but others that it receives.
-        ("zigzag", 16, Mask(documents=tuple(range(130, 640, 130))), False),
+        ("zigzag", 4, 4, Mask(), "ring"),
+        ("zigzag", 4, 4, Mask(False), "ring"),
+        ("zigzag", 16, 8, Mask(), "double"),
+        ("zigzag", 16, 1, Mask(), "ring"),  # a node of each rank's own
+        ("zigzag", 16, 4, Mask(), "double"),
+        # Inside a node, whatever the mask hides.
+        ("zigzag", 16, 16, Mask(window=9), "straight"),
+        ("ring", 16, 16, Mask(documents=LONG), "straight"),
+        ("zigzag:layout=documents", 16, 16, Mask(documents=SHORT), "straight"),
+        ("zigzag:layout=documents", 16, 16, Mask(documents=LONG), "straight"),
+        # Between nodes by what crosses.
+        ("zigzag:layout=documents", 16, 4, Mask(documents=SHORT), "straight"),
+        ("zigzag:layout=documents", 16, 4, Mask(documents=LONG), "double"),
+        ("zigzag", 16, 8, Mask(window=9), "straight"),
+        ("zigzag", 16, 8, Mask(window=600), "double"),
+        ("zigzag", 16, 1, Mask(window=600), "straight"),
     ],
 )
-def test_what_goes_straight(algo: str, size: int, mask: Mask, straight: bool) -> None:
+def test_the_route_of_auto(algo: str, size: int, of_node: int, mask: Mask, route: str) -> None:
     name, *words = algo.split(":")
-    options = dict(word.split("=") for word in words)
-    made = create(name, VirtualWorld(size).topology(0), options).within(mask.followed)
+    options: dict[str, object] = dict(word.split("=") for word in words)
+    topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
+    shape = Shape(1, 40 * size, 4, 2, 8)
+    auto = create(name, topology, options).within(mask.followed)
+    named = create(name, topology, {**options, "route": route}).within(mask.followed)
     for phase in PHASES:
-        assert made.plan(Shape(1, 40 * size, 4, 2, 8), mask, phase).relay is not straight
+        assert auto.placement(shape, mask, phase) == named.placement(shape, mask, phase)
+
+
+def test_blocks_that_many_ranks_of_a_node_need_cross_once() -> None:
+    """Straight ways would send the first rows of a long document to each of them."""
+    shape, mask = Shape(1, 640, 4, 2, 8), Mask(documents=LONG)
+    topology = VirtualWorld(16, ranks_per_node=4).topology(0)
+    most = {}
+    for route in ("straight", "auto"):
+        options = {"layout": "documents", "route": route}
+        plan = create("zigzag", topology, options).within(mask.followed).plan(shape, mask)
+        most[route] = max(plan.sent(rank, shape, topology.nodes).bytes for rank in range(16))
+    assert 2 * most["auto"] <= most["straight"]
 
 
 def test_unequal_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.algorithms.distflash import DistFlash
 from megatron_cp_plugin.algorithms.work_placement import (
     Assigned,
     Assignment,
@@ -195,22 +194,6 @@ def test_other_masks_have_the_plan_of_the_paper() -> None:
         assert mine == papers
 
 
-@pytest.mark.parametrize("mask", [Mask(window=9), Mask(documents=(8, 40))], ids=str)
-def test_blocks_of_several_ranks_do_not_come_by_copy_engines(mask: Mask) -> None:
-    """Helpers by work may need more buffers than there are: then the process group sends."""
-    shape = Shape(1, 64, 4, 2, 8)
-    for helpers, transport, slots in (
-        ("work", "auto", {None}),
-        ("distance", "auto", {2}),
-        ("work", "peer", {2}),
-    ):
-        options = {"helpers": helpers, "transport": transport}
-        made = create("distflash", VirtualWorld(4, peer_access=True).topology(0), options)
-        assert isinstance(made, DistFlash)
-        ways = [made.transport.way(made.plan(shape, mask, phase), 2) for phase in PHASES]
-        assert {way.slots for way in ways if way is not None} == slots
-
-
 @pytest.mark.parametrize(
     ("options", "by_work"),
     [
@@ -219,7 +202,7 @@ def test_blocks_of_several_ranks_do_not_come_by_copy_engines(mask: Mask) -> None
         ({"helpers": "none"}, False),
         ({"helpers": "distance"}, False),
         ({"layout": "thd"}, False),
-        ({"transport": "peer"}, False),
+        ({"transport": "peer"}, True),
     ],
 )
 def test_where_ranks_help_by_work(options: dict[str, object], by_work: bool) -> None:

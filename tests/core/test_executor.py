@@ -5,7 +5,8 @@ import torch
 
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.execution.executor import Transport
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -16,22 +17,22 @@ from tests.over_slots import CASES, compare
 
 
 @pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
-def test_copy_engines_are_used_where_each_rank_has_one_peer_at_a_time(
+def test_copy_engines_are_used_where_two_buffers_are_enough(
     algo: str, options: dict[str, object]
 ) -> None:
     (channels, *_) = compare(algo, options, 4, Mask(), 32)
     results = ("returns" if algo == "distflash" else "sums", 1)
-    # A rank of a contiguous ring passes one sum on and returns another at a time: so its backward
-    # uses the process group.
     exchanges = {name: channel._turn for name, channel in channels.items()}
     assert set(exchanges) == {("fetches", 2), results}
-    assert (exchanges[results] > 0) == (algo != "ring")
+    assert exchanges[results] > 0
     assert exchanges["fetches", 2] >= 2
 
 
-def test_transport_peer_is_refused_where_a_rank_has_two_peers() -> None:
-    with pytest.raises(ConfigError, match="ring transport peer needs each rank to exchange with"):
-        compare("ring", {"backward": "kv", "transport": "peer"}, 4, Mask(), 32)
+def test_transport_peer_is_refused_where_a_rank_holds_many_blocks() -> None:
+    topology = VirtualWorld(4, peer_access=True).topology(0)
+    plan = create("distflash", topology, {}).plan(Shape(1, 32, 4, 2, 8), Mask())
+    with pytest.raises(ConfigError, match="mine transport peer needs ranks to hold the blocks of"):
+        Transport("mine", topology, "peer").way(plan, slots=1)
 
 
 @pytest.mark.parametrize(

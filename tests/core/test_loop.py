@@ -47,11 +47,12 @@ def test_copy_engines_find_what_they_need(
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": False, "chunks": 2}, {"last_step": "owner"}], ids=str
 )
-def test_helpers_by_work_send_messages_where_peer_memory_is(
+def test_helpers_by_work_exchange_with_several_ranks_over_peer_memory(
     options: dict[str, object], size: int, mask: Mask
 ) -> None:
-    """They exchange with several ranks at once, which copy engines do not; nothing is refused."""
-    assert compare("distflash", options, size, mask, 5 * size + size // 2) == [{}] * size
+    for channels in compare("distflash", options, size, mask, 5 * size + size // 2):
+        assert all(channel._turn > 0 for channel in channels.values())
+        assert channels
 
 
 def test_helpers_may_send_results_while_their_owner_computes(
@@ -126,5 +127,6 @@ def test_groups_of_heads_straight_from_their_owners(
 def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
     """Rank 4 has nothing to add to the gradients of rank 1's keys, and ranks around it have."""
     options: dict[str, object] = {"backward": "kv", "gradients": gradients, "chunks": 1}
+    options["route"] = "ring"
     (channels, *_) = compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
     assert channels["sums", 1]._turn > 0

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.blocks.rows import packed
 from megatron_cp_plugin.core.communication import devices
-from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of, merge_into
+from megatron_cp_plugin.core.partial import (
+    Accumulator,
+    GradientSum,
+    RowIndex,
+    delta_of,
+    merge_into,
+)
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import forward_of
 from tests.oracle import naive_attention, relative_error
@@ -448,3 +454,31 @@ def test_rows_in_float64_are_not_taken_in_float32(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(partial.taken(x.float(), 2, rows[1:]), x.float()[:, :, [0, 2]])
     monkeypatch.setattr(operations, "rows_at", lambda x, rows: None)
     assert partial.rows_at(x.bfloat16(), rows) is None
+
+
+@pytest.mark.parametrize("own", ["whole", "pieces", "sums"])
+def test_gradients_that_come_last(own: str) -> None:
+    """Slices that overlap, and rows by number: rounded once, where rows have many of them too."""
+    torch.manual_seed(0)
+    like = torch.empty(1, 12, 2, 4, dtype=torch.bfloat16)
+    total, exact = GradientSum(like, few=own != "sums"), torch.zeros(1, 12, 2, 4).double()
+
+    def gradient(rows: slice) -> torch.Tensor:
+        x = torch.randn(1, rows.stop - rows.start, 2, 4).to(torch.bfloat16)
+        exact[:, rows] += x.double()
+        return x
+
+    first = {"whole": [slice(0, 12)], "pieces": [slice(0, 5), slice(5, 12)]}
+    for rows in first.get(own, [slice(0, 12), slice(0, 12)]):
+        total.add(rows, gradient(rows))
+    last = [slice(0, 12), slice(0, 8), slice(2, 6), slice(2, 12), slice(3, 4)]
+    others = [(rows, (gradient(rows),)) for rows in last]
+    numbers = torch.tensor([1, 7, 9], dtype=torch.int32)
+    some = torch.randn(1, 3, 2, 4).to(torch.bfloat16)
+    exact[:, numbers] += some.double()
+    total.add_last([*others, (RowIndex(numbers), (some,))])
+    (found,) = total.result()
+    # One rounding; two for the rows by number, which are added to the rounded sums.
+    error = (found.double() - exact).abs() / exact.abs().clamp(min=1)
+    assert error.max() < 2**-7
+    assert error[:, [0, 2, 3, 4, 5, 6, 8, 10, 11]].max() <= 2**-8 * 1.01

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.core.comm import Room
 from megatron_cp_plugin.core.communication import peer
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator
 from megatron_cp_plugin.errors import ContextParallelError
@@ -53,10 +54,10 @@ def test_no_rank_writes_to_memory_that_is_still_being_cleared(
         monkeypatch.setattr(symmetric_memory, "rendezvous", lambda memory, name: handle)
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
         monkeypatch.setattr(dist, "barrier", lambda group: events.append("wait for ranks"))
-        channel = PeerCommunicator("test", Group((0, 2)), 2, Stream())  # type: ignore[arg-type]
+        channel = PeerCommunicator("test", Group((0, 2)), 2, Stream(), Stream())  # type: ignore[arg-type]
         made = ["memory", "wait for the GPU", "wait for ranks"]
         assert events == made
-        channel.reserve([FLOAT])
+        channel.reserve(Room.of([FLOAT]))
         assert events == [*made, *made[1:], *made]
 
 
@@ -65,11 +66,15 @@ What = Literal["expect", "post", "wait"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Each of the receivers gets a block from the rank `shift` before it."""
+    """Each of the receivers gets a block from every rank that is one of the `shifts` before it.
+
+    Attributes: early: blocks are made before other work is queued, for which they do not wait.
+    """
 
     channel: int
-    shift: int
+    shifts: tuple[int, ...]
     receivers: frozenset[int]
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class Program:
                     continue
             elif len(exchanges) < count and random.random() < 0.6:
                 receivers = [rank for rank in range(case.size) if random.random() < 0.8]
-                shift = random.randrange(1, case.size)
+                shifts = [n for n in range(1, case.size) if random.random() < 0.7] or [1]
+                random.shuffle(shifts)
+                early = random.random() < 0.5
                 if random.random() < 0.4:
                     expected[channel] = len(exchanges)
                     events.append(("expect", len(exchanges)))
@@ -110,7 +117,7 @@ class Program:
                     events.append(("post", len(exchanges)))
                 else:
                     continue
-                exchanges.append(Exchange(channel, shift, frozenset(receivers)))
+                exchanges.append(Exchange(channel, tuple(shifts), frozenset(receivers), early))
                 continue
             if under_way:
                 index = under_way.pop(random.randrange(len(under_way)))
@@ -143,10 +150,11 @@ class Rank:
         kind = modelled(module, gpus)
         names = [f"channel {number}" for number in range(case.channels)]
         with gpus.on(self.streams[0]):
-            copies = Stream()
-            self.channels = [kind(name, (rank, case.size), case.slots, copies) for name in names]
+            streams = Stream(), Stream()
+            of_all = (rank, case.size), case.slots, *streams
+            self.channels = [kind(name, *of_all) for name in names]
             for channel in self.channels:
-                channel.reserve([FLOAT])
+                channel.reserve(Room.of([FLOAT] * (case.size - 1)))
         self.round = torch.zeros(1)  # in the GPU's memory
         self.graphs: list[Graph] = []
         self.kept: list[Tensor] = []
@@ -163,22 +171,35 @@ class Rank:
         for what, index in program.events:
             exchange = program.exchanges[index]
             channel, stream = self.channels[exchange.channel], random.choice(streams)
-            source = (self.rank - exchange.shift) % case.size
-            target = (self.rank + exchange.shift) % case.size
+            sources = [(self.rank - shift) % case.size for shift in exchange.shifts]
+            targets = [(self.rank + shift) % case.size for shift in exchange.shifts]
+            targets = [target for target in targets if target in exchange.receivers]
             with self.gpus.on(stream):
                 if what == "expect":
                     if self.rank in exchange.receivers:
-                        channel.expect({source})
+                        channel.expect({*sources})
                 elif what == "post":
                     sent, sends, receives = self._block(index), [], []
                     if self.rank in exchange.receivers:
-                        (buffer,) = channel.buffers([FLOAT], torch.device("cuda", 0))
-                        receives = [(buffer, source)]
-                    if target in exchange.receivers:
-                        sends = [(sent, target)]
+                        like = [FLOAT] * len(sources)
+                        buffers = channel.buffers(Room.of(like), torch.device("cuda", 0))
+                        receives = [*zip(buffers, sources, strict=True)]
+                    if targets:
+                        sends = [(sent, target) for target in targets]
                         self._work(stream)
                         stream.do(partial(self._fill, sent, index))
-                    pending[index] = channel.exchange(sends, receives), sent, receives
+                    if exchange.early:
+                        channel.begin()
+                        self._work(stream)
+                    beside = {
+                        to: (
+                            Room.of([FLOAT] * len(sources)),
+                            [(to - shift) % case.size for shift in exchange.shifts],
+                        )
+                        for to in targets
+                    }
+                    made = channel.exchange(sends, receives, beside, early=exchange.early)
+                    pending[index] = made, sent, receives
                 else:
                     under_way, sent, receives = pending[index]
                     under_way.wait()
@@ -255,7 +276,7 @@ def run(case: Case, seed: int, module: ModuleType = peer) -> int:
                 index = random.randrange(len(captured))
                 program = captured[index]
                 parts.append(partial(Rank.replay, number=number, index=index))
-            blocks += sum(len(exchange.receivers) for exchange in program.exchanges)
+            blocks += sum(len(x.receivers) * len(x.shifts) for x in program.exchanges)
         hosts = [rank.host(parts) for rank in ranks]
         while hosts:
             host = random.choice(hosts)
@@ -269,7 +290,7 @@ def run(case: Case, seed: int, module: ModuleType = peer) -> int:
         assert got.tolist() == wanted.tolist(), "a block is wrong"
     assert len(kept) == blocks, "blocks got lost"
     offers = (case.size * case.slots) * 4  # bytes of a rank's flags, before those of what has come
-    left = [flag for flag, value in gpus.flags.items() if value and flag % (1 << 12) < offers]
+    left = [flag for flag, value in gpus.flags.items() if value and flag % (1 << 32) < offers]
     assert not left, "an offer is left"
     return blocks
 
@@ -290,13 +311,14 @@ def test_blocks_are_whole(
 WRONG, STUCK = "a block is wrong", "streams wait for each other"
 LEFT = "an offer is left"
 OUTSIDE, OPEN = "waits for work outside of the capture", "did not come back before capture ended"
-_FINISH = "            now.wait_event(done)\n"
+_FINISH = "            if done is not None:\n                now.wait_event(done)\n"
 _READ = "                self._readers[slot] = now, _capture_of(now)\n"
-_OFFER = "                self._write(now, receives[0][1], self.rank * self._slots + slot, 1)\n"
+_RESET = "                now.wait_event(self._reset[slot])\n"
+_OFFER = "                self._write(now, source, self.rank * self._slots + slot, 1)\n"
 # Lines of the transport, what is put in their place, and what comes of it.
 FAULTS: dict[str, tuple[dict[str, str], str]] = {
     "the flag of what has come is not set back": (
-        {"self._write(copies, self.rank, self.size * self._slots + slot, 0)": "pass"},
+        {"self._write(offers, self.rank, self._arrival(source, slot), 0)": "pass"},
         WRONG,
     ),
     "the flag of an offer is not set back": (
@@ -308,27 +330,35 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         STUCK,
     ),
     "a rank takes the flag of an earlier block": (
-        {_FINISH: "            if sends:\n    " + _FINISH},
+        {_RESET: "", _READ: _RESET + _READ},
+        WRONG,
+    ),
+    "a block is taken as another rank's": (
+        {"self._await(now, self._arrival(source, slot))": "pass"},
         WRONG,
     ),
     "a slot is offered while another stream reads it": (
-        {"                copies.wait_stream(reader[0])\n": "                pass\n"},
+        {"            offers.wait_stream(reader[0])\n": "            pass\n"},
         WRONG,
+    ),
+    "a slot is offered before the work on it is done": (
+        {"        offers.wait_stream(current)\n": ""},
+        OUTSIDE,
     ),
     "a slot is offered again, to the next graph too, as soon as its block has come": (
         {_READ: _READ + _OFFER},
         STUCK,
     ),
     "a block is sent before it is made": (
-        {
-            "        self._stream.wait_stream(torch.cuda.current_stream(self._device))\n": (
-                "        pass\n"
-            )
-        },
+        {"            copies.wait_stream(current)\n": "            pass\n"},
+        OUTSIDE,
+    ),
+    "a block that was there early is sent before it is made": (
+        {"            copies.wait_event(begun)\n": "            pass\n"},
         OUTSIDE,
     ),
     "a sender changes a block before it has left": (
-        {_FINISH: "            if not sends:\n    " + _FINISH},
+        {_FINISH: _FINISH.replace("done is", "not sends and done is")},
         OPEN,
     ),
     "a captured stream waits for a reader of before": (
@@ -340,7 +370,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         WRONG,
     ),
     "a slot that is expected is offered once more": (
-        {"        if not self._offered:\n": "        if True:\n"},
+        {"        if sources and not self._offered:\n": "        if sources:\n"},
         LEFT,
     ),
 }
@@ -382,17 +412,17 @@ def test_replays_keep_the_memory_that_they_write_to() -> None:
         rank = Rank(0, Case(size=2), gpus, peer)
         (channel,) = rank.channels
         held = channel.held_bytes
-        nothing = Program((Exchange(0, 1, frozenset([0])),), (("post", 0), ("wait", 0)))
+        nothing = Program((Exchange(0, (1,), frozenset([0]), False),), (("post", 0), ("wait", 0)))
         with gpus.on(rank.streams[0]):
-            channel.reserve([((1024,), torch.float32)])
+            channel.reserve(Room.of([((1024,), torch.float32)]))
             assert channel.held_bytes > held  # nothing was captured: the former memory is free
             grown = channel.held_bytes
         for _ in rank.capture(nothing):
             pass
         with gpus.on(rank.streams[0]):
-            channel.reserve([((2048,), torch.float32)])
+            channel.reserve(Room.of([((2048,), torch.float32)]))
             assert channel.held_bytes == 3 * grown
-            channel.reserve([((4096,), torch.float32)])
+            channel.reserve(Room.of([((4096,), torch.float32)]))
             assert channel.held_bytes == grown + 4 * grown
 
 
@@ -405,7 +435,7 @@ def test_room_is_made_before_a_capture() -> None:
             gpus.on(rank.streams[0]),
             pytest.raises(ContextParallelError, match="make the same call once before"),
         ):
-            rank.channels[0].reserve([((1024,), torch.float32)])
+            rank.channels[0].reserve(Room.of([((1024,), torch.float32)]))
 
 
 @dataclass
@@ -442,7 +472,7 @@ def test_pieces_are_no_further_apart_than_a_copy_in_two_dimensions_takes(
     place = Place(shape)
     gpus = Gpus(Random(0))
     with cuda(gpus):
-        peer.push(Stream(), x, place)  # type: ignore[arg-type]
+        peer.push(Stream(), x, place.data_ptr())  # type: ignore[arg-type]
     assert gpus.copied == whole
 
 
@@ -453,7 +483,7 @@ def test_tensors_that_are_elsewhere_are_refused() -> None:
         (channel, *_) = Rank(0, Case(size=2), gpus, peer).channels
         elsewhere = torch.device("meta")
         with pytest.raises(ContextParallelError, match="got meta: use transport group"):
-            channel.buffers([FLOAT], elsewhere)
+            channel.buffers(Room.of([FLOAT]), elsewhere)
 
 
 def test_what_an_error_has_left_is_no_hang() -> None:
@@ -462,7 +492,7 @@ def test_what_an_error_has_left_is_no_hang() -> None:
     with cuda(gpus):
         ranks = [Rank(rank, Case(size=3), gpus, peer) for rank in range(3)]
         channel, stream = ranks[0].channels[0], ranks[0].streams[0]
-        (buffer,) = channel.buffers([FLOAT], torch.device("cuda", 0))
+        (buffer,) = channel.buffers(Room.of([FLOAT]), torch.device("cuda", 0))
         with gpus.on(stream):
             channel.expect({1})
             with pytest.raises(RuntimeError, match=r"release\(\) on all ranks"):
@@ -493,4 +523,4 @@ def test_memory_that_another_stream_gets_back_waits_for_the_copy(
         assert not noted
         with gpus.on(reading):
             pending[1].wait()
-        assert noted == [(id(tensors[1]), channel._stream)]
+        assert noted == [(id(tensors[1]), channel._copies)]

@@ -143,21 +143,50 @@ def test_what_is_left_out_is_idle_and_counted(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    ("mask", "most"),
-    [
-        (Mask(window=4096), 5),
-        (Mask(documents=random_documents(2**20, LogNormal(2**11, 1), seed=0)), 6),
-    ],
+    "mask",
+    [Mask(window=4096), Mask(documents=random_documents(2**20, LogNormal(2**11, 1), seed=0))],
     ids=["window", "documents"],
 )
-def test_few_steps_of_sixty_four(mask: Mask, most: int, phase: str) -> None:
-    """64 ranks of 16K tokens; blocks go straight from rank to rank. A ring that passes blocks on
-    has 64 steps: a zigzag rank has neighbours in both directions.
-    """
+def test_few_steps_of_sixty_four(mask: Mask, phase: str) -> None:
+    """Own pairs, pairs with blocks of others, results: a ring that passes blocks on has 64."""
     plan = plan_for("zigzag", {"route": "straight"}, 64, mask, phase, 2**20)
     for rank in (0, 31, 63):
         whole = program(plan, rank)
-        steps, number = size_of(without_idle(whole))
-        assert size_of(whole)[0] == 64
-        assert steps <= most
-        assert number < steps
+        assert size_of(whole)[0] == 3
+        assert [one.number for one in whole.rounds[0].steps if one.inputs] == [0]
+        assert len(whole.rounds[0].steps[1].tasks) == 1
+
+
+LONG = Mask(documents=(2000, 5000, 9000, 26000, 52000))
+
+
+def test_inputs_of_merged_steps_leave_at_the_start() -> None:
+    """Those of as many steps as there are buffers; results once, after the last one but one."""
+    plan = plan_for("zigzag", {"layout": "documents"}, 8, LONG, "backward", 2**16)
+    assert plan.merged
+    assert plan.steps > 4
+    for rank in range(8):
+        steps = program(plan, rank).rounds[0].steps
+        posted = {one.needed: step.number for step in steps for one in step.inputs}
+        assert posted == {n: 0 if n <= 2 else n - 1 for n in range(1, plan.steps - 1)}
+        (results,) = (one for step in steps for one in step.results)
+        assert (results.needed, steps[-2].results) == (plan.steps - 1, (results,))
+        assert [step.number for step in steps if step.expects] == [0]
+
+
+def test_half_of_the_own_work_covers_results() -> None:
+    """Rows that do not see the other half, once the results for others are under way."""
+    plan = plan_for("zigzag", {"layout": "documents"}, 8, LONG, "backward", 2**16)
+    moved = 0
+    for rank in range(8):
+        before, after = (program(plan, rank, covers=covers).rounds[0].steps for covers in (0, 1))
+        tasks = [[task for step in steps for task in step.tasks] for steps in (before, after)]
+        areas = [[int(task.work.tiles.areas.sum()) for task in each] for each in tasks]
+        assert sum(areas[0]) == sum(areas[1])
+        assert not before[-1].tasks
+        if after[-1].tasks:
+            moved += 1
+            halves = [step.tasks[0].work.tiles for step in (after[0], after[-1])]
+            rows = [{*tiles.q.elements.tolist()} for tiles in halves]
+            assert not rows[0] & rows[1]
+    assert moved

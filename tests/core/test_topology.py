@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.core.comm import Room
 from megatron_cp_plugin.core.communication.virtual import (
     run_virtual,
 )
@@ -26,7 +27,7 @@ def test_channels_of_one_name_have_the_slots_that_were_asked_for():
         got = []
         for channel, value in ((one, 1.0), (two, 2.0), (two, 3.0)):
             described = [((4,), torch.float32)]
-            (buffer,) = channel.buffers(described, torch.device("cpu"))
+            (buffer,) = channel.buffers(Room.of(described), torch.device("cpu"))
             sent = torch.full((4,), value + topology.rank)
             channel.exchange([(sent, other)], [(buffer, other)]).wait()
             got.append(buffer)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Room
 from megatron_cp_plugin.core.communication.virtual import (
     VirtualPeerCommunicator,
     VirtualWorld,
@@ -50,7 +51,7 @@ def test_a_message_that_is_changed_too_early_is_seen():
     def body(topology: Topology):
         (channel,) = channels(topology, 2)
         other = 1 - topology.rank
-        (buffer,) = channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+        (buffer,) = channel.buffers(Room.of([((4,), torch.float32)]), torch.device("cpu"))
         sent = torch.zeros(4)
         pending = channel.exchange([(sent, other)], [(buffer, other)])
         sent[2] = 1
@@ -66,7 +67,7 @@ def test_one_number_is_sent_whatever_its_strides():
     def body(topology: Topology) -> float:
         channel, other = topology.peer_channel("blocks", 2), 1 - topology.rank
         sent = torch.full((), 3.0 + topology.rank, dtype=torch.float64).expand(1, 1, 1, 1)
-        (received,) = channel.buffers([(sent.shape, sent.dtype)], torch.device("cpu"))
+        (received,) = channel.buffers(Room.of([(sent.shape, sent.dtype)]), torch.device("cpu"))
         channel.exchange([(sent, other)], [(received, other)]).wait()
         return received.item()
 
@@ -79,7 +80,7 @@ def test_a_block_that_is_read_too_late_is_not_there():
         other = 1 - topology.rank
         received = []
         for turn in range(3):
-            (buffer,) = channel.buffers([((4,), torch.bfloat16)], torch.device("cpu"))
+            (buffer,) = channel.buffers(Room.of([((4,), torch.bfloat16)]), torch.device("cpu"))
             sent = torch.full((4,), float(turn), dtype=torch.bfloat16)
             pending = channel.exchange([(sent, other)], [(buffer, other)])
             if turn == 2:
@@ -96,7 +97,7 @@ def test_a_send_that_is_not_waited_for_is_seen():
 
     def body(topology: Topology):
         (channel,) = channels(topology, 2)
-        (buffer,) = channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+        (buffer,) = channel.buffers(Room.of([((4,), torch.float32)]), torch.device("cpu"))
         if topology.rank:
             channel.exchange([(torch.zeros(4), 0)], [])
         else:
@@ -111,7 +112,7 @@ def test_ranks_that_make_room_in_different_turns_are_seen():
         (channel,) = channels(topology, 2)
         if topology.rank:
             channel.exchange([], []).wait()
-        channel.buffers([((4,), torch.float32)], torch.device("cpu"))
+        channel.buffers(Room.of([((4,), torch.float32)]), torch.device("cpu"))
 
     with pytest.raises(RuntimeError, match="makes room in turn and of bytes"):
         run_virtual(2, body, peer_access=True)
@@ -135,7 +136,7 @@ def test_receive_buffers_are_made_once():
         """Of the next two exchanges."""
         found = []
         for _ in range(2):
-            found += channel.buffers([((tokens, 3), torch.float32)], torch.device("cpu"))
+            found += channel.buffers(Room.of([((tokens, 3), torch.float32)]), torch.device("cpu"))
             channel.exchange([], []).wait()
         return found
 

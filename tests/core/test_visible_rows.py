@@ -293,7 +293,7 @@ def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
     """Where every rank sees some keys of all: those of the longer document."""
-    case = Case("zigzag")
+    case = Case("zigzag", (("route", "ring"),))
     seq_len = 14 * size
     lengths = [0, 3, seq_len]
     assert_conforms(case, size, seq_len=seq_len, kv_heads=1, cu_seqlens=lengths)

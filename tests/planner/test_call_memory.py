@@ -172,7 +172,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     channel = virtual._VirtualCommunicator
     post = channel._exchange
 
-    def exchange(self, sends, receives):
+    def exchange(self, sends, receives, *given, **named):
         held = [sends]
         return post(self, sends, receives).then(lambda _: held.clear())
 

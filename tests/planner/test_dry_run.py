@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.core.comm import Room
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Event, Post, Wait, recording
 
@@ -67,7 +68,7 @@ def test_receive_buffers_count() -> None:
 
     def receive(topology: Topology, slots: int) -> None:
         channel = topology.peer_channel("blocks", slots)
-        (buffer,) = channel.buffers([((6, 2), torch.float32)], ROWS.device)
+        (buffer,) = channel.buffers(Room.of([((6, 2), torch.float32)]), ROWS.device)
         channel.exchange([(ROWS, 1)], [(buffer, 1)]).wait()
 
     def body() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.rows import Rows, narrowed
+from megatron_cp_plugin.core.blocks.rows import Rows, narrowed, united
 from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import taken
 from megatron_cp_plugin.core.ranges import (
@@ -90,6 +90,11 @@ class Assembly:
         )
 
     @cached_property
+    def successive(self) -> bool:
+        """Whether it is the members' blocks, all of each, one after another."""
+        return self._member.tolist() == [*range(self.members)]
+
+    @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
         """For each assembled row, in ascending order: the member that has it, and the row's place
         there.
@@ -97,6 +102,12 @@ class Assembly:
         segment, within = expanded(self._places.lengths)
         local = self._places.start[segment] + within
         return torch.from_numpy(self._member[segment]), torch.from_numpy(local)
+
+    def rows_of(self, member: int) -> Rows:
+        """The assembled rows that a member has, ascending."""
+        edges = np.stack((before := offsets(self._places.lengths), before + self._places.lengths))
+        own = edges[:, self._member == member]
+        return united(own, 0) if own.size else ()
 
     def within(self, rows: Rows) -> "Assembly":
         """The order of some rows of the assembled block, possibly with further rows."""

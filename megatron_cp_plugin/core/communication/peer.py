@@ -6,18 +6,23 @@ kernels and not the host, wait for flags.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Communicator, Described, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import (
+    Beside,
+    Communicator,
+    Pending,
+    Receive,
+    Room,
+    Send,
+)
 from megatron_cp_plugin.errors import ContextParallelError
 
-_ALIGNMENT = 256
 _KEPT = 64  # views of slots
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _AFTER_AN_ERROR = (
@@ -27,12 +32,13 @@ _AFTER_AN_ERROR = (
 
 
 class SlottedCommunicator(Communicator):
-    """Exchanges with at most one destination and one source each, received in a few slots.
+    """Exchanges that are received in a few slots.
 
     All ranks post the same number of exchanges; tensors sent have the shapes that the receiver
-    expects. Exchanges, also those that receive nothing, take the n slots in turn. A received block
-    may be read, on the stream that waited for it, until the next receiving exchange of the same
-    slot is posted or expected. The collective operations are not offered.
+    expects, and a slot has all tensors of an exchange. Exchanges, also those that receive nothing,
+    take the n slots in turn. A received block may be read, on the stream that waited for it, until
+    the next receiving exchange of the same slot is posted or expected. The collective operations
+    are not offered.
 
     Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
@@ -45,49 +51,33 @@ class SlottedCommunicator(Communicator):
         super().__init__(channel, rank, size, global_rank)
         self._slots = slots
         self._slot_bytes = 0
-        self._views: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+        self._views: dict[tuple[int, Room], tuple[Tensor, ...]] = {}
         self._turn = 0
         self._awaited: set[int] = set()  # slots
         self._offered: frozenset[int] = frozenset()  # ranks that may write to this turn's slot
 
-    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
-        """See Communicator.buffers; views of this turn's slot."""
-        return self._in_slot(self.rank, tuple(like))
-
-    def _in_slot(self, rank: int, like: tuple[Described, ...]) -> tuple[Tensor, ...]:
-        """Views of this turn's slot of a rank; cached, because all layers use the same."""
+    def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
+        """See Communicator.buffers; views of this turn's slot, which all layers share."""
         slot = self._turn % self._slots
-        key = rank, slot, like
-        if key not in self._views:
-            if rank == self.rank:
-                self.reserve(like)
+        if (slot, room) not in self._views:
+            self.reserve(room)
             if len(self._views) == _KEPT:
                 self._views.clear()
-            starts = _offsets([_bytes_of_shape(*one) for one in like])
-            places = [slot * self._slot_bytes + start for start in starts]
             with torch.inference_mode(False):  # see Topology.peer_channel
-                self._views[key] = tuple(
-                    self._view(rank, place, *one) for place, one in zip(places, like, strict=False)
-                )
-        return self._views[key]
+                self._views[slot, room] = room.views(self._slab, slot * self._slot_bytes)
+        return self._views[slot, room]
 
-    def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in this rank's slots. Args: start: its first byte."""
-        return self._slab[start : start + _bytes_of_shape(shape, dtype)].view(dtype).view(shape)
-
-    def reserve(self, like: Sequence[Described]) -> None:
-        needed = _offsets([_bytes_of_shape(shape, dtype) for shape, dtype in like])[-1]
-        if needed > self._slot_bytes:
+    def reserve(self, room: Room) -> None:
+        if room.bytes > self._slot_bytes:
             with torch.inference_mode(False):
-                self._grow(needed)
-            self._slot_bytes = needed
+                self._grow(room.bytes)
+            self._slot_bytes = room.bytes
             self._views.clear()
 
     def expect(self, sources: Collection[int]) -> None:
         """See Communicator.expect; if the slot is not free yet, the exchange offers it."""
         slot = self._turn % self._slots
         if slot not in self._awaited and not self._offered:
-            self._follow()
             self._offer(slot, sources)
             self._offered = frozenset(sources)
 
@@ -95,14 +85,10 @@ class SlottedCommunicator(Communicator):
     def held_bytes(self) -> int:
         return self._slots * self._slot_bytes
 
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    ) -> Pending[None]:
         sources = {source for _, source in receives}
-        targets = {to for _, to in sends}
-        if len(sources) > 1 or len(targets) > 1:
-            raise ContextParallelError(
-                f"peer transport needs one source and one destination an exchange, got {sources} "
-                f"and {targets}: use transport group"
-            )
         slot = self._turn % self._slots
         if receives and slot in self._awaited:
             raise RuntimeError(
@@ -113,27 +99,47 @@ class SlottedCommunicator(Communicator):
                 f"ranks {sorted(self._offered)} were expected to send on {self.channel!r}, got an "
                 f"exchange with ranks {sorted(sources)}: {_AFTER_AN_ERROR}"
             )
-        pending = self._post(slot, sends, receives)
+        starts = {to: self._starts(to, sends, beside) for to in dict.fromkeys(x for _, x in sends)}
+        pending = self._post(slot, sends, receives, starts, early=early)
         self._turn, self._offered = self._turn + 1, frozenset()
         if not receives:
             return pending
         self._awaited.add(slot)
         return pending.then(lambda _: self._awaited.discard(slot))
 
+    def _starts(self, to: int, sends: Sequence[Send], beside: Beside) -> tuple[int, ...]:
+        """Where the tensors for a destination begin in its slot, in bytes."""
+        own = tuple([(tuple(x.shape), x.dtype) for x, target in sends if target == to])
+        if to not in beside:
+            return Room.of(own).starts
+        room, sources = beside[to]
+        mine = [n for n, source in enumerate(sources) if source == self.rank]
+        if own != tuple([room.like[n] for n in mine]):
+            raise RuntimeError(f"rank {to} expects other tensors on {self.channel!r}, got {own}")
+        return tuple([room.starts[n] for n in mine])
+
     @abstractmethod
     def _grow(self, slot_bytes: int) -> None:
         """Replaces the slab by one with larger slots; all ranks come here in the same turn."""
 
-    def _follow(self) -> None:
-        """Operations that follow wait for all work queued on the current stream."""
-
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        """Lets ranks write to a slot, after `_follow`."""
+        """Lets ranks write to a slot once all work queued on the current stream is done."""
 
     @abstractmethod
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        """Posts an exchange with at most one destination and one source, and an offer if none was
-        made.
+    def _post(
+        self,
+        slot: int,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        starts: Mapping[int, Sequence[int]],
+        *,
+        early: bool,
+    ) -> Pending[None]:
+        """Posts an exchange, and an offer if none was made.
+
+        Args:
+            starts: by destination, where each of its tensors begins in the destination's slot.
+            early: see Communicator.exchange.
         """
 
     def _no_collective(self, x: Tensor) -> Pending[Tensor]:
@@ -153,108 +159,144 @@ class PeerCommunicator(SlottedCommunicator):
     one order over all channels: branches of a graph may share a queue of the hardware, where waits
     hold each other up.
 
-    A flag is 0 or 1, so that a replay repeats the first run. Each rank has a flag for every other
-    rank and slot, "you may write to this slot of mine", and one for every slot of its own, "has
-    come". The rank that waits for the former resets it; the rank that offers a slot resets the
-    latter. A stream of copies does all of this but the last wait, because each operation on a flag
-    holds its stream up for some microseconds.
+    A flag is 0 or 1, so that a replay repeats the first run. Each rank has two flags for every
+    other rank and slot: "you may write to this slot of mine", and, of its own slots, "has come".
+    The rank that waits for the former resets it; the rank that offers a slot resets the latter. A
+    stream of copies and one of offers do all of this but the last wait, because each operation on a
+    flag holds its stream up for some microseconds. Offers wait for this rank's work alone, never
+    for a copy: so no rank waits for itself by way of others.
     """
 
     def __init__(
-        self, channel: str, group: dist.ProcessGroup, slots: int, copies: torch.cuda.Stream
+        self,
+        channel: str,
+        group: dist.ProcessGroup,
+        slots: int,
+        copies: torch.cuda.Stream,
+        offers: torch.cuda.Stream,
     ) -> None:
-        """Args: copies: stream that all channels of this GPU share, so that all their operations
-        have one order.
+        """Args: copies, offers: streams that all channels of this GPU share, so that all their
+        copies, and all their offers, have one order.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
         _refuse_capture(f"make the receive buffers of {channel!r}")
         self._group = group
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = copies
+        self._copies, self._offers = copies, offers
+        self._begun: torch.cuda.Event | None = None
+        # By slot: the flags of what has come have been set back.
+        self._reset = [torch.cuda.Event() for _ in range(slots)]
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
-        self._flags, self._flags_handle = self._symmetric((size + 1) * slots * 4)
+        self._flags, self._flags_handle = self._symmetric(2 * size * slots * 4)
         self._flag_addresses = list(self._flags_handle.buffer_ptrs)
-        self._slab = self._flags
+        self._slab, self._addresses = self._flags, list[int]()
         self._slab_handle: Any = None
         self._captured = False
         self._of_graphs: list[tuple[Tensor, Any]] = []  # former slabs, which replays write to
 
-    def buffers(self, like: Sequence[Described], device: torch.device) -> tuple[Tensor, ...]:
+    def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers. Raises: ContextParallelError for tensors on another device."""
         if device != self._device:
             raise ContextParallelError(
                 f"peer transport needs tensors on {self._device}, got {device}: use transport group"
             )
-        return super().buffers(like, device)
+        return super().buffers(room, device)
 
     @property
     def held_bytes(self) -> int:
         return super().held_bytes + sum(slab.numel() for slab, _ in self._of_graphs)
 
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _post(
+        self,
+        slot: int,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        starts: Mapping[int, Sequence[int]],
+        *,
+        early: bool,
+    ) -> Pending[None]:
         if not sends and not receives:
             return Pending(lambda: None)
-        current, copies = torch.cuda.current_stream(self._device), self._stream
+        current, copies, begun = torch.cuda.current_stream(self._device), self._copies, self._begun
         capture = _capture_of(current)
         self._captured |= capture != 0
-        arrival = self.size * self._slots + slot
-        self._follow()
-        if not self._offered:
-            self._offer(slot, {source for _, source in receives})
-        described = tuple([(tuple(x.shape), x.dtype) for x, _ in sends])
-        places = [(to, self._in_slot(to, described)) for to in {to for _, to in sends}]
-        done = torch.cuda.Event()
+        sources = dict.fromkeys(source for _, source in receives)
+        if sources and not self._offered:
+            self._offer(slot, sources)
+        if sends and early and begun is not None:
+            copies.wait_event(begun)
+        elif sends:
+            copies.wait_stream(current)
+        begin = slot * self._slot_bytes
+        places = [(to, self._addresses[to] + begin, starts[to]) for to in self._in_turns(starts)]
+        done = torch.cuda.Event() if sends else None
 
         def send() -> None:
-            for to, targets in places:
+            for to, address, each in places:
                 self._await(copies, to * self._slots + slot)
                 self._write(copies, self.rank, to * self._slots + slot, 0)
-                for (tensor, _), target in zip(sends, targets, strict=True):
-                    push(copies, tensor, target)
-                self._write(copies, to, arrival, 1)
-            done.record(copies)
+                mine = (tensor for tensor, target in sends if target == to)
+                for tensor, start in zip(mine, each, strict=True):
+                    push(copies, tensor, address + start)
+                self._write(copies, to, self._arrival(self.rank, slot), 1)
+            if done is not None:
+                done.record(copies)
 
         if not capture:
             send()
 
         def finish() -> None:
+            nonlocal done
             if capture:
-                # Behind what was captured meanwhile. Where all branches of a graph have one queue
-                # (CUDA_DEVICE_MAX_CONNECTIONS=1) kernels would wait there for the other rank.
+                # Where all branches of a graph have one queue (CUDA_DEVICE_MAX_CONNECTIONS=1), a
+                # rank must have made its offers before it waits for those of others, and kernels
+                # that were captured meanwhile would wait behind that.
+                if _capture_of(self._offers) == capture:
+                    copies.wait_stream(self._offers)
+                    done = done or torch.cuda.Event()
                 send()
             now = torch.cuda.current_stream(self._device)
             # What leaves before what comes: so there is no order of a graph's branches in which
-            # ranks wait for each other's messages before they have sent their own. The flag of
-            # what comes has been set back by then.
-            now.wait_event(done)
+            # ranks wait for each other's messages before they have sent their own.
+            if done is not None:
+                now.wait_event(done)
             if now != current:
                 # Their memory returns to its allocator, which does not wait.
                 for tensor, _ in sends:  # which this closure keeps alive until they are copied
                     tensor.record_stream(copies)
-            if receives:
-                self._await(now, arrival)
+            if sources:
+                now.wait_event(self._reset[slot])
+                for source in sources:
+                    self._await(now, self._arrival(source, slot))
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
 
-    def _follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def _in_turns(self, targets: Collection[int]) -> list[int]:
+        """The order in which a rank writes to others: each rank begins with another one."""
+        return sorted(targets, key=lambda to: (to - self.rank) % self.size)
+
+    def _arrival(self, source: int, slot: int) -> int:
+        """Number of the flag "has come" of a rank's messages in a slot."""
+        return (self.size + source) * self._slots + slot
+
+    def begin(self) -> None:
+        """See Communicator.begin."""
+        self._begun = torch.cuda.Event()
+        self._begun.record(torch.cuda.current_stream(self._device))
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        current, copies = torch.cuda.current_stream(self._device), self._stream
+        current, offers = torch.cuda.current_stream(self._device), self._offers
         reader = self._readers[slot]
+        offers.wait_stream(current)
+        # Before a capture, and before a replay, everything is in order on one stream.
+        if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
+            offers.wait_stream(reader[0])
         for source in sources:
-            # Before a capture, and before a replay, everything is in order on one stream.
-            if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
-                copies.wait_stream(reader[0])
-            self._write(copies, self.rank, self.size * self._slots + slot, 0)
-            self._write(copies, source, self.rank * self._slots + slot, 1)
-
-    def _view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if rank == self.rank:
-            return super()._view(rank, start, shape, dtype)
-        return self._slab_handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
+            self._write(offers, self.rank, self._arrival(source, slot), 0)
+            self._write(offers, source, self.rank * self._slots + slot, 1)
+        self._reset[slot].record(offers)
 
     def _grow(self, slot_bytes: int) -> None:
         _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")
@@ -264,6 +306,7 @@ class PeerCommunicator(SlottedCommunicator):
             self._of_graphs.append((self._slab, self._slab_handle))
             self._captured = False
         self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
+        self._addresses = list(self._slab_handle.buffer_ptrs)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
         """Zeros that all ranks of the group can write to, and the handle to all ranks' parts."""
@@ -293,9 +336,9 @@ class PeerCommunicator(SlottedCommunicator):
         _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
 
 
-def push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
-    """Copies a tensor to a contiguous one of its shape and dtype, by a copy engine, on the stream
-    `copies`. A change of the current stream would keep the host longer.
+def push(copies: torch.cuda.Stream, tensor: Tensor, address: int) -> None:
+    """Copies a tensor to contiguous memory, by a copy engine, on the stream `copies`. A change of
+    the current stream would keep the host longer.
 
     Raises: RuntimeError if the driver refuses.
     """
@@ -303,13 +346,14 @@ def push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
 
     if tensor.is_contiguous():
         if size := tensor.numel() * tensor.element_size():
-            places = target.data_ptr(), tensor.data_ptr()
+            places = address, tensor.data_ptr()
             _check_driver(driver.cuMemcpyAsync(*places, size, copies.cuda_stream))
         return
     pieces = _pieces(tensor)
     if pieces is None or pieces[2] * tensor.element_size() > _MAX_PITCH:
-        for part, place in zip(tensor, target, strict=True):
-            push(copies, part, place)
+        size = tensor[0].numel() * tensor.element_size()
+        for number, part in enumerate(tensor):
+            push(copies, part, address + number * size)
         return
     # torch would do it by a kernel.
     count, elements, distance = pieces
@@ -317,7 +361,7 @@ def push(copies: torch.cuda.Stream, tensor: Tensor, target: Tensor) -> None:
     copy = driver.CUDA_MEMCPY2D()
     copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
     copy.srcDevice, copy.srcPitch = tensor.data_ptr(), distance * tensor.element_size()
-    copy.dstDevice, copy.dstPitch = target.data_ptr(), width
+    copy.dstDevice, copy.dstPitch = address, width
     copy.WidthInBytes, copy.Height = width, count
     _check_driver(driver.cuMemcpy2DAsync(copy, copies.cuda_stream))
 
@@ -356,16 +400,6 @@ def _refuse_capture(what: str) -> None:
             f"transport peer cannot {what} while a CUDA graph is captured: make the same call "
             "once before"
         )
-
-
-def _bytes_of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where aligned pieces of those sizes begin; the last entry is the total."""
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    return [0, *accumulate(aligned)]
 
 
 def _check_driver(result: tuple[Any, ...]) -> None:

@@ -93,9 +93,9 @@ def _alone() -> Topology:
 
 
 @cache
-def _copy_stream(device: int) -> torch.cuda.Stream:
-    """The stream of a GPU's copies to others."""
-    return torch.cuda.Stream(device, priority=-1)
+def _peer_streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams of a GPU's copies to others, and of its offers."""
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
 
 
 class ProcessGroupTopology(Topology):
@@ -140,7 +140,8 @@ class ProcessGroupTopology(Topology):
         return all(self.gather(reached))
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return PeerCommunicator(name, self._group, slots, _copy_stream(torch.cuda.current_device()))
+        streams = _peer_streams(torch.cuda.current_device())
+        return PeerCommunicator(name, self._group, slots, *streams)
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         if len(ranks) == 1:

@@ -3,7 +3,7 @@
 For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -12,7 +12,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Beside, Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
 
@@ -136,7 +136,9 @@ class _VirtualCommunicator(Communicator):
         self._members = members
         self._operations = 0
 
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _exchange(
+        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    ) -> Pending[None]:
         turn = self._next()
         for tensor, to in sends:
             assert tensor.is_contiguous(), "messages are contiguous tensors"
@@ -230,20 +232,39 @@ class VirtualPeerCommunicator(SlottedCommunicator):
             start = slot * self._slot_bytes
             self._slab[start : start + self._slot_bytes] = _NAN
 
-    def _post(self, slot: int, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+    def _post(
+        self,
+        slot: int,
+        sends: Sequence[Send],
+        receives: Sequence[Receive],
+        starts: Mapping[int, Sequence[int]],
+        *,
+        early: bool,
+    ) -> Pending[None]:
         turn = self._turn
         posted = [(tensor, _as_bytes(tensor).clone()) for tensor, _ in sends]
         addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
         self._world.under_way.update(addresses)
+        places = {to: iter(each) for to, each in starts.items()}
         for (_, to), (_, bits) in zip(sends, posted, strict=True):
-            self._world.post(self._address("blocks", turn, self.rank, to), bits.view(-1))
+            address = self._address("blocks", turn, self.rank, to)
+            self._world.post(address, torch.tensor([next(places[to])], device="cpu"))
+            self._world.post(address, bits.view(-1))
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
 
         def finish() -> None:
+            begin = slot * self._slot_bytes + self._slab.storage_offset()
             for buffer, source in receives:
-                message = self._world.take(self._address("blocks", turn, source, self.rank))
-                _as_bytes(buffer).copy_(message)
+                address = self._address("blocks", turn, source, self.rank)
+                place, message = self._world.take(address).item(), self._world.take(address)
+                bits = _as_bytes(buffer)
+                if bits.numel() and bits.storage_offset() != begin + place:
+                    raise RuntimeError(
+                        f"rank {source} writes to byte {place} of a slot on {self.channel!r}, "
+                        f"rank {self.rank} reads byte {bits.storage_offset() - begin}"
+                    )
+                bits.copy_(message)
             self._world.under_way.difference_update(addresses)
             for tensor, bits in posted:
                 if not torch.equal(_as_bytes(tensor), bits):

@@ -15,7 +15,6 @@ from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.execution.program import (
-    all_exchanges,
     exchanging_program,
     program,
     without_idle,
@@ -30,6 +29,7 @@ from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
+    MERGED_SLOTS,
     OF_KEYS,
     QUERIES,
     Plan,
@@ -98,8 +98,8 @@ class Way(NamedTuple):
 class Transport:
     """The channels of one rank, for the plans of one algorithm.
 
-    Copy engines serve plans in which every rank exchanges with one other rank at a time and holds
-    few blocks of others at once. All ranks of such a group are on one node.
+    Copy engines serve plans in which every rank holds the blocks of few exchanges at once. All
+    ranks of such a group are on one node.
     """
 
     def __init__(self, algorithm: str, topology: Topology, wanted: Wanted) -> None:
@@ -164,19 +164,17 @@ class Transport:
         steps.
         """
         names = ["fetches", "sums" if plan.relay else "returns"]
-        *_, slow = all_exchanges(plan)
-        return names + [f"{name} between nodes" for name in names] if slow else names
+        return names + [f"{name} between nodes" for name in names] if plan.slow else names
 
     def _pushed(self, plan: Plan, slots: int) -> bool:
         if not self.pushes:
             return False
-        _, one_peer, _ = all_exchanges(plan)
-        possible = one_peer and fits_slots(plan, slots)
+        possible = fits_slots(plan, slots)
         if not possible and self._wanted == "peer":
             raise ConfigError(
-                f"{self._algorithm} transport peer needs each rank to exchange with one other at "
-                "a time, and no more than two blocks of others at once, got another "
-                f"{plan.phase} for this mask: use transport auto"
+                f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
+                f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
+                "auto"
             )
         return possible
 
@@ -315,8 +313,10 @@ def executor_of(
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, overlap, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-    way = transport.way(steps, blocks.most_held)
-    parts = program(steps, transport.topology.rank, call.kernel.windows)
+    slots = MERGED_SLOTS if steps.merged else blocks.most_held
+    way = transport.way(steps, slots)
+    covers = steps.merged and len(set(transport.topology.nodes)) > 1
+    parts = program(steps, transport.topology.rank, call.kernel.windows, covers)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
         (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)

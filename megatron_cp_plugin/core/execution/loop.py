@@ -16,19 +16,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     packed,
     token_dim,
 )
 from megatron_cp_plugin.core.call import Call, HeadGroup
-from megatron_cp_plugin.core.comm import Communicator, Described, Pending
+from megatron_cp_plugin.core.comm import (
+    NOTHING_BESIDE,
+    Beside,
+    Communicator,
+    Described,
+    Pending,
+    Room,
+)
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
     Exchange,
@@ -161,6 +169,7 @@ class Pass(ABC):
         self._gathered: dict[str, Tensor] = {}  # which a later round may still use
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
+        self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
         self._missing: dict[tuple[int, Side], int] = {}
@@ -173,9 +182,9 @@ class Pass(ABC):
         if part.channels is not None:
             channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
+            channels.inputs.begin()
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
-            for of_results, exchange in part.program.receivable:
-                room = [x for each in expected(exchange, *self._sizes) for x in each]
+            for of_results, room in _largest(part.program.receivable, *self._sizes):
                 channels[of_results].reserve(room)
             for (of_results, slow), count in part.program.idle.items():
                 channels[2 * slow + of_results].skip(count)
@@ -196,7 +205,7 @@ class Pass(ABC):
             for step in part.steps:
                 if step.first:
                     self.open(step)
-                if step.inputs or step.results or step.number in self._inputs:
+                if step.casts or step.number in self._inputs:
                     self._cast(step)
                 for task in step.tasks:
                     operands = self.operands(task, held.get(task.query), held.get(task.key))
@@ -231,11 +240,17 @@ class Pass(ABC):
             posted.sends.clear()
             for message, tensors in posted.arriving:
                 self._held[message.block] = tensors
+        for joint in step.joints:
+            parts = zip(*[self._held[part] for part in joint.parts], strict=True)
+            self._held[joint.block] = tuple([_joined(joint.order, x) for x in parts])
+            del parts
+        for block in step.spent:
+            del self._held[block]
         if not self._overlap:
             return
         for exchange in step.inputs:
             self._post(exchange, result=False)
-        for exchange in step.results:
+        for exchange in step.expects:
             # Other ranks may send while this one computes, if no results are under way.
             if exchange.receives and not exchange.slow and not self._results:
                 if self.lent:
@@ -269,6 +284,8 @@ class Pass(ABC):
 
     def _add_results(self, step: int) -> None:
         """Waits for the results that a step needs, and adds them to the sums."""
+        # Of a merged plan: the last ones are added in the pass that writes the block.
+        merged = dict[tuple[int, Side], tuple[HeadGroup, list[Packed]]]()
         for posted in self._results.pop(step):
             posted.pending.wait()
             posted.sends.clear()
@@ -277,13 +294,20 @@ class Pass(ABC):
                 if owner != self._program.own[side]:
                     self._partial_sums[owner, side] = came
                     continue
-                complete = self._is_last(move.heads, side)
-                if complete and self._program.relay:  # added in the pass that writes the results
-                    self.close(move.heads, side, came)
-                    continue
-                self.accept(move.heads, side, came)
-                if complete:
-                    self._complete.append((move.heads, side))
+                complete, group = self._is_last(move.heads, side), (move.heads.q.start, side)
+                if self._program.merged:
+                    merged.setdefault(group, (move.heads, []))[1].append(came)
+                    if complete:
+                        self.close(move.heads, side, merged.pop(group)[1])
+                elif complete and self._program.relay:
+                    self.close(move.heads, side, [came])
+                else:
+                    self.accept(move.heads, side, came)
+                    if complete:
+                        self._complete.append((move.heads, side))
+        for (_, side), (heads, others) in merged.items():
+            for came in others:
+                self.accept(heads, side, came)
 
     def _is_last(self, heads: HeadGroup, side: Side) -> bool:
         """Notes one event of a base block, results that came or its last step; says if it is
@@ -301,21 +325,24 @@ class Pass(ABC):
     def _close(self) -> None:
         """Closes base blocks that wait for nothing any more."""
         while self._complete:
-            self.close(*self._complete.pop(0), None)
+            self.close(*self._complete.pop(0), ())
 
     def _post(self, exchange: Exchange, *, result: bool) -> None:
         channel = self._channels[2 * exchange.slow + result]
         sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)]
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
-        described = expected(exchange, *self._sizes)
-        buffers = channel.buffers([x for each in described for x in each], self.q.device)
-        arriving, start = [], 0
-        for message, each in zip(exchange.receives, described, strict=True):
-            arriving.append((message, buffers[start : start + len(each)]))
-            start += len(each)
+        coming = expected(exchange, *self._sizes)
+        buffers = iter(channel.buffers(coming, self.q.device))
+        arriving = [
+            (message, tuple(islice(buffers, sum(map(len, message.move.messages)))))
+            for message in exchange.receives
+        ]
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        posted = Posted(channel.exchange(sends, receives), tuple(arriving), sends)
+        self._of_joints.clear()
+        beside = expected_beside(exchange, *self._sizes) if exchange.beside else NOTHING_BESIDE
+        pending = channel.exchange(sends, receives, beside, early=exchange.early)
+        posted = Posted(pending, tuple(arriving), sends)
         if exchange.idle:
             channel.skip(exchange.idle)
         under_way = self._results if result else self._inputs
@@ -440,7 +467,7 @@ class Pass(ABC):
         """Keeps a block of another rank for the backward, after the last step."""
 
     @abstractmethod
-    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
+    def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:
         """Finishes the results for the queries, or keys, of a group of heads.
 
         Args: others: results of other ranks that are still to be added.
@@ -449,6 +476,29 @@ class Pass(ABC):
     @abstractmethod
     def end(self) -> Waits:
         """Ends a round, after all its groups are closed: sends the results to the team."""
+
+    def _results_of(
+        self, block: BlockId, take: Callable[[BlockId], Tensors | None]
+    ) -> list[Packed]:
+        """Takes this rank's own results for another rank's block: those for the block by itself,
+        and the block's rows of those for joint blocks.
+
+        Args: take: takes the results for a block, if there are any.
+        """
+        found = []
+        if (tensors := take(block)) is not None:
+            found.append(Packed(self._program.rows[block], tensors))
+        for joint, number in self._program.joined.get(block, ()):
+            if joint.block not in self._of_joints and (whole := take(joint.block)) is not None:
+                held = ((0, whole[0].shape[1]),)
+                self._of_joints[joint.block] = [
+                    tuple([packed(x, token_dim(x), rows, held) for x in whole])
+                    for rows in joint.rows
+                ]
+            if joint.block in self._of_joints:
+                parts = self._of_joints[joint.block]
+                found.append(Packed(self._program.rows[block], parts[number]))
+        return found
 
     def _passed_on(self, before: Packed | None) -> Tensors:
         """The sum that came, unchanged, because the mask leaves this rank nothing to add."""
@@ -468,19 +518,74 @@ class Pass(ABC):
         self.queries, self.keys = queries, keys
 
 
+def _joined(order: Assembly, parts: Sequence[Tensor]) -> Tensor:
+    """Joins tensors of several blocks; a view if they lie in memory as in the joint block."""
+    first = parts[0]
+    if order.successive and len(first) == 1 and first.dim() == 4:
+        storage, place = first.untyped_storage()._cdata, first.storage_offset()
+        for x in parts:
+            if (x.untyped_storage()._cdata, x.storage_offset()) != (storage, place):
+                break
+            place += x.numel()
+        else:
+            return first.as_strided((1, order.tokens, *first.shape[2:]), first.stride())
+    return order.join(parts, token_dim(first))
+
+
 @lru_cache(maxsize=1024)  # all layers ask for the same
-def expected(
+def expected(exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype) -> Room:
+    """Memory for what a rank receives."""
+    return _room(exchange.receives, batch, dim, value_dim, dtype, joins=exchange.joins)
+
+
+@lru_cache(maxsize=256)
+def _largest(
+    receivable: tuple[tuple[bool, Exchange], ...],
+    batch: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[bool, Room], ...]:
+    """The most memory that any rank needs for inputs, and for results, of one exchange."""
+    found: dict[bool, Room] = {}
+    for of_results, exchange in receivable:
+        rooms = [expected(exchange, batch, dim, value_dim, dtype)]
+        rooms += [found[of_results]] if of_results in found else []
+        found[of_results] = max(rooms, key=lambda room: room.bytes)
+    return tuple(found.items())
+
+
+@lru_cache(maxsize=1024)
+def expected_beside(
     exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> tuple[tuple[Described, ...], ...]:
-    """Shapes and dtypes of the tensors of each message that a rank receives."""
-    accumulated, found = accumulation_dtype(dtype), []
-    for move, *_ in exchange.receives:
-        tensors, tokens = list[Described](), move.tokens
-        for name in chain(*move.messages):
+) -> Beside:
+    """The same of each target that receives from several ranks."""
+    found, sizes = {}, (batch, dim, value_dim, dtype)
+    for to, messages in exchange.beside.items():
+        sources = [one.move.source for one in messages for _ in chain(*one.move.messages)]
+        found[to] = _room(messages, *sizes, joins=exchange.joins), sources
+    return found
+
+
+def _room(
+    messages: Sequence[Message],
+    batch: int,
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    joins: bool,
+) -> Room:
+    """Args: joins: see Exchange."""
+    accumulated, like = accumulation_dtype(dtype), list[Described]()
+    places = list[tuple[int, int]]()  # of each tensor among those of its message
+    for number, (move, *_) in enumerate(messages):
+        tokens = move.tokens
+        for place, name in enumerate(chain(*move.messages)):
             count = move.heads.kv_heads if name in OF_KEYS else move.heads.heads
             own_dim = value_dim if name in ("v", "dv", "out", "dout") else dim
             wide = name in PER_HEAD or (move.wide and name in RESULTS)
             shape = (batch, count, tokens) if name in PER_HEAD else (batch, tokens, count, own_dim)
-            tensors.append((shape, accumulated if wide else dtype))
-        found.append(tuple(tensors))
-    return tuple(found)
+            like.append((shape, accumulated if wide else dtype))
+            places.append((messages[number].block[1], place))
+    return Room.of(like, sorted(range(len(like)), key=places.__getitem__) if joins else None)

@@ -34,7 +34,7 @@ from megatron_cp_plugin.core.partial import (
     part_of,
     rows_at,
 )
-from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Side
+from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Move, Side
 from megatron_cp_plugin.core.tiles import Tile
 
 
@@ -293,6 +293,8 @@ class Forward(Pass):
 
     def results_for(self, message: Message, before: Packed | None) -> Tensors:
         move, block, _ = message
+        if block in self._program.joined:
+            return self._from_joints(move, block)
         total, rows = self._found.pop(block[0], None), move.block.rows
         if total is None:
             return self._passed_on(before)
@@ -305,6 +307,21 @@ class Forward(Pass):
             _add(total, before, rows, lent=self.lent)
         out, lse = total.result(self._wide if move.wide else None)
         return out.contiguous(), lse.contiguous()
+
+    def _taken(self, block: BlockId, *, wide: bool) -> Tensors | None:
+        total = self._found.pop(block[0], None)
+        return None if total is None else total.result(self._wide if wide else None)
+
+    def _from_joints(self, move: Move, block: BlockId) -> Tensors:
+        """Results for a block that was part of joint blocks."""
+        rows = move.block.rows
+        parts = self._results_of(block, partial(self._taken, wide=move.wide))
+        if len(parts) == 1 and parts[0].rows == rows:
+            return parts[0].tensors
+        total = Accumulator(_like(self.queries[0], rows), self.v.shape[3])
+        for each in parts:
+            _add(total, each, rows, lent=False)
+        return total.result(self._wide if move.wide else None)
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         own, total = between(0, self.q.shape[1]), self._totals[heads.q.start]
@@ -321,9 +338,9 @@ class Forward(Pass):
             held = tuple([x.clone() for x in held])
         self.retained = held
 
-    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
-        if others is not None:
-            self.accept(heads, side, others)
+    def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:
+        for each in others:
+            self.accept(heads, side, each)
         out, lse = self._totals.pop(heads.q.start).result()
         if not self._placing:
             self.out, self.lse = out, lse
@@ -456,6 +473,8 @@ class Backward(Pass):
 
     def results_for(self, message: Message, before: Packed | None) -> Tensors:
         move, block, _ = message
+        if block in self._program.joined:
+            return self._from_joints(move, block)
         total, rows = self._found.pop(block, None), move.block.rows
         if total is None:
             return self._passed_on(before)
@@ -463,31 +482,50 @@ class Backward(Pass):
         if held == rows and (before is None or before.rows == rows):
             return total.result(dtype, plus=None if before is None else before.tensors)
         found = Packed(held, tuple(total.held))
-        total = GradientSum(
-            *[_like(x, rows) for x in (self.keys if block[1] else self.queries[:1])]
-        )
+        total = GradientSum(*[_like(x, rows) for x in self._of_side(block[1])])
         _add(total, found, rows, lent=False)
         if before is not None:
             _add(total, before, rows, lent=self.lent)
         return total.result(dtype)
+
+    def _taken(self, block: BlockId, *, wide: bool) -> Tensors | None:
+        total = self._found.pop(block, None)
+        return None if total is None else total.result(self._wide if wide else self.q.dtype)
+
+    def _from_joints(self, move: Move, block: BlockId) -> Tensors:
+        """Results for a block that was part of joint blocks."""
+        rows = move.block.rows
+        parts = self._results_of(block, partial(self._taken, wide=move.wide))
+        if len(parts) == 1 and parts[0].rows == rows:
+            return parts[0].tensors
+        total = GradientSum(*[_like(x, rows) for x in self._of_side(block[1])])
+        for each in parts:
+            _add(total, each, rows, lent=False)
+        return total.result(self._wide if move.wide else self.q.dtype)
+
+    def _of_side(self, side: Side) -> Tensors:
+        """Tensors of the rank's own block that have the shapes of the gradients of a side."""
+        return self.keys if side else self.queries[:1]
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         _, total, _ = self._sums[(heads.kv if side else heads.q).start, side]
         rows = between(0, (self.k if side else self.q).shape[1])
         _add(total, came, rows, lent=self.lent)
 
-    def close(self, heads: HeadGroup, side: Side, others: Packed | None) -> None:
+    def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:
         if side and not self._round.base.heads.last:
+            for each in others:
+                self.accept(heads, side, each)
             return
-        plus: Tensors | None = None
-        if others is not None:
-            if others.tensors[0].shape[1] == (self.k if side else self.q).shape[1]:
-                plus = others.tensors
-            else:
-                self.accept(heads, side, others)
         some, total, within = self._sums.pop(((heads.kv if side else heads.q).start, side))
         if within is not None:
             within.close()
+        tokens, plus = (self.k if side else self.q).shape[1], None
+        if len(others) == 1 and others[0].tensors[0].shape[1] == tokens:
+            plus = others[0].tensors
+        elif others:
+            rows = between(0, tokens)
+            total.add_last([piece for each in others for piece in _shared(each, rows)])
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
     def end(self) -> Waits:

@@ -12,9 +12,11 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple, Self
 
+import numpy as np
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import Rows, common
+from megatron_cp_plugin.core.blocks.assembly import Assembly
+from megatron_cp_plugin.core.blocks.rows import Rows, common, positions_of_all, row_count
 from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.masks.tile_batches import TileBatches, parts
 from megatron_cp_plugin.core.plans.plan import (
@@ -23,6 +25,7 @@ from megatron_cp_plugin.core.plans.plan import (
     PER_HEAD,
     QUERIES,
     TENSORS,
+    Compute,
     Move,
     Plan,
     Side,
@@ -30,6 +33,7 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
+from megatron_cp_plugin.core.ranges import Numbers
 from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.
@@ -37,6 +41,11 @@ BlockId = tuple[int, Side]
 # Index of some heads in a tensor [B,S,heads,D] or [B,heads,S]; None: all heads.
 Index = tuple[slice, ...] | None
 EVERYTHING = slice(None)
+# Less than this part of a rank's own work is not worth calls of its own.
+_LEAST = 0.1
+# A rank computes a part of its own work while results for others travel, if it has at most this
+# number of times their rows: the sum of gradients in two parts takes passes over memory.
+_COVERED = 2
 
 
 class SomeHeads(NamedTuple):
@@ -129,9 +138,13 @@ class Exchange:
 
     Attributes:
         needed: the step before which (results: after whose computation) they must be there.
-        slow: the messages may take several steps.
+        slow: the messages may take several steps, on a channel of their own.
         idle: number of exchanges on its channel that follow, in which the rank does nothing, and
             that the program leaves out.
+        beside: what each target receives in it, in a plan of all ranks: writes to memory of the
+            target need the place of each message among all.
+        joins: blocks of one side are to lie next to each other in memory.
+        early: the rank sends what it has from the beginning.
     """
 
     needed: int
@@ -139,20 +152,34 @@ class Exchange:
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     idle: int = 0
-
-    @classmethod
-    def of(cls, posted: int, needed: int, sends: Iterable[Move], receives: Iterable[Move]) -> Self:
-        """An exchange of moves that all are posted and needed in these steps."""
-        sent, received = [
-            tuple([Message(move, _block_of(move), move.result) for move in moves])
-            for moves in (sends, receives)
-        ]
-        return cls(needed, needed > posted + 1, sent, received)
+    beside: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
+    joins: bool = False
+    early: bool = False
 
     @cached_property
     def sources(self) -> frozenset[int]:
         """Ranks that send to this rank."""
         return frozenset([one.move.source for one in self.receives])
+
+
+def _messages(moves: Iterable[Move]) -> tuple[Message, ...]:
+    return tuple([Message(move, _block_of(move), move.result) for move in moves])
+
+
+class Joint(NamedTuple):
+    """Blocks of several other ranks, as one block in ascending order of positions.
+
+    Attributes:
+        block: its id; its owner is a negative number.
+        parts: the blocks.
+        order: how they are joined.
+        rows: of the joint block, that belong to each part.
+    """
+
+    block: BlockId
+    parts: tuple[BlockId, ...]
+    order: Assembly
+    rows: tuple[Rows, ...]
 
 
 class Step(NamedTuple):
@@ -167,7 +194,11 @@ class Step(NamedTuple):
         inputs: exchanges of inputs that are posted before the computation.
         tasks: the computations.
         results: exchanges of results that are posted after the computation.
+        expects: exchanges of results in which other ranks may send from this step on.
         dropped: blocks of other ranks that no later step needs.
+        joints: blocks that are joined from blocks of other ranks before the computation.
+        spent: blocks of other ranks that nothing needs once these are joined.
+        casts: whether blocks or messages are to be seen to before the computation.
     """
 
     number: int
@@ -178,7 +209,11 @@ class Step(NamedTuple):
     inputs: tuple[Exchange, ...] = ()
     tasks: tuple[Task, ...] = ()
     results: tuple[Exchange, ...] = ()
+    expects: tuple[Exchange, ...] = ()
     dropped: tuple[BlockId, ...] = ()
+    joints: tuple[Joint, ...] = ()
+    spent: tuple[BlockId, ...] = ()
+    casts: bool = False
 
 
 class Round(NamedTuple):
@@ -204,21 +239,24 @@ class Program:
 
     Attributes:
         rounds: the rounds.
-        few: each group of heads has at most two steps; of a parted program, two tasks.
+        few: each group of heads has at most two steps with tasks; of a parted program, two tasks.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
         sent: sides whose base block the rank sends to others.
         awaited: number of moves with results for its base blocks, by the first query head of a
             group of heads and the side.
         receivable: (False for inputs or True for results, an exchange with the most tokens that any
-            rank receives), for each kind of exchange in which ranks receive unequal amounts.
+            rank receives), for each kind of exchange in which ranks receive unequal amounts; of a
+            plan with merged steps, every exchange of every rank.
         retained: the block of another rank that this one has at the end of the forward, and at the
             beginning of the backward, if any.
         rows: rows of other ranks' blocks that this rank has, by block.
+        joined: the joint blocks that a block is part of, and its number among their parts.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
         shared: sides whose base block several tasks have, queries with blocks of other ranks; none
             in two steps.
         relay: results for a block go from rank to rank.
+        merged: see Plan.
         idle: number of exchanges left out before the first one of a channel, by (carries results,
             is slow).
     """
@@ -230,17 +268,22 @@ class Program:
     awaited: Mapping[tuple[int, Side], int] = field(default_factory=dict)
     retained: BlockId | None = None
     rows: Mapping[BlockId, Rows] = field(default_factory=dict)
+    joined: Mapping[BlockId, tuple[tuple[Joint, int], ...]] = field(default_factory=dict)
     receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
     shared: frozenset[Side] = frozenset()
     relay: bool = False
+    merged: bool = False
     idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
-def program(plan: Plan, rank: int, windows: bool = False) -> Program:
-    """What `rank` does with its own tokens in one round: blocks go from rank to rank."""
+def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) -> Program:
+    """What `rank` does with its own tokens in one round: blocks go from rank to rank.
+
+    Args: covers: results travel for longer than memory takes to sum gradients in two parts.
+    """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
     keys_of = [move.block.owners[0] for move in came if move.needed < 0]
@@ -252,8 +295,18 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     # Rows of another rank's block that came in the forward.
     retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
     rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
-    exchanges, tasks = _exchanges(plan, rank), _tasks(plan, rank, rows, windows)
-    last_use = _last_uses(plan, rank, rows)
+    exchanges, joints = _exchanges(plan, rank, own), _joints(plan, rank, rows)
+    tasks = _tasks(plan, rank, rows, joints, windows)
+    last_use, single = _last_uses(plan, rank, rows)
+    expects = {step: some for (result, step), some in exchanges.items() if result}
+    if plan.merged:  # from the start: so no rank waits for what another one computes first
+        expects = {step // each * each: some for step, some in expects.items()}
+    made: dict[int, tuple[Joint, ...]] = {}
+    for (number, *_), joint in joints.items():
+        made[number] = (*made.get(number, ()), joint)
+    home = [move.tokens for move in plan.moves if move.result and move.source == rank]
+    if covers and plan.merged and _COVERED * sum(home) >= plan.spans.lengths[rank]:
+        tasks = _covering(tasks, each)
     steps = [
         Step(
             step,
@@ -264,10 +317,21 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
             inputs=exchanges.get((False, step), ()),
             tasks=tasks.get(step, ()),
             results=exchanges.get((True, step), ()),
-            dropped=last_use.get(step, ()),
+            expects=expects.get(step, ()),
+            dropped=(
+                *(block for block in last_use.get(step, ()) if (step, block) in single),
+                *(joint.block for joint in made.get(step, ())),
+            ),
+            joints=made.get(step, ()),
+            spent=tuple([x for x in last_use.get(step, ()) if (step, x) not in single]),
+            casts=(False, step) in exchanges or step in expects or step in made,
         )
         for step in range(plan.steps)
     ]
+    joined: dict[BlockId, tuple[tuple[Joint, int], ...]] = {}
+    for joint in {joint.block: joint for joint in joints.values()}.values():
+        for number, part in enumerate(joint.parts):
+            joined[part] = (*joined.get(part, ()), (joint, number))
     of_own = [move for move in plan.moves if move.block.owners[0] == own[move.side]]
     awaited = Counter(
         (move.heads.q.start, move.side) for move in of_own if move.target == rank and move.result
@@ -281,15 +345,17 @@ def program(plan: Plan, rank: int, windows: bool = False) -> Program:
     )
     return Program(
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
-        each <= 2,
+        each <= 2 + plan.merged,
         own,
         frozenset([move.side for move in of_own if move.source == rank and not move.result]),
         awaited,
         next(iter(retained), None),
         rows,
-        all_exchanges(plan)[0],
+        joined,
+        all_exchanges(plan),
         shared=frozenset([side for side, count in uses.items() if count > 1 and each > 2]),
         relay=plan.relay,
+        merged=plan.merged,
     )
 
 
@@ -322,8 +388,8 @@ def without_idle(parts: Program) -> Program:
     def of(part: Round) -> Iterator[Step]:
         for step in part.steps:
             inputs, results = kept(step.inputs, result=False), kept(step.results, result=True)
-            acts = step.first or step.last or step.tasks or step.dropped or inputs or results
-            if acts or step.number in needed:
+            acts = step.first or step.last or step.tasks or step.dropped or step.joints
+            if acts or inputs or results or step.number in needed:
                 yield step._replace(inputs=inputs, results=results)
 
     rounds = tuple([one._replace(steps=tuple(of(one))) for one in parts.rounds])
@@ -419,20 +485,104 @@ def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round
     )
 
 
+_Joints = Mapping[tuple[int, Side, tuple[int, ...]], Joint]
+
+
+def _joints(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> _Joints:
+    """Joint blocks of a rank, by step, side and owners; one in steps of several groups of heads."""
+    found: dict[tuple[int, Side, tuple[int, ...]], Joint] = {}
+    same: dict[tuple[Side, tuple[int, ...]], Joint] = {}
+    for compute in plan.computes:
+        if compute.rank != rank:
+            continue
+        for side, (owners, _) in zip(Side, compute[2:4], strict=True):
+            if len(owners) == 1:
+                continue
+            if (side, owners) not in same:
+                parts = tuple([(owner, side) for owner in owners])
+                rows = [held[part] for part in parts]
+                blocks = [(plan.spans[owner], x) for owner, x in zip(owners, rows, strict=True)]
+                width = max(map(row_count, rows))
+                order = Assembly(*positions_of_all(blocks), len(owners), width)
+                of_parts = tuple(map(order.rows_of, range(len(owners))))
+                same[side, owners] = Joint((-1 - len(same), side), parts, order, of_parts)
+            found[compute.step, side, owners] = same[side, owners]
+    return found
+
+
 def _tasks(
-    plan: Plan, rank: int, held: Mapping[BlockId, Rows], windows: bool
+    plan: Plan, rank: int, held: Mapping[BlockId, Rows], joints: _Joints, windows: bool
 ) -> dict[int, tuple[Task, ...]]:
     """The tasks of a rank, by step."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
         if compute.rank == rank and (tiles := plan.tiles(compute, windows=windows)):
-            query, key = (compute.queries.owners[0], QUERIES), (compute.keys.owners[0], KEYS)
-            rows = _first(compute.queries.rows, held.get(query))
-            cols = _first(compute.keys.rows, held.get(key))
-            work = _work(tiles, rows, cols, compute.heads.heads)
-            task = Task(query, key, work, compute.heads)
+            query, rows = _held(compute, QUERIES, held, joints)
+            key, cols = _held(compute, KEYS, held, joints)
+            task = Task(query, key, _work(tiles, rows, cols, compute.heads.heads), compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
+
+
+def _held(
+    compute: Compute, side: Side, held: Mapping[BlockId, Rows], joints: _Joints
+) -> tuple[BlockId, int]:
+    """The block that a rank computes with, and the first row of it."""
+    owners, rows = compute.keys if side else compute.queries
+    joint = joints.get((compute.step, side, owners))
+    if joint is not None:
+        return joint.block, 0
+    block = owners[0], side
+    return block, _first(rows, held.get(block))
+
+
+def _covering(tasks: Mapping[int, tuple[Task, ...]], each: int) -> dict[int, tuple[Task, ...]]:
+    """The same tasks, with half of the work of a rank's own blocks moved to the last step of each
+    group of heads, in which results come: rows that do not see the other half.
+
+    Args: each: number of steps of a group.
+    """
+    found = dict(tasks)
+    for step, own in tasks.items():
+        if step % each or len(own) != 1:
+            continue
+        halves = _halves(own[0].work)
+        if halves is not None:
+            first, second = (own[0]._replace(work=half) for half in halves)
+            found[step], found[step + each - 1] = (first,), (second,)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _halves(work: TileBatches) -> tuple[TileBatches, TileBatches] | None:
+    """Two parts of about equal work, of which neither has a row or a column of the other; None if
+    the larger one has most of the work.
+    """
+    tiles = work.tiles
+    start = np.minimum(tiles.q.start, tiles.kv.start)
+    stop = np.maximum(tiles.q.stop, tiles.kv.stop)
+    order = np.argsort(start, kind="stable")
+    reached = np.maximum.accumulate(stop[order])
+    cuts = np.flatnonzero(start[order][1:] >= reached[:-1]) + 1
+    if not len(cuts):
+        return None
+    areas = np.cumsum(tiles.areas[order])
+    cut = cuts[np.abs(areas[cuts - 1] - areas[-1] / 2).argmin()]
+    if not _LEAST < areas[cut - 1] / areas[-1] < 1 - _LEAST:
+        return None
+    first, second = (
+        TileBatches(_apart(tiles, np.sort(some)), work.heads) for some in np.split(order, [cut])
+    )
+    return first, second
+
+
+def _apart(tiles: TileTable, some: Numbers) -> TileTable:
+    """Some of the tiles, ascending; of a tile of several documents perhaps a part."""
+    found = tiles.some(some)
+    joined = found.joined.copy()
+    joined[0] = False
+    joined[1:] &= some[1:] == some[:-1] + 1
+    return replace(found, joined=joined)
 
 
 @lru_cache(maxsize=256)
@@ -450,10 +600,13 @@ def _first(rows: Rows, held: Rows | None) -> int:
 
 def _last_uses(
     plan: Plan, rank: int, held: Mapping[BlockId, Rows]
-) -> dict[int, tuple[BlockId, ...]]:
-    """Blocks of other ranks, by the last step that uses them, in each group of heads."""
+) -> tuple[dict[int, tuple[BlockId, ...]], set[tuple[int, BlockId]]]:
+    """Blocks of other ranks, by the last step that uses them, in each group of heads; and (step,
+    block) of uses of a block by itself, not as a part of a joint block.
+    """
     each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
+    single = set[tuple[int, BlockId]]()
 
     def use(block: BlockId, step: int) -> None:
         last[step // each, block] = max(step, last.get((step // each, block), 0))
@@ -461,54 +614,68 @@ def _last_uses(
     for move in plan.moves:
         if rank in (move.source, move.target) and not move.result:
             use(_block_of(move), move.needed if move.target == rank else move.posted)
+            if move.source == rank:
+                single.add((move.posted, _block_of(move)))
     for compute in plan.computes:
         if compute.rank == rank:
-            use((compute.queries.owners[0], QUERIES), compute.step)
-            use((compute.keys.owners[0], KEYS), compute.step)
+            for side, (owners, _) in zip(Side, compute[2:4], strict=True):
+                for owner in owners:
+                    use((owner, side), compute.step)
+                if len(owners) == 1:
+                    single.add((compute.step, (owners[0], side)))
     dropped: dict[int, tuple[BlockId, ...]] = {}
     for (_, block), step in last.items():
         if block in held:
             dropped[step] = (*dropped.get(step, ()), block)
-    return dropped
+    return dropped, single
 
 
 def _block_of(move: Move) -> BlockId:
     return move.block.owners[0], move.side
 
 
-def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """A rank's exchanges, by (carries results, step in which it is posted)."""
-    found: dict[tuple[bool, int, int], tuple[list[Move], list[Move]]] = {
-        (time.result, time.posted, time.needed): ([], []) for time in plan.times
+def _exchanges(
+    plan: Plan, rank: int, home: tuple[int, int]
+) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
+    """A rank's exchanges, by (carries results, step in which it is posted).
+
+    Args: home: see `own` of Program.
+    """
+    found: dict[tuple[bool, int, int], list[Move]] = {
+        (time.result, time.posted, time.needed): [] for time in plan.times
     }
     for move in plan.moves:
-        sends, receives = found.setdefault((move.result, move.posted, move.needed), ([], []))
-        if move.source == rank:
-            sends.append(move)
-        if move.target == rank:
-            receives.append(move)
+        found.setdefault((move.result, move.posted, move.needed), []).append(move)
     exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
-    for (result, posted, needed), (sends, receives) in sorted(found.items(), key=itemgetter(0)):
-        exchange = Exchange.of(posted, needed, sends, receives)
+    for (result, posted, needed), moves in sorted(found.items(), key=itemgetter(0)):
+        joins = plan.merged and not result
+        if joins:
+            moves.sort(key=lambda move: (move.side, move.block.owners))
+        sends = [move for move in moves if move.source == rank]
+        receives = [move for move in moves if move.target == rank]
+        beside = dict[int, tuple[Message, ...]]()
+        for to in {move.target for move in sends}:
+            of_target = [move for move in moves if move.target == to]
+            if any(move.source != rank for move in of_target):
+                beside[to] = _messages(of_target)
+        slow = needed > posted + 1 and not plan.merged
+        both = _messages(sends), _messages(receives)
+        early = not result and all(home[x.side] == x.block.owners[0] for x in sends)
+        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins, early=early)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
-def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, bool]:
-    """Three facts about the exchanges of a plan: `receivable` of a program; whether each rank has
-    at most one source and one target in each exchange; whether an exchange may take several steps.
-    """
+def all_exchanges(plan: Plan) -> tuple[tuple[bool, Exchange], ...]:
+    """`receivable` of a program."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
-    sent_to: dict[tuple[bool, int, int, int], int] = {}
-    one_peer, slow = True, any(needed > posted + 1 for *_, posted, needed in plan.times)
     for move in plan.moves:
-        (posted, needed, source, target), result = move[:4], move.result
-        moves = received.setdefault((result, posted, needed, target), [])
-        moves.append(move)
-        to = sent_to.setdefault((result, posted, needed, source), target)
-        one_peer = one_peer and moves[0].source == source and to == target
-        slow = slow or needed > posted + 1
+        (posted, needed, _, target), result = move[:4], move.result
+        received.setdefault((result, posted, needed, target), []).append(move)
+    if plan.merged:  # ranks receive from different numbers of others
+        sets = ((moves[0].result, _messages(moves)) for moves in received.values())
+        return tuple([(result, Exchange(1, False, (), some)) for result, some in sets])
     largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
     for result in (False, True):
         of_kind = {key: moves for key, moves in received.items() if key[0] == result}
@@ -520,5 +687,6 @@ def all_exchanges(plan: Plan) -> tuple[tuple[tuple[bool, Exchange], ...], bool, 
             kind = result, *[(move.messages, move.heads, move.wide) for move in moves]
             pairs = zip(largest.get(kind, moves), moves, strict=True)
             largest[kind] = tuple([a if a.tokens >= b.tokens else b for a, b in pairs])
-    receivable = [(moves[0].result, Exchange.of(0, 1, (), moves)) for moves in largest.values()]
-    return tuple(receivable), one_peer, slow
+    return tuple(
+        [(moves[0].result, Exchange(1, False, (), _messages(moves))) for moves in largest.values()]
+    )

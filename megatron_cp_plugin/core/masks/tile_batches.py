@@ -126,7 +126,7 @@ class TileBatches:
 
     def __init__(self, tiles: TileTable, heads: int) -> None:
         """Args: heads: query heads that are computed at a time."""
-        self.tiles, self._heads = tiles, heads
+        self.tiles, self.heads = tiles, heads
 
     @lru_cache(maxsize=256)  # noqa: B019  (all layers ask for the same)
     def calls(
@@ -140,7 +140,7 @@ class TileBatches:
             forward: results are for queries alone.
         """
         if packed and len(self.tiles.joined) > 1:
-            return tuple(_packed_call(self.tiles, self._units, self._heads, gaps, forward))
+            return tuple(_packed_call(self.tiles, self._units, self.heads, gaps, forward))
         return tuple(_singly(self.tiles))
 
     @cached_property

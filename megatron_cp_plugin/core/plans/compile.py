@@ -8,7 +8,7 @@ of the plan has the hops that begin or end at the rank.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, islice, pairwise, product
@@ -35,6 +35,7 @@ from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
+    MERGED_SLOTS,
     PER_HEAD,
     QUERIES,
     Block,
@@ -52,6 +53,9 @@ from megatron_cp_plugin.core.tiles import Mask
 # Values that stand in place of the number of a stop:
 _HOME = -1  # the rank where inputs start, or where results end
 _NOWHERE = -2  # a rank that is no stop of the block
+
+# Rows of others, in blocks of the longest rank, that a merged step may need: they take memory.
+_MOST_ROWS = 2
 
 
 @lru_cache(maxsize=64)
@@ -115,15 +119,20 @@ class _Line:
             unless each stop meets one other block, and all its rows.
     """
 
-    def __init__(self, size: int, meetings: Iterable[tuple[int, Place]]) -> None:
-        """Args: meetings: distances of the owners of other blocks, and where they meet this one."""
+    def __init__(
+        self, size: int, meetings: Iterable[tuple[int, Place]], last: int | None = None
+    ) -> None:
+        """Args:
+        meetings: distances of the owners of other blocks, and where they meet this one.
+        last: the step after which all stops send their results; None: each after its last.
+        """
         steps: dict[int, list[int]] = {}
         found = list(meetings)
         for _, place in found:
             steps.setdefault(place.rank, []).append(place.step)
         self.ranks = sorted(steps, key=lambda rank: min(steps[rank]))
         self.first = [*(min(steps[rank]) for rank in self.ranks), 0]
-        self.last = [max(steps[rank]) for rank in self.ranks]
+        self.last = [max(steps[rank]) if last is None else last for rank in self.ranks]
         self.number = {rank: number for number, rank in enumerate(self.ranks)}
         self.met: list[list[tuple[int, Place]]] = [[] for _ in range(size)]
         for other, place in found:
@@ -208,6 +217,7 @@ class _Routes:
     Attributes:
         masked: pairs of blocks that do not see each other are left out.
         selective: rows that do not see the other block of a pair are left out too.
+        merging: see `_merged`.
         parts: rows of both blocks that meet, of pairs with a part of the query rows, by the owners
             of queries and of keys and the bounds of the part; none if not `masked`.
         ranks: the ranks of which the plan is.
@@ -244,6 +254,9 @@ class _Routes:
         self.masked = placement.masked or (special and not self.spans.gaps)
         # Whole blocks need no packing; in a relay few blocks would be shorter.
         self.selective = self.masked and (special or not placement.relay)
+        # Each step of other masks has equal work, and a block of keys of its own.
+        self.merging = special and self.masked and not (placement.relay or placement.assembled)
+        self.merging = self.merging and placement.retained_by(0) is None
         self.parts: dict[tuple[int, int, int, int], tuple[Rows, Rows]] = {}
         self.ranks = range(self.size) if rank is None else (rank,)
         segments = [placement.node_segment(each) for each in range(self.size)]
@@ -256,12 +269,13 @@ class _Routes:
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.widths: dict[tuple[Side, int], int] = {}
+        self.last_merged: int | None = None  # the last merged step with pairs
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
         self._alike: set[tuple[object, ...]] = set()
         self.steps = 1
         if placement.assembled:
             self._gather()
-        elif placement.cyclic:
+        elif placement.cyclic and not self.merging:
             self._meet_alike()
         else:
             self._meet()
@@ -284,6 +298,8 @@ class _Routes:
         meetings: dict[tuple[Side, int], list[tuple[int, Place]]] = {}
         pairs = [(*pair, place) for pair in asked for place in self.placement.place(*pair)]
         self._find_parts(pairs)
+        if self.merging:
+            pairs = self._merged(pairs)
         for pair in pairs:
             query, key, place = pair
             if place.rank != query:
@@ -293,7 +309,7 @@ class _Routes:
             if place.rank in self.ranks or place.rank == query == self.sources[key]:
                 self._add(*pair)
         for (side, owner), found in meetings.items():
-            self._follow(side, owner, 0, _Line(self.size, found))
+            self._follow(side, owner, 0, _Line(self.size, found, self.last_merged))
 
     def _meet_alike(self) -> None:
         """Asks the placement, which is `cyclic`, only for the pairs with the keys of rank 0."""
@@ -311,6 +327,37 @@ class _Routes:
         for side, line in zip(Side, lines, strict=True):
             for owner in range(size) if line.ranks else ():
                 self._follow(side, owner, owner, line)
+
+    def _merged(self, pairs: Sequence[_Pair]) -> list[_Pair]:
+        """The same pairs, with the steps that need blocks of others merged to as few as
+        `_MOST_ROWS` allows; one step more, without pairs, is for results that come home.
+
+        So that ranks do not wait for each other in every step: a mask leaves them unequal work in
+        each, though it may be equal in all.
+        """
+        needed: dict[tuple[int, int], dict[tuple[Side, int], Rows]] = defaultdict(dict)
+        for query, key, place in pairs:
+            blocks = [(QUERIES, query)] if place.rank != query else []
+            blocks += [(KEYS, key)] if place.rank != self.sources[key] else []
+            for block in blocks:
+                rows = self._rows(block[0], query, key, place)
+                of_rank = needed[place.step, place.rank]
+                of_rank[block] = union((of_rank.get(block, ()), rows))
+        counts: dict[int, Counter[int]] = defaultdict(Counter)  # rows, by step and rank
+        for (step, rank), found in needed.items():
+            counts[step][rank] = sum(map(row_count, found.values()))
+        held, number, numbers = Counter[int](), 0, dict[int, int]()
+        for step in sorted(counts):
+            held += counts[step]
+            if not number or max(held.values(), default=0) > _MOST_ROWS * max(self.lengths):
+                number, held = number + 1, counts[step]
+            numbers[step] = number
+        if number:
+            self.last_merged, self.steps = number, number + 2
+        return [
+            (query, key, place._replace(step=numbers.get(place.step, 0)))
+            for query, key, place in pairs
+        ]
 
     def _find_parts(self, pairs: Iterable[_Pair]) -> None:
         if self.masked:
@@ -490,8 +537,7 @@ class _Routes:
         """
         steps, head, found = route.steps, _HOME, []
         if not self.placement.relay:
-            back = 1 if route.results else -1
-            return [_Chain((stop,), _HOME, steps[stop] + back) for stop in route.stops]
+            return [_Chain((stop,), _HOME, self._time(route, steps[stop])) for stop in route.stops]
         for near, some in self._in_segments(route):
             if route.results:
                 first = next(stop for stop in route.needed if stop >= some[0])
@@ -502,6 +548,15 @@ class _Routes:
                 found.append(_Chain(some, end, steps[end], near))
                 head = head if near else some[0]
         return found
+
+    def _time(self, route: _Route, step: int) -> int:
+        """When a block leaves home for a stop, or when the results of the stop are at home.
+
+        Inputs of the first merged steps leave at the start, as many as there are receive buffers.
+        """
+        if route.results:
+            return step + 1
+        return 0 if self.merging and step <= MERGED_SLOTS else step - 1
 
     def _in_segments(self, route: _Route) -> list[tuple[bool, Sequence[int]]]:
         """The stops in each node segment, and whether the route's end is there too."""
@@ -588,6 +643,7 @@ class _Writer:
             self.placement.relay,
             tuple(sorted(kept, key=itemgetter(0, 2))),
             times=frozenset(times),
+            merged=routes.last_merged is not None,
         )
 
     def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:
@@ -624,7 +680,9 @@ class _Writer:
                         yield Move(*ends, messages, block, tokens, heads, 0, wide)
 
     def _computes(self) -> Iterator[Compute]:
-        made = [*(self._joined() if self.placement.assembled else self._by_pairs())]
+        joining = self.routes.merging and not self.routes.spans.gaps
+        by = self._joined if self.placement.assembled else self._by_steps
+        made = [*(by() if joining or self.placement.assembled else self._by_pairs())]
         for number, group in enumerate(self.groups):
             for step, rank, queries, keys in made:
                 yield Compute(step + number * self.routes.steps, rank, queries, keys, group)
@@ -637,22 +695,50 @@ class _Writer:
             keys = Block((key,), self._rows(KEYS, key, rank))
             yield place.step, rank, Block((query,), rows), keys
 
+    def _by_steps(self) -> Iterator[tuple[int, int, Block, Block]]:
+        """The pairs of a merged step in as few computations as can be: of one block of queries, or
+        several, with all keys of others that they meet.
+        """
+        routes, lengths = self.routes, self.routes.lengths
+        keys_of: dict[tuple[int, int, int, int, int, bool], list[int]] = {}
+        for query, key, place in routes.pairs:
+            own, rows = routes.sources[key] == place.rank, place.rows(lengths[query])
+            keys_of.setdefault((place.step, place.rank, query, *rows, own), []).append(key)
+        # By step, rank, keys, and rows of a part of the queries.
+        queries_of: dict[tuple[int, int, tuple[int, ...], tuple[int, int] | None], list[int]] = {}
+        for (step, rank, query, start, stop, _), keys in keys_of.items():
+            # Own queries, and parts of a block, are computations of their own.
+            whole = query != rank and stop - start == lengths[query]
+            part = None if whole else (start, stop)
+            kind = step, rank, tuple(sorted(keys)), part
+            queries_of.setdefault(kind, []).append(query)
+        for (step, rank, of_keys, part), queries in queries_of.items():
+            for some in [queries] if part is None else [[query] for query in queries]:
+                of_queries = self._block(QUERIES, sorted(some), rank)
+                if part is not None:
+                    of_queries = Block(of_queries.owners, clipped(of_queries.rows, *part))
+                yield step, rank, of_queries, self._block(KEYS, of_keys, rank)
+
+    def _block(self, side: Side, owners: Sequence[int], rank: int) -> Block:
+        """All rows that a rank has of some blocks."""
+        held = {owner: self._rows(side, owner, rank) for owner in owners}
+        if len(held) == 1:
+            return Block((*held,), *held.values())
+        tokens = sum(self.routes.lengths[owner] for owner in held)
+        rows = between(0, tokens)
+        if sum(map(row_count, held.values())) < tokens:
+            rows = rows_of_all([(self.routes.spans[owner], x) for owner, x in held.items()])
+        return Block((*held,), rows)
+
     def _joined(self) -> Iterator[tuple[int, int, Block, Block]]:
         """One computation for each rank, of all its pairs: step, rank, queries and keys."""
         routes = self.routes
         for _, _, (rank, step, *_) in routes.pairs:
             blocks = []
             for side, owners in zip(Side, self.placement.blocks_of(rank), strict=True):
-                held = {
-                    owner: self._rows(side, owner, rank)
-                    for owner in sorted(owners)
-                    if owner in routes.hops[False, side] or routes.home(side, owner) == rank
-                }
-                tokens = sum(routes.lengths[owner] for owner in held)
-                rows = between(0, tokens)
-                if sum(map(row_count, held.values())) < tokens:
-                    rows = rows_of_all([(routes.spans[owner], x) for owner, x in held.items()])
-                blocks.append(Block(tuple(held), rows))
+                gathered = routes.hops[False, side]
+                some = [x for x in sorted(owners) if x in gathered or routes.home(side, x) == rank]
+                blocks.append(self._block(side, some, rank))
             yield step, rank, blocks[0], blocks[1]
 
     def _rows(self, side: Side, owner: int, rank: int) -> Rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
@@ -38,6 +38,8 @@ RESULTS = frozenset(("out", "dq", "dk", "dv"))
 OF_KEYS = frozenset(("k", "v", "dk", "dv"))
 SIDE_OF = {name: KEYS if name in OF_KEYS else QUERIES for name in TENSORS}
 PER_HEAD = frozenset(("lse", "delta"))  # one number for each head of a token: [B,H,S]
+# Receive buffers of a plan with merged steps: the inputs of as many of these are under way at once.
+MERGED_SLOTS = 2
 
 
 class Block(NamedTuple):
@@ -173,6 +175,8 @@ class Plan:
         kept: what ranks keep of the forward for the backward.
         shares: number of shares into which ranks split the heads.
         times: in a plan of one rank, the times of all ranks' moves.
+        merged: steps were merged. Inputs of the first `MERGED_SLOTS` leave at the start; results
+            of all steps come home after the last step but one.
     """
 
     phase: Phase
@@ -187,6 +191,16 @@ class Plan:
     kept: tuple[Kept, ...] = ()
     shares: int = 1
     times: frozenset[Time] = frozenset()
+    merged: bool = False
+
+    @property
+    def slow(self) -> bool:
+        """Whether messages may take several steps, on channels of their own."""
+        ends = chain(
+            ((one.posted, one.needed) for one in self.times),
+            ((one.posted, one.needed) for one in during(self)),
+        )
+        return not self.merged and any(needed > posted + 1 for posted, needed in ends)
 
     @property
     def size(self) -> int:
@@ -350,24 +364,34 @@ def fits_slots(plan: Plan, slots: int) -> bool:
     A block may be computed with, or sent on, until another one comes into its buffer. Inputs that
     take several steps come into other memory.
     """
-    inputs = [move for move in plan.moves if not move.result and move.needed == move.posted + 1]
-    numbers = {posted: number for number, posted in enumerate(sorted({m.posted for m in inputs}))}
-    received: dict[tuple[int, int], list[Move]] = {}
-    for move in sorted(inputs, key=lambda move: move.posted):
-        received.setdefault((move.target, numbers[move.posted] % slots), []).append(move)
-    # The last step with a block, by rank, owners, side, and first query head.
-    until: dict[tuple[int, tuple[int, ...], Side, int], int] = {}
-    for (rank, _), moves in received.items():
-        for move, after in zip_longest(moves, moves[1:]):
-            last = plan.steps if after is None else after.posted - 1
-            until[rank, move.block.owners, move.side, move.heads.q.start] = last
+    inputs = [
+        move
+        for move in plan.moves
+        if not move.result and (plan.merged or move.needed == move.posted + 1)
+    ]
+    exchanges = sorted({(move.posted, move.needed) for move in inputs})
+    numbers = {exchange: number for number, exchange in enumerate(exchanges)}
+    # By rank and buffer, the exchanges in which the rank receives: their numbers, and what comes.
+    received: dict[tuple[int, int], dict[int, list[Move]]] = {}
+    for move in sorted(inputs, key=lambda move: (move.posted, move.needed)):
+        number = numbers[move.posted, move.needed]
+        of_buffer = received.setdefault((move.target, number % slots), {})
+        of_buffer.setdefault(number, []).append(move)
+    # The last step with a block, by rank, owner, side, and first query head.
+    until: dict[tuple[int, int, Side, int], int] = {}
+    for (rank, _), of_buffer in received.items():
+        for number, after in zip_longest(of_buffer, [*of_buffer][1:]):
+            last = plan.steps if after is None else exchanges[after][0] - 1
+            for move in of_buffer[number]:
+                until[rank, move.block.owners[0], move.side, move.heads.q.start] = last
     uses = [
-        (compute.step, compute.rank, block.owners, side, compute.heads.q.start)
+        (compute.step, compute.rank, owner, side, compute.heads.q.start)
         for compute in plan.computes
         for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS))
+        for owner in block.owners
     ]
     uses += [
-        (move.needed - 1, move.source, move.block.owners, move.side, move.heads.q.start)
+        (move.needed - 1, move.source, move.block.owners[0], move.side, move.heads.q.start)
         for move in inputs
     ]
-    return all(step <= until.get(tuple(block), plan.steps) for step, *block in uses)
+    return all(step <= until.get((*block,), plan.steps) for step, *block in uses)
