@@ -204,7 +204,9 @@ class Gpus:
 
     def memory_at(self, address: int) -> int:
         """The address in this process of one in a rank's part of symmetric memory."""
-        found = {number: part for part, number in self.parts.items()}[address >> 32]
+        found = {number: part for part, number in self.parts.items()}.get(address >> 32)
+        if found is None:  # of this rank alone
+            return address
         return self.memory[found].data_ptr() + address % (1 << 32)
 
     def captures(self) -> bool:

@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_067,
-    "core": 13_820,
+    "core": 14_060,
     "algorithms": 1_880,
     "kernels": 3_680,
     "integration": 8_395,
     "planner": 7_040,
     "harness": 2_340,
     "scripts": 7_220,
-    "tests": 43_470,
+    "tests": 43_600,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_200}

@@ -29,10 +29,10 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Journal:
     journal: Journal = defaultdict(list)
 
     def noting(name: str, original):
-        def post(self: Communicator, *args):
+        def post(self: Communicator, *args, **named):
             if isinstance(self, _VirtualCommunicator) and self.size > 1:
                 journal[self.channel, tuple(self._members), self.global_rank].append(name)
-            return original(self, *args)
+            return original(self, *args, **named)
 
         return post
 

@@ -71,7 +71,7 @@ def test_blocks_that_are_kept_for_longer_than_slots_of_peer_memory(size: int) ->
     assert_conforms(Case("placed"), size, seq_len=6 * size, causal=False)
     case = Case("placed", (("transport", "peer"),))
     if size > 3:
-        with pytest.raises(ConfigError, match=r"transport peer needs .* two blocks of others"):
+        with pytest.raises(ConfigError, match=r"transport peer needs .* of at most 2 exchanges"):
             assert_conforms(case, size, seq_len=6 * size, causal=False)
 
 

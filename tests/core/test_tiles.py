@@ -233,7 +233,8 @@ def test_ranks_that_are_alike_have_the_very_same_tiles() -> None:
     """Own ones, with earlier keys (of the first rank half come) and with later ones; no windows."""
     documents = random_documents(4096, 100, multiple=16)
     for mask, kinds in ((Mask(documents=documents), 4), (Mask(True, 64, documents), 64)):
-        algorithm = create("zigzag", VirtualWorld(8).topology(0), {"layout": "thd"})
+        options = {"layout": "thd", "route": "ring"}
+        algorithm = create("zigzag", VirtualWorld(8).topology(0), options)
         plan = algorithm.plan(Shape(1, 4096, 4, 4, 8), mask)
         assert len({id(plan.tiles(compute)) for compute in plan.computes}) == kinds
 

@@ -65,7 +65,7 @@ def layer_with(linear: nn.Module, size: int) -> Any:
     layer.pg_collection = SimpleNamespace(cp=Place(0, size))
     core: Any = ContextParallelAttention.__new__(ContextParallelAttention)
     nn.Module.__init__(core)
-    topology: Any = SimpleNamespace(rank=0, size=size)
+    topology: Any = SimpleNamespace(rank=0, size=size, nodes=(0,) * size)
     core.algorithm = create("zigzag", topology, {"chunks": 1})
     core.runtime = SimpleNamespace(has_groups=False)
     sizes = {"kv_lora_rank": 8, "qk_pos_emb_head_dim": 2, "qk_head_dim": 4, "v_head_dim": 4}

@@ -136,7 +136,8 @@ def test_a_thousand_ranks_in_seconds(algo, mask):
         simulate(algo, {}, replace(shape, seq_len=64 * size), mask, of, of.nodes(size)).seconds
         for size, mask in ((1024, mask), (64, replace(mask, documents=mask.documents[:5])))
     )
-    assert whole > 8 * few if mask == Mask() else whole > few
+    # What goes straight takes as long on any number of ranks.
+    assert whole > 8 * few if mask == Mask() else whole == pytest.approx(few, rel=0.05)
 
 
 def test_too_many_ranks_on_a_grid_by_blocks():

@@ -91,8 +91,9 @@ def compare(family: str, tokens: int, heads: int, dim: int, device: str, kernel:
     if device == "cpu":
         rounding = (one - found("lasp2", 1, torch.float64)).abs()
         print(f"  one rank against float64: mean {rounding.mean():.2e}, max {rounding.max():.2e}")
-        # What ranks add is small beside what bfloat16 itself does.
-        assert off["lasp2"].mean() < 0.2 * rounding.mean()
+        # What ranks add is small beside what bfloat16 itself does: 0.1 to 0.4 of it, by the
+        # processor, whose products of bfloat16 are summed in different orders.
+        assert off["lasp2"].mean() < 0.5 * rounding.mean()
         assert off["lasp2"].max() < rounding.max()
     largest = max(float(off["linear_ulysses"].mean()), float(one.abs().mean()) * 2**-9)
     assert off["lasp2"].mean() <= largest
