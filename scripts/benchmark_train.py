@@ -258,7 +258,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lean-loss",
         action="store_true",
-        help="ours in chunks; Megatron's by Transformer Engine's kernel, which keeps logits once",
+        help="ours in chunks; Megatron's by its own fused kernel, since it refuses that of TE",
     )
     parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
@@ -429,7 +429,7 @@ def algorithm_flags(args: argparse.Namespace, name: str, size: int) -> dict[str,
             flags["sequence-parallel"] = True
         algo, *options = options or ["megatron"]
     if args.lean_loss and algo in ("te", "megatron"):
-        flags |= {"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "te"}
+        flags |= {"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "native"}
     elif args.lean_loss:
         flags["cp-chunked-loss"] = True
     if algo == "te":

@@ -314,7 +314,7 @@ def test_a_whole_model_that_hardly_fits(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert given["--tensor-model-parallel-size"] == given["--context-parallel-size"] == "2"
         assert given["--exp-avg-sq-dtype"] == given["--main-grads-dtype"] == "bf16"
         assert {"--sequence-parallel", "--use-distributed-optimizer"} < set(words)
-    assert dict(pairwise(theirs))["--cross-entropy-fusion-impl"] == "te"
+    assert dict(pairwise(theirs))["--cross-entropy-fusion-impl"] == "native"
     assert "--cp-chunked-loss" in ours
     assert "--cp-chunked-loss" not in theirs
     assert "--cross-entropy-loss-fusion" not in ours
