@@ -119,9 +119,9 @@ def best_route(
     """The route of `auto`.
 
     Under a mask with documents, spans or a window a relay waits in every step for the rank with
-    the most work, and what goes straight does not. Between nodes it goes straight unless a rank
-    sends more rows to other nodes, or gets more from there, than the other ranks of its node hold:
-    then blocks cross once to each node. So they do under other masks.
+    the most work: there it is "straight", unless some rank would exchange more rows with other
+    nodes than all other ranks of its node hold. Then, and under all other masks, it is "double"
+    between nodes and "ring" inside one.
 
     Args: nodes: of each rank.
     """
@@ -200,7 +200,8 @@ def ring_placement(
 class Ring(PointToPoint):
     """BurstAttention on contiguous chunks: no permutation, but unequal causal work.
 
-    The next block arrives while a rank computes with the present one; it never holds more than two.
+    The next block arrives while a rank computes with the present one; on route ring it never holds
+    more than two.
     Where every rank sees every block, a forward is P-1 hops of K, V; a backward P-1 hops of K, V,
     dK, dV (rule "kv") or of Q, dO, dQ, delta, lse (rule "query"). Memory: docs/algorithms.md.
 

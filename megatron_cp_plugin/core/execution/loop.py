@@ -559,7 +559,7 @@ def _largest(
 def expected_beside(
     exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> Beside:
-    """The same of each target that receives from several ranks."""
+    """Memory for what each target with several sources receives, and the source of each tensor."""
     found, sizes = {}, (batch, dim, value_dim, dtype)
     for to, messages in exchange.beside.items():
         sources = [one.move.source for one in messages for _ in chain(*one.move.messages)]
