@@ -130,7 +130,7 @@ def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
             needed = "all pipeline stages need the same packed_seq_params, got some on"
             assert f"{needed} the first stage and none on this stage, which" in refused["none"]
             assert f"{needed} this stage and none on the first stage, which" in refused["some"]
-            assert "on this stage that are not those of the first: give" in refused["others"]
+            assert "on this one: give every stage the same batch" in refused["others"]
         seen = 2 * len(BATCHES) if is_last else 0
         assert results.keys() == {f"{algo}, 1" for algo in SERVED} | {"distflash, 2", "ulysses, 2"}
         for case, off in results.items():
