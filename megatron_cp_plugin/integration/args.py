@@ -18,6 +18,7 @@ from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration import example_spans
 from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
+from megatron_cp_plugin.kernels.linear import linear_kernel_names
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
 from megatron_cp_plugin.terminal import option_of
 
@@ -115,7 +116,7 @@ class PluginFlags(RunSettings):
 
     def check(self) -> None:
         """Raises ContextParallelError for an unknown name, and for settings that clash."""
-        if self.kernel != "auto" and self.kernel not in kernel_names():
+        if self.kernel not in ("auto", *kernel_names(), *linear_kernel_names()):
             kernel_called(self.kernel)
         if self.is_auto:
             self._check_auto()

@@ -493,7 +493,7 @@ def _joints(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> _Joints:
     found: dict[tuple[int, Side, tuple[int, ...]], Joint] = {}
     same: dict[tuple[Side, tuple[int, ...]], Joint] = {}
     for compute in plan.computes:
-        if compute.rank != rank:
+        if compute.rank != rank or not plan.merged:
             continue
         for side, (owners, _) in zip(Side, compute[2:4], strict=True):
             if len(owners) == 1:
