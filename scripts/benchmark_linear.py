@@ -39,7 +39,7 @@ from timing import join, take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import Beside, Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
 from megatron_cp_plugin.core.topology import Topology
@@ -86,9 +86,7 @@ class Row:
 class _Echo(Communicator):
     """What others send is in memory already: here no copy takes time, and values mean nothing."""
 
-    def _exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]:
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return Pending(lambda: None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:

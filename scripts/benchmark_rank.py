@@ -57,7 +57,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import softmax_algorithm
 from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Beside, Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.peer import push
 from megatron_cp_plugin.core.kernel import (
@@ -171,9 +171,7 @@ def arrive(*buffers: Tensor) -> Callable[[], None]:
 class _Nowhere(Communicator):
     """What is sent goes nowhere."""
 
-    def _exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]:
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return Pending(arrive(*(buffer for buffer, _ in receives)))
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:

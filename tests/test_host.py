@@ -88,7 +88,7 @@ PYTHON_CALLS = {
     "allgather": 177,
     "attention2d": 223,
     "distflash": 202,
-    "ring": 133,
+    "ring": 131,
     "ulysses": 196,
     "usp": 206,
     "zigzag": 160,

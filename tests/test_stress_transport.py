@@ -18,8 +18,8 @@ def test_stress_finds_nothing_and_a_planted_fault(tmp_path, monkeypatch, capsys)
     assert found["wrong_elements"] == 0
     original = VirtualPeerCommunicator._post
 
-    def faulty(self, slot, sends, receives, starts, *, early):
-        pending = original(self, slot, sends, receives, starts, early=early)
+    def faulty(self, slot, writes, receives, *, early):
+        pending = original(self, slot, writes, receives, early=early)
         if self._turn == 5 and receives and self.rank == 1:
             return pending.then(lambda _: receives[0][0].view(-1)[0].mul_(3))
         return pending

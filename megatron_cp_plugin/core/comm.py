@@ -255,7 +255,7 @@ class Communicator(ABC):
     def skip(self, count: int) -> None:  # noqa: B027  (most need not know)
         """Leaves out the next exchanges, in which this rank does nothing and others may."""
 
-    def begin(self) -> None:  # noqa: B027  (most need not know)
+    def mark(self) -> None:  # noqa: B027  (most need not know)
         """Marks a point in the work of the current stream: see `exchange`, `early`."""
 
     def exchange(
@@ -276,12 +276,14 @@ class Communicator(ABC):
             receives: (contiguous buffer, source).
             beside: what each destination receives, if it receives from several ranks. A channel
                 that writes to its memory needs it.
-            early: the tensors to be sent were there at the last `begin`; they need not wait for
+            early: the tensors to be sent were there at the last `mark`; they need not wait for
                 work that was queued after it.
         """
         if _recordings:
             self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
-        return self._exchange(sends, receives, beside, early=early)
+        if beside or early:
+            return self._exchange_beside(sends, receives, beside, early=early)
+        return self._exchange(sends, receives)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
@@ -329,10 +331,14 @@ class Communicator(ABC):
                     for log in _recordings:
                         log.rows.append(row)
 
-    @abstractmethod
-    def _exchange(
+    def _exchange_beside(
         self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]: ...
+    ) -> Pending[None]:
+        """As `_exchange`, for channels that write to others' memory."""
+        return self._exchange(sends, receives)
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Pending[Tensor]: ...
@@ -404,9 +410,7 @@ class ProcessGroupCommunicator(Communicator):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=existing(self._reference))
             self._connected = True
 
-    def _exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]:
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         group, ranks = self._group, self._ranks
         ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
         ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]

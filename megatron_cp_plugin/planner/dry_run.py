@@ -3,7 +3,7 @@
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import (
-    Beside,
     Communicator,
     Operation,
     Pending,
@@ -19,7 +18,7 @@ from megatron_cp_plugin.core.comm import (
     Receive,
     Send,
 )
-from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
 from megatron_cp_plugin.core.topology import Topology
 
 ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
@@ -227,9 +226,7 @@ class _Channel(Communicator):
         super().__init__(name, rank, len(ranks), ranks[rank])
         self._posting = posting
 
-    def _exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]:
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return self._posting("exchange", sends, receives, None)
 
     def skip(self, count: int) -> None:
@@ -266,14 +263,9 @@ class _PeerChannel(SlottedCommunicator):
         self._posting.offer()
 
     def _post(
-        self,
-        slot: int,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        starts: Mapping[int, Sequence[int]],
-        *,
-        early: bool,
+        self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
     ) -> Pending[None]:
+        sends = [(x, to) for to, each in writes.items() for x, _ in each]
         return self._posting(None, sends, receives, None, early=early)
 
 

@@ -437,9 +437,8 @@ class _Run:
         """A rank's part of an exchange by copy engines."""
         operation, rank = self.operations[key], self.ranks[number]
         post, _ = operation.posts[number]
-        end, size = start, len(self.nodes)
-        in_turns = sorted(_joined_sends(post.sends), key=lambda one: (one[0] - number) % size)
-        for target, of_all in in_turns:
+        end = start
+        for target, of_all in _joined_sends(post.sends):  # in the order in which it writes
             begin = max(end, operation.offered.get(target, end))
             end = self._move(begin, number, target, of_all, "copies")
             operation.arrived[number, target] = end

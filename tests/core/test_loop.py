@@ -6,16 +6,21 @@ from threading import current_thread
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
-from megatron_cp_plugin.core.call import Shape, head_groups
+from megatron_cp_plugin.core.algorithm import Compiled
+from megatron_cp_plugin.core.call import Call, Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
-from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator
+from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.registry import create
 from tests.over_slots import CASES, compare
 from tests.pairwise import pairwise
 
@@ -130,3 +135,64 @@ def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
     options["route"] = "ring"
     (channels, *_) = compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
     assert channels["sums", 1]._turn > 0
+
+
+class _Written(TorchDispatchMode):
+    """Notes the memory that operations write to."""
+
+    def __init__(self, memory: set[int]) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        each = found if isinstance(found, tuple | list) else [found]
+        for x, how in zip(each, func._schema.returns, strict=False):
+            if isinstance(x, Tensor) and (how.alias_info is None or how.alias_info.is_write):
+                self._memory.add(x.untyped_storage().data_ptr())
+        return found
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "size", "mask"),
+    [
+        ("zigzag", {"layout": "documents"}, 8, Mask(documents=(20, 71))),
+        ("zigzag", {"layout": "documents", "backward": "query"}, 8, Mask(documents=(20, 71))),
+        ("zigzag", {"layout": "documents", "chunks": 2}, 8, Mask(documents=(20, 71))),
+        ("usp", {"ulysses": 2, "route": "straight"}, 16, Mask(window=150)),
+        ("distflash", {"helpers": "none"}, 8, Mask(window=70)),
+    ],
+    ids=str,
+)
+def test_copies_that_wait_for_no_step_find_what_they_copy(
+    algo: str, options: dict[str, object], size: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is packed, gathered or computed for a message is so before the mark, on every rank."""
+    written: dict[int, set[int]] = {}  # after the last mark, by rank
+    early: list[bool] = []
+    channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_beside
+
+    def noted(self, sends, receives, beside, **how):
+        if how["early"]:
+            early.extend(
+                x.untyped_storage().data_ptr() not in written[self.global_rank] for x, _ in sends
+            )
+        return exchange(self, sends, receives, beside, **how)
+
+    monkeypatch.setattr(channel, "mark", lambda self: written[self.global_rank].clear())
+    monkeypatch.setattr(channel, "_exchange_beside", noted)
+
+    def body(topology: Topology) -> None:
+        rank, tokens = topology.rank, 12
+        written[rank] = set()
+        algorithm = create(algo, topology, options).within(mask.followed)
+        q, k, v, dout = (torch.randn(1, tokens, 4, 8, dtype=torch.float64) for _ in range(4))
+        call = Call(Shape.of(q, k, v, tokens * size), mask, 8**-0.5, Reference())
+        compiled = Compiled(algorithm, call)
+        with torch.no_grad(), _Written(written[rank]):
+            saved = compiled.forward.attend(q, k, v)[2]
+            compiled.backward().differentiate(dout, saved)
+
+    run_virtual(size, body, peer_access=True)
+    assert early
+    assert all(early)

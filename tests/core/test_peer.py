@@ -189,7 +189,7 @@ class Rank:
                         self._work(stream)
                         stream.do(partial(self._fill, sent, index))
                     if exchange.early:
-                        channel.begin()
+                        channel.mark()
                         self._work(stream)
                     beside = {
                         to: (
@@ -354,11 +354,11 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
         OUTSIDE,
     ),
     "a block that was there early is sent before it is made": (
-        {"            copies.wait_event(begun)\n": "            pass\n"},
+        {"            copies.wait_event(self._mark)\n": "            pass\n"},
         OUTSIDE,
     ),
     "a sender changes a block before it has left": (
-        {_FINISH: _FINISH.replace("done is", "not sends and done is")},
+        {_FINISH: _FINISH.replace("done is", "not writes and done is")},
         OPEN,
     ),
     "a captured stream waits for a reader of before": (

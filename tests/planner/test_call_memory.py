@@ -17,7 +17,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.comm import NOTHING_BESIDE, Pending
+from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelSum
@@ -172,14 +172,14 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     channel = virtual._VirtualCommunicator
     post = channel._exchange
 
-    def exchange(self, sends, receives, beside=NOTHING_BESIDE, *, early=False):
+    def exchange(self, sends, receives):
         held = [sends]
-        return post(self, sends, receives, beside, early=early).then(lambda _: held.clear())
+        return post(self, sends, receives).then(lambda _: held.clear())
 
     def all_to_all(self, x, out=None):
         out, ranks = torch.empty_like(x) if out is None else out, range(self.size)
         sends, receives = ([(t[rank], rank) for rank in ranks] for t in (x, out))
-        return self._exchange(sends, receives, {}, early=False).then(lambda _: out)
+        return self._exchange(sends, receives).then(lambda _: out)
 
     def all_gather(self, x):
         return all_to_all(self, x.expand(self.size, *x.shape), x.new_empty((self.size, *x.shape)))
@@ -189,7 +189,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
         with _disable_current_modes():
             parts = torch.empty_like(x)
             sends, receives = ([(t[rank], rank) for rank in ranks] for t in (x, parts))
-            under_way = post(self, sends, receives, NOTHING_BESIDE, early=False)
+            under_way = post(self, sends, receives)
 
         def finish():
             with _disable_current_modes():

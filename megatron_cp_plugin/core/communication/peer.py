@@ -7,6 +7,7 @@ kernels and not the host, wait for flags.
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import (
+    NOTHING_BESIDE,
     Beside,
     Communicator,
     Pending,
@@ -22,6 +24,9 @@ from megatron_cp_plugin.core.comm import (
     Send,
 )
 from megatron_cp_plugin.errors import ContextParallelError
+
+# By destination, tensors and where each begins in the destination's slot, in bytes.
+Writes = Mapping[int, Sequence[tuple[Tensor, int]]]
 
 _KEPT = 64  # views of slots
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
@@ -85,7 +90,10 @@ class SlottedCommunicator(Communicator):
     def held_bytes(self) -> int:
         return self._slots * self._slot_bytes
 
-    def _exchange(
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        return self._exchange_beside(sends, receives, NOTHING_BESIDE, early=False)
+
+    def _exchange_beside(
         self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
         sources = {source for _, source in receives}
@@ -99,24 +107,28 @@ class SlottedCommunicator(Communicator):
                 f"ranks {sorted(self._offered)} were expected to send on {self.channel!r}, got an "
                 f"exchange with ranks {sorted(sources)}: {_AFTER_AN_ERROR}"
             )
-        starts = {to: self._starts(to, sends, beside) for to in dict.fromkeys(x for _, x in sends)}
-        pending = self._post(slot, sends, receives, starts, early=early)
+        pending = self._post(slot, self._writes(sends, beside), receives, early=early)
         self._turn, self._offered = self._turn + 1, frozenset()
         if not receives:
             return pending
         self._awaited.add(slot)
         return pending.then(lambda _: self._awaited.discard(slot))
 
-    def _starts(self, to: int, sends: Sequence[Send], beside: Beside) -> tuple[int, ...]:
-        """Where the tensors for a destination begin in its slot, in bytes."""
-        own = tuple([(tuple(x.shape), x.dtype) for x, target in sends if target == to])
-        if to not in beside:
-            return Room.of(own).starts
-        room, sources = beside[to]
-        mine = [n for n, source in enumerate(sources) if source == self.rank]
-        if own != tuple([room.like[n] for n in mine]):
-            raise RuntimeError(f"rank {to} expects other tensors on {self.channel!r}, got {own}")
-        return tuple([room.starts[n] for n in mine])
+    def _writes(self, sends: Sequence[Send], beside: Beside) -> Writes:
+        """Places of what is sent; each rank begins with another destination."""
+        found = {}
+        for to in sorted({to for _, to in sends}, key=lambda to: (to - self.rank) % self.size):
+            tensors = [x for x, target in sends if target == to]
+            like = tuple([(tuple(x.shape), x.dtype) for x in tensors])
+            room, mine = Room.of(like), [*range(len(like))]
+            if to in beside:
+                room, sources = beside[to]
+                mine = [n for n, source in enumerate(sources) if source == self.rank]
+            if like != tuple([room.like[n] for n in mine]):
+                raise RuntimeError(f"rank {to} expects other tensors on {self.channel!r}")
+            places = (room.starts[n] for n in mine)
+            found[to] = list(zip(tensors, places, strict=True))
+        return found
 
     @abstractmethod
     def _grow(self, slot_bytes: int) -> None:
@@ -127,20 +139,9 @@ class SlottedCommunicator(Communicator):
 
     @abstractmethod
     def _post(
-        self,
-        slot: int,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        starts: Mapping[int, Sequence[int]],
-        *,
-        early: bool,
+        self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
     ) -> Pending[None]:
-        """Posts an exchange, and an offer if none was made.
-
-        Args:
-            starts: by destination, where each of its tensors begins in the destination's slot.
-            early: see Communicator.exchange.
-        """
+        """Posts an exchange, and an offer if none was made. Args: early: as of `exchange`."""
 
     def _no_collective(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
@@ -184,7 +185,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._group = group
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._copies, self._offers = copies, offers
-        self._begun: torch.cuda.Event | None = None
+        self._mark = torch.cuda.Event()
         # By slot: the flags of what has come have been set back.
         self._reset = [torch.cuda.Event() for _ in range(slots)]
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
@@ -208,37 +209,29 @@ class PeerCommunicator(SlottedCommunicator):
         return super().held_bytes + sum(slab.numel() for slab, _ in self._of_graphs)
 
     def _post(
-        self,
-        slot: int,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        starts: Mapping[int, Sequence[int]],
-        *,
-        early: bool,
+        self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
     ) -> Pending[None]:
-        if not sends and not receives:
+        if not writes and not receives:
             return Pending(lambda: None)
-        current, copies, begun = torch.cuda.current_stream(self._device), self._copies, self._begun
+        current, copies = torch.cuda.current_stream(self._device), self._copies
         capture = _capture_of(current)
         self._captured |= capture != 0
         sources = dict.fromkeys(source for _, source in receives)
         if sources and not self._offered:
             self._offer(slot, sources)
-        if sends and early and begun is not None:
-            copies.wait_event(begun)
-        elif sends:
+        if writes and early:
+            copies.wait_event(self._mark)
+        elif writes:
             copies.wait_stream(current)
-        begin = slot * self._slot_bytes
-        places = [(to, self._addresses[to] + begin, starts[to]) for to in self._in_turns(starts)]
-        done = torch.cuda.Event() if sends else None
+        first = slot * self._slot_bytes
+        done = torch.cuda.Event() if writes else None
 
         def send() -> None:
-            for to, address, each in places:
+            for to, each in writes.items():
                 self._await(copies, to * self._slots + slot)
                 self._write(copies, self.rank, to * self._slots + slot, 0)
-                mine = (tensor for tensor, target in sends if target == to)
-                for tensor, start in zip(mine, each, strict=True):
-                    push(copies, tensor, address + start)
+                for tensor, place in each:
+                    push(copies, tensor, self._addresses[to] + first + place)
                 self._write(copies, to, self._arrival(self.rank, slot), 1)
             if done is not None:
                 done.record(copies)
@@ -263,7 +256,8 @@ class PeerCommunicator(SlottedCommunicator):
                 now.wait_event(done)
             if now != current:
                 # Their memory returns to its allocator, which does not wait.
-                for tensor, _ in sends:  # which this closure keeps alive until they are copied
+                # This closure keeps them alive until they are copied.
+                for tensor, _ in chain.from_iterable(writes.values()):
                     tensor.record_stream(copies)
             if sources:
                 now.wait_event(self._reset[slot])
@@ -273,18 +267,12 @@ class PeerCommunicator(SlottedCommunicator):
 
         return Pending(finish)
 
-    def _in_turns(self, targets: Collection[int]) -> list[int]:
-        """The order in which a rank writes to others: each rank begins with another one."""
-        return sorted(targets, key=lambda to: (to - self.rank) % self.size)
-
     def _arrival(self, source: int, slot: int) -> int:
         """Number of the flag "has come" of a rank's messages in a slot."""
         return (self.size + source) * self._slots + slot
 
-    def begin(self) -> None:
-        """See Communicator.begin."""
-        self._begun = torch.cuda.Event()
-        self._begun.record(torch.cuda.current_stream(self._device))
+    def mark(self) -> None:
+        self._mark.record(torch.cuda.current_stream(self._device))
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
         current, offers = torch.cuda.current_stream(self._device), self._offers

@@ -3,7 +3,7 @@
 For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -12,8 +12,8 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Beside, Communicator, Pending, Receive, Send
-from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
 from megatron_cp_plugin.core.topology import Topology
 
 Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
@@ -136,9 +136,7 @@ class _VirtualCommunicator(Communicator):
         self._members = members
         self._operations = 0
 
-    def _exchange(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
-    ) -> Pending[None]:
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         turn = self._next()
         for tensor, to in sends:
             assert tensor.is_contiguous(), "messages are contiguous tensors"
@@ -233,23 +231,17 @@ class VirtualPeerCommunicator(SlottedCommunicator):
             self._slab[start : start + self._slot_bytes] = _NAN
 
     def _post(
-        self,
-        slot: int,
-        sends: Sequence[Send],
-        receives: Sequence[Receive],
-        starts: Mapping[int, Sequence[int]],
-        *,
-        early: bool,
+        self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
     ) -> Pending[None]:
-        turn = self._turn
-        posted = [(tensor, _as_bytes(tensor).clone()) for tensor, _ in sends]
-        addresses = {self._address("blocks", turn, self.rank, to) for _, to in sends}
+        turn, posted = self._turn, list[tuple[Tensor, Tensor]]()
+        addresses = {self._address("blocks", turn, self.rank, to): to for to in writes}
         self._world.under_way.update(addresses)
-        places = {to: iter(each) for to, each in starts.items()}
-        for (_, to), (_, bits) in zip(sends, posted, strict=True):
-            address = self._address("blocks", turn, self.rank, to)
-            self._world.post(address, torch.tensor([next(places[to])], device="cpu"))
-            self._world.post(address, bits.view(-1))
+        for address, to in addresses.items():
+            for tensor, place in writes[to]:
+                bits = _as_bytes(tensor).clone()
+                posted.append((tensor, bits))
+                self._world.post(address, torch.tensor([place], device="cpu"))
+                self._world.post(address, bits.view(-1))
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
 

@@ -29,7 +29,6 @@ from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
-    MERGED_SLOTS,
     OF_KEYS,
     QUERIES,
     Plan,
@@ -313,8 +312,7 @@ def executor_of(
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, overlap, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-    slots = MERGED_SLOTS if steps.merged else blocks.most_held
-    way = transport.way(steps, slots)
+    way = transport.way(steps, blocks.most_held)
     covers = steps.merged and len(set(transport.topology.nodes)) > 1
     parts = program(steps, transport.topology.rank, call.kernel.windows, covers)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()

@@ -170,6 +170,7 @@ class Pass(ABC):
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
+        self._packed: dict[Exchange, list[tuple[Tensor, int]]] = {}  # to be sent in later steps
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
         self._missing: dict[tuple[int, Side], int] = {}
@@ -182,7 +183,6 @@ class Pass(ABC):
         if part.channels is not None:
             channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
-            channels.inputs.begin()
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
             for of_results, room in _largest(part.program.receivable, *self._sizes):
                 channels[of_results].reserve(room)
@@ -250,6 +250,13 @@ class Pass(ABC):
             return
         for exchange in step.inputs:
             self._post(exchange, result=False)
+        if step.packs and self.lent:  # so copies need not wait for the steps between
+            channel = self._channels.inputs
+            for later in step.packs:
+                self._packed[later] = [
+                    (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
+                ]
+            channel.mark()
         for exchange in step.expects:
             # Other ranks may send while this one computes, if no results are under way.
             if exchange.receives and not exchange.slow and not self._results:
@@ -284,8 +291,9 @@ class Pass(ABC):
 
     def _add_results(self, step: int) -> None:
         """Waits for the results that a step needs, and adds them to the sums."""
-        # Of a merged plan: the last ones are added in the pass that writes the block.
-        merged = dict[tuple[int, Side], tuple[HeadGroup, list[Packed]]]()
+        # The last ones of a block, which are added when it is written.
+        last = dict[tuple[int, Side], tuple[HeadGroup, list[Packed]]]()
+        joins = self._program.relay or self._program.merged
         for posted in self._results.pop(step):
             posted.pending.wait()
             posted.sends.clear()
@@ -295,17 +303,15 @@ class Pass(ABC):
                     self._partial_sums[owner, side] = came
                     continue
                 complete, group = self._is_last(move.heads, side), (move.heads.q.start, side)
-                if self._program.merged:
-                    merged.setdefault(group, (move.heads, []))[1].append(came)
-                    if complete:
-                        self.close(move.heads, side, merged.pop(group)[1])
-                elif complete and self._program.relay:
-                    self.close(move.heads, side, [came])
-                else:
+                if not joins:
                     self.accept(move.heads, side, came)
                     if complete:
                         self._complete.append((move.heads, side))
-        for (_, side), (heads, others) in merged.items():
+                    continue
+                last.setdefault(group, (move.heads, []))[1].append(came)
+                if complete:
+                    self.close(move.heads, side, last.pop(group)[1])
+        for (_, side), (heads, others) in last.items():
             for came in others:
                 self.accept(heads, side, came)
 
@@ -329,7 +335,10 @@ class Pass(ABC):
 
     def _post(self, exchange: Exchange, *, result: bool) -> None:
         channel = self._channels[2 * exchange.slow + result]
-        sends = [(x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)]
+        early = exchange in self._packed
+        sends = self._packed.pop(exchange, None) or [
+            (x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)
+        ]
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
         coming = expected(exchange, *self._sizes)
@@ -341,7 +350,7 @@ class Pass(ABC):
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         self._of_joints.clear()
         beside = expected_beside(exchange, *self._sizes) if exchange.beside else NOTHING_BESIDE
-        pending = channel.exchange(sends, receives, beside, early=exchange.early)
+        pending = channel.exchange(sends, receives, beside, early=early)
         posted = Posted(pending, tuple(arriving), sends)
         if exchange.idle:
             channel.skip(exchange.idle)

@@ -144,7 +144,6 @@ class Exchange:
         beside: what each target receives in it, in a plan of all ranks: writes to memory of the
             target need the place of each message among all.
         joins: blocks of one side are to lie next to each other in memory.
-        early: the rank sends what it has from the beginning.
     """
 
     needed: int
@@ -154,7 +153,6 @@ class Exchange:
     idle: int = 0
     beside: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
     joins: bool = False
-    early: bool = False
 
     @cached_property
     def sources(self) -> frozenset[int]:
@@ -194,6 +192,7 @@ class Step(NamedTuple):
         inputs: exchanges of inputs that are posted before the computation.
         tasks: the computations.
         results: exchanges of results that are posted after the computation.
+        packs: exchanges of later steps in which the rank sends what it has in this one.
         expects: exchanges of results in which other ranks may send from this step on.
         dropped: blocks of other ranks that no later step needs.
         joints: blocks that are joined from blocks of other ranks before the computation.
@@ -209,6 +208,7 @@ class Step(NamedTuple):
     inputs: tuple[Exchange, ...] = ()
     tasks: tuple[Task, ...] = ()
     results: tuple[Exchange, ...] = ()
+    packs: tuple[Exchange, ...] = ()
     expects: tuple[Exchange, ...] = ()
     dropped: tuple[BlockId, ...] = ()
     joints: tuple[Joint, ...] = ()
@@ -295,12 +295,17 @@ def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) 
     # Rows of another rank's block that came in the forward.
     retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
     rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
-    exchanges, joints = _exchanges(plan, rank, own), _joints(plan, rank, rows)
+    exchanges, joints = _exchanges(plan, rank), _joints(plan, rank, rows)
     tasks = _tasks(plan, rank, rows, joints, windows)
     last_use, single = _last_uses(plan, rank, rows)
     expects = {step: some for (result, step), some in exchanges.items() if result}
+    packs = dict[int, tuple[Exchange, ...]]()
     if plan.merged:  # from the start: so no rank waits for what another one computes first
         expects = {step // each * each: some for step, some in expects.items()}
+        for (result, step), some in exchanges.items():
+            if not result and step % each:
+                start = step // each * each
+                packs[start] = (*packs.get(start, ()), *(one for one in some if one.sends))
     made: dict[int, tuple[Joint, ...]] = {}
     for (number, *_), joint in joints.items():
         made[number] = (*made.get(number, ()), joint)
@@ -317,6 +322,7 @@ def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) 
             inputs=exchanges.get((False, step), ()),
             tasks=tasks.get(step, ()),
             results=exchanges.get((True, step), ()),
+            packs=packs.get(step, ()),
             expects=expects.get(step, ()),
             dropped=(
                 *(block for block in last_use.get(step, ()) if (step, block) in single),
@@ -634,13 +640,8 @@ def _block_of(move: Move) -> BlockId:
     return move.block.owners[0], move.side
 
 
-def _exchanges(
-    plan: Plan, rank: int, home: tuple[int, int]
-) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """A rank's exchanges, by (carries results, step in which it is posted).
-
-    Args: home: see `own` of Program.
-    """
+def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
+    """A rank's exchanges, by (carries results, step in which it is posted)."""
     found: dict[tuple[bool, int, int], list[Move]] = {
         (time.result, time.posted, time.needed): [] for time in plan.times
     }
@@ -660,8 +661,7 @@ def _exchanges(
                 beside[to] = _messages(of_target)
         slow = needed > posted + 1 and not plan.merged
         both = _messages(sends), _messages(receives)
-        early = not result and all(home[x.side] == x.block.owners[0] for x in sends)
-        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins, early=early)
+        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
 

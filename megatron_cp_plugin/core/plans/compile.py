@@ -680,9 +680,12 @@ class _Writer:
                         yield Move(*ends, messages, block, tokens, heads, 0, wide)
 
     def _computes(self) -> Iterator[Compute]:
-        joining = self.routes.merging and not self.routes.spans.gaps
-        by = self._joined if self.placement.assembled else self._by_steps
-        made = [*(by() if joining or self.placement.assembled else self._by_pairs())]
+        by = self._by_pairs
+        if self.placement.assembled:
+            by = self._joined
+        elif self.routes.merging and not self.routes.spans.gaps:
+            by = self._by_steps
+        made = [*by()]
         for number, group in enumerate(self.groups):
             for step, rank, queries, keys in made:
                 yield Compute(step + number * self.routes.steps, rank, queries, keys, group)
