@@ -81,7 +81,6 @@ ELSEWHERE: dict[str, str] = {
     "make lock": ITSELF,
     "bash .ci/run": ITSELF,
     "pip install .": CHECK_INSTALLS,
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "needs a network",
     "pip install '.[megatron]'": CHECK_INSTALLS,
     "pip install '.[report]'": CHECK_INSTALLS,
     "pip install '.[gpu]'": GPUS,
