@@ -31,8 +31,7 @@ _TRIFLE = 0.01
 # A piece of a block of queries has about this part of the mean work. Upper bound of the number of
 # pieces times the number of blocks of keys that they see.
 _GRAIN, _MOST_PIECES = 0.005, 1024
-# Number of blocks of others that come to a rank together. A rank that gives work away sends the
-# blocks before its own first step: later messages would wait until that step is done.
+# Number of blocks of others that a rank computes in one step.
 _AT_ONCE = 8
 # Where keys begin if there are none.
 _NONE = 1 << 40

@@ -305,12 +305,6 @@ def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
     return replace(plan, moves=tuple(moves), times=frozenset(times))
 
 
-def move_row_bytes(move: Move, shape: Shape) -> int:
-    """Bytes of one token in all tensors of a move."""
-    names = (name for message in move.messages for name in message)
-    return sum(row_bytes(name, shape, move.heads, move.wide) for name in names)
-
-
 def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
     """Bytes of one token in a tensor. Args: wide: results are float32 (float64)."""
     if name in PER_HEAD:
