@@ -1,17 +1,16 @@
 """What may differ between ranks, in step 1, 2 and 40, and whether the next good step is right.
 
-Two ranks over gloo, or on two GPUs over NCCL: torchrun --nproc-per-node 2
-tests/integration/steps_job.py [nccl]. Prints as JSON what a rank was told, and what good steps that
-followed were off by.
+Two ranks over gloo print as JSON what each was told; test_over_nccl.py runs the same over NCCL.
 """
 
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import Group
+from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -162,18 +162,35 @@ def step_of(difference: Difference, group: Group, rank: int, size: int, step: in
     return said
 
 
+def new_topology(groups: list[Any]) -> ProcessGroupTopology:
+    """All ranks, which have compared no call yet.
+
+    Args: groups: Further process groups of all ranks that others before it have made and that it
+        uses, too, because NCCL takes long to make each.
+    """
+    numbers = count()
+
+    def group_of(ranks: Sequence[int]) -> Any:
+        number = next(numbers)
+        if number == len(groups):
+            groups.append(dist.new_group(list(ranks)))
+        return groups[number]
+
+    make: Any = group_of
+    world: Any = dist.group.WORLD
+    return ProcessGroupTopology(world, make)
+
+
 def of_functions() -> dict[str, dict[str, str]]:
     """Of every difference: what was said in which step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = {}
+    found: dict[str, dict[str, str]] = {name: {} for name in FUNCTIONAL}
+    groups: list[Any] = []
     for name, difference in FUNCTIONAL.items():
-        each = {}
         for step in STEPS:
-            group = dist.new_group()
-            each[str(step)] = step_of(difference, group, rank, size, step)
-            dist.destroy_process_group(group)
-            cp.release()
-        found[name] = each
+            topology = new_topology(groups)
+            found[name][str(step)] = step_of(difference, topology, rank, size, step)
+            topology.drop_peer_channels()
     return found
 
 
@@ -395,24 +412,30 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
     return found
 
 
-def main() -> None:
-    over_nccl = sys.argv[1:] == ["nccl"]
-    device = torch.device("cpu")
-    if over_nccl:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("nccl" if over_nccl else "gloo", timeout=timeout)
+def of_ways(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
+    """Of every way to call and every difference: what this rank was told in which step."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    found = {"functional": of_functions()}
+    started = time.perf_counter()
+
+    def timed(way: str, ran: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        print(f"{way}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        return ran
+
+    found = {"functional": timed("functional", of_functions())}
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(7)
     steps = Steps(ProcessGroupCollection.use_mpu_process_groups(), device)
-    found["install"] = of_install(steps)
-    found["launcher"] = of_launcher(steps)
+    found["install"] = timed("install", of_install(steps))
+    found["launcher"] = timed("launcher", of_launcher(steps))
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = of_ways(torch.device("cpu"))
     dist.barrier()
     print("FOUND" + json.dumps(found), flush=True)
 
