@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial, wraps
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -41,10 +41,15 @@ from megatron_cp_plugin.core.autograd.function import (
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import existing
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.layout import Layout, check_cut, describe_mismatch, remember
+from megatron_cp_plugin.core.layout import (
+    Documents,
+    Layout,
+    check_cut,
+    describe_mismatch,
+    remember,
+)
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.linear.states import Decay
-from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.tiles import mask_of
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
@@ -74,15 +79,11 @@ def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Within(NamedTuple):
-    """A layout within documents; queries see the keys that slices allow, if there are slices.
-
-    Attributes: documents: as of `document_starts`.
-    """
+    """A layout within the documents or spans that it follows."""
 
     seq_len: int
     layout: Layout
-    documents: tuple[int, ...]
-    slices: Slices | None
+    followed: Documents
 
 
 class CallSettings:
@@ -190,10 +191,10 @@ class CallSettings:
             }
         if self._algo != registry.AUTO:
             algorithm = softmax_algorithm(self._algo, topology, self._options)
-        seq_len, layout, documents, slices = self._whole(made, q.shape[1])
+        seq_len, layout, followed = self._whole(made, q.shape[1])
         if window is not None:
             window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
-        mask = mask_of(causal, window, documents, slices)
+        mask = mask_of(causal, window, followed)
         if self._algo == registry.AUTO:
             shape = Shape.of(q, k, v, seq_len)
             from megatron_cp_plugin.planner.detected_machine import choose_for
@@ -251,7 +252,7 @@ class CallSettings:
                 "decay": None if rates is None else rates.rates,
             }
         algorithm = linear_algorithm(self._algo, topology, self._options)
-        seq_len, layout, documents, _ = self._whole(made, q.shape[1])
+        seq_len, layout, documents = self._whole(made, q.shape[1])
         out, final_state = attend_linearly(
             q,
             k,
@@ -265,7 +266,7 @@ class CallSettings:
             kernel_for=partial(resolve_linear, kernel),
             initial_state=initial_state,
             output_final_state=output_final_state,
-            documents=documents,
+            documents=cast(tuple[int, ...], documents),
         )
         if topology.size > 1:
             remember(out, 1, layout, seq_len, topology.rank, topology.size)
@@ -328,13 +329,12 @@ class CallSettings:
         self._unread = None
 
     def _within(self, seq_len: int) -> _Within:
-        """The layout, documents and slices for a number of tokens in all."""
+        """The layout, and what it follows, for a number of tokens in all."""
         if self._found is None or self._found.seq_len != seq_len:
-            self._found = _Within(seq_len, self._layout, (), None)
+            self._found = _Within(seq_len, self._layout, ())
             if self._cu_seqlens is not None or self._spans is not None:
                 followed = followed_by(self._cu_seqlens, self._spans, seq_len)
-                layout = self._layout.within(followed)
-                self._found = _Within(seq_len, layout, *starts_and_slices(followed))
+                self._found = _Within(seq_len, self._layout.within(followed), followed)
         return self._found
 
     def _layout_of(self, seq_len: int) -> Layout:

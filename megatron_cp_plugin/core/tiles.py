@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.masks.bands import (
     SteppedBlocks,
     stretched,
 )
-from megatron_cp_plugin.core.masks.slices import Slices
+from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.ranges import (
     Flags,
     Numbers,
@@ -108,11 +108,10 @@ class Mask:
         return "" if self.window is None else f"sliding windows, got window {self.window}"
 
 
-@lru_cache(maxsize=64)  # every layer asks: one object, which is hashed once
-def mask_of(
-    causal: bool, window: int | None, documents: tuple[int, ...] = (), slices: Slices | None = None
-) -> Mask:
-    """The mask of a call. Args: slices: in place of causal and documents."""
+@lru_cache(maxsize=64, typed=True)  # every layer asks: one object, which is hashed once
+def mask_of(causal: bool, window: int | None, followed: Documents = ()) -> Mask:
+    """The mask of a call. Args: followed: documents; or spans, in place of causal."""
+    documents, slices = starts_and_slices(followed)
     return Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.autograd.latents import attend_latents
-from megatron_cp_plugin.core.tiles import mask_of
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_tokens, starts_of
+from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_layer
 from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
@@ -183,16 +183,15 @@ class ContextParallelAttention(SplitByHeads):
         causal = self._causal
         if attn_mask_type is not None:
             causal = is_causal(attn_mask_type, packed=packed is not None)
-        documents = starts_of(packed, seq_len, causal=causal)
-        slices = None if packed is None else packed.slices(seq_len)
+        mask = mask_of_layer(packed, seq_len, causal=causal, window=self._window)
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
         if self._keeps_largest:
-            self._keep_largest(q, k, packed, group, seq_len, causal=causal)
+            self._keep_largest(q, k, mask, packed, group)
         settings: dict[str, Any] = {
             "algorithm": self.runtime.algorithm(group),
             "seq_len": seq_len,
-            "mask": mask_of(causal, self._window, documents, slices),
+            "mask": mask,
             "scale": self._scale,
             "sink": self.softmax_offset,
             "kernel_for": self._kernel_for,
@@ -211,14 +210,12 @@ class ContextParallelAttention(SplitByHeads):
         self,
         q: Tensor,
         k: Tensor,
+        mask: Mask,
         packed: DocumentMask | None,
         group: dist.ProcessGroup,
-        seq_len: int,
-        *,
-        causal: bool,
     ) -> None:
-        mask = mask_of_tokens(packed, seq_len, causal=causal, window=self._window)
-        layout = self.algorithm.layout.within(packed.followed(seq_len) if packed else ())
+        layout = self.algorithm.layout.within(mask.followed)
+        mask = mask if packed is None else packed.without_padding(mask)
         found = largest_scores(q, k, scale=self._scale, mask=mask, layout=layout, group=group)
         before = self.current_max_attn_logits
         self.current_max_attn_logits = found if before is None else torch.maximum(before, found)

@@ -116,6 +116,12 @@ class DocumentMask(PackedSeqParams):
         slices = self.slices(seq_len)
         return self.starts if slices is None else _samples(slices, seq_len)
 
+    def without_padding(self, mask: Mask) -> Mask:
+        """Returns the mask of queries that are no padding, from the mask of a layer."""
+        if not self.padding or self.spans is not None:
+            return mask
+        return _without_padding(mask, self.padding, self.seq_len)
+
     def beside(self, documents: DocumentMask | None) -> DocumentMask:
         """Returns these spans of such documents."""
         if documents is None:
@@ -272,28 +278,23 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
     return group
 
 
-def mask_of_tokens(
-    packed: DocumentMask | None, seq_len: int, *, causal: bool, window: int | None
-) -> Mask:
-    """Returns the mask of queries that are no padding.
+def mask_of_layer(packed: Any, seq_len: int, *, causal: bool, window: int | None) -> Mask:
+    """Returns the mask of attention for what a layer was given, see `starts_of`.
 
     Args: causal, window: the mask without spans; window None: all earlier keys.
+
+    Raises: as `starts_of`.
     """
-    if packed is None:
-        return mask_of(causal, window)
-    slices = packed.slices(seq_len)
-    if slices is None and packed.padding:
-        slices = _without_padding(packed.starts, packed.padding, seq_len)
-    return mask_of(causal, window, packed.starts, slices)
+    starts = starts_of(packed, seq_len, causal=causal)
+    slices = None if packed is None else packed.slices(seq_len)
+    return mask_of(causal, window, starts if slices is None else slices)
 
 
 @lru_cache(maxsize=16)  # every layer asks
-def _without_padding(
-    starts: tuple[int, ...], padding: tuple[tuple[int, int], ...], seq_len: int
-) -> Slices:
-    """The causal mask of the documents, each without the padding at its end."""
-    documents = _documents(starts, padding, seq_len)
-    return Slices.of([(*each, *each, "causal") for each in documents], seq_len)
+def _without_padding(mask: Mask, padding: tuple[tuple[int, int], ...], seq_len: int) -> Mask:
+    documents = _documents(mask.documents, padding, seq_len)
+    slices = Slices.of([(*each, *each, "causal") for each in documents], seq_len)
+    return mask_of(mask.causal, mask.window, slices)
 
 
 def _documents(

@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.integration import largest_score
-from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_tokens
+from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_layer
 from megatron_cp_plugin.integration.largest_score import largest_scores
 from megatron_cp_plugin.spans import prefix_lm
 from tests.integration.ranks import on_ranks
@@ -58,7 +58,8 @@ def test_largest_scores(size: int, layout: str, case: str, monkeypatch: pytest.M
     q = torch.randn(2, TOKENS, HEADS, 8, generator=draw, dtype=torch.float64)
     k = torch.randn(2, TOKENS, KV_HEADS, 8, generator=draw, dtype=torch.float64)
     q[:, :, 4] = -k[:, :, 1] / 2  # what a query sees beside itself need not be above 0
-    mask = mask_of_tokens(packed, TOKENS, causal=True, window=window)
+    mask = mask_of_layer(packed, TOKENS, causal=True, window=window)
+    mask = mask if packed is None else packed.without_padding(mask)
     algo, options = LAYOUTS[layout]
     split = ContextParallelConfig(algo, size, options=options).layout
 
