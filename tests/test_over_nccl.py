@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,7 +28,6 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.agree import SameCall
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.process_exit import whole_program
 from tests.integration import steps_job
 from tests.integration.megatron_job import Job, run
@@ -36,11 +36,6 @@ from tests.oracle import expected_attention, relative_error
 # A job that hangs ends by itself, and says where.
 LIMIT_S = 150
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 60)]
-WAYS = {
-    "functional": tuple(steps_job.FUNCTIONAL),
-    "install": steps_job.OF_MODELS,
-    "launcher": steps_job.OF_BATCHES,
-}
 # Tokens of a rank; of steps with them the number between two looks at the clock, and how often with
 # and without comparisons.
 SIZES = {2048: (20, 9), 8192: (10, 9), 65536: (2, 3)}
@@ -49,7 +44,6 @@ LAYERS, HEADS, HEAD_DIM = 4, 16, 128
 
 def found_by(job: Job) -> list[dict]:
     """What each rank of a job saw."""
-    print(job.processes[0].stderr[-1000:])
     lines = [p.stdout.split("FOUND")[-1].splitlines()[0] for p in job.succeeded().processes]
     return [json.loads(line) for line in lines]
 
@@ -65,9 +59,9 @@ def test_calls_are_right(ranks: list[dict]) -> None:
         assert max(found["errors"].values()) < 1e-2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", steps_job.CASES)
 def test_what_differs_in_any_step_is_refused_on_all_ranks(ranks: list[dict], way: str) -> None:
-    for name in WAYS[way]:
+    for name in steps_job.CASES[way]:
         for step in steps_job.STEPS:
             said = [rank[way][name][str(step)] for rank in ranks]
             assert steps_job.refused_together(*said), (name, step, said)
@@ -128,18 +122,11 @@ def captured() -> dict[str, object]:
     graph.replay()
     want = cp.attention(x, x, x, algo="zigzag")
     error = relative_error(out.cpu(), want.cpu())
-    scale, said = 0.5 if dist.get_rank() else None, ""
+    scale = 0.5 if dist.get_rank() else None
     cp.attention(x, x, x, algo="zigzag", scale=0.5)
-
-    def other() -> None:
-        nonlocal said
-        try:
-            cp.attention(x, x, x, algo="zigzag", scale=scale)
-        except ContextParallelError as refusal:
-            said = str(refusal)
-
+    other = partial(cp.attention, x, x, x, algo="zigzag", scale=scale)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        other()
+        said = steps_job.said_by(other)
     return {"error": error, "refused": said}
 
 

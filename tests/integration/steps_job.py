@@ -5,7 +5,6 @@ Two ranks over gloo print as JSON what each was told; test_over_nccl.py runs the
 
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -205,6 +204,7 @@ OF_BATCHES = (
     *("tokens", "labels", "loss_mask", "order", "shape", "no labels", "spans", "positions"),
     *("positions without spans", "training", "mask", "documents", "no cut", "other exception"),
 )
+CASES = {"functional": tuple(FUNCTIONAL), "install": OF_MODELS, "launcher": OF_BATCHES}
 LENGTHS = (7, 24)
 
 
@@ -219,10 +219,10 @@ class Steps:
         reference = Reference(make_model(make_config(1), alone(groups)))
         self.reference = reference
 
-    def model(self, **settings: Any) -> Any:
+    def model(self, spec: Any = None, **settings: Any) -> Any:
         from tests.integration.cut_batches_job import make_config, make_model
 
-        model = make_model(make_config(self.size, **settings), self.groups)
+        model = make_model(make_config(self.size, **settings), self.groups, spec)
         model.load_state_dict(self.reference.model.state_dict(), strict=False)
         return model
 
@@ -299,25 +299,42 @@ class Steps:
         return total / batch.tokens
 
 
+def played(
+    names: Sequence[str],
+    build: Callable[[], Any],
+    run: Callable[..., Tensor],
+    off: Callable[[Tensor], float],
+) -> dict[str, dict[str, str]]:
+    """Of every difference: what was said in which step.
+
+    Args:
+        build: Makes what is run.
+        run: Runs it, with a difference on this rank, if one is given.
+        off: What the losses of a good run are off by.
+    """
+    last, is_last = max(STEPS), dist.get_rank() == dist.get_world_size() - 1
+    late = build()
+    for _ in range(last - 1):
+        run(late)
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for name in names:
+        for step in STEPS:
+            made = late if step == last else build()
+            for _ in range(0 if step == last else step - 1):
+                run(made)
+            found[name][str(step)] = said_by(partial(run, made, name if is_last else ""))
+            for _ in range(2):
+                assert off(run(made)) <= BOUND, (name, step)
+    return found
+
+
 def of_install(steps: Steps) -> dict[str, dict[str, str]]:
     """Of every difference: what was said in which step."""
     from megatron_cp_plugin import megatron as cp_megatron
 
     cp_megatron.install("zigzag", layout="thd", kernel="reference")
-    models, late = steps.models(), steps.model()
-    for _ in range(max(STEPS) - 1):
-        steps.run(late)
-    found: dict[str, dict[str, str]] = {}
-    for name in OF_MODELS:
-        found[name] = {}
-        for step in STEPS:
-            model = steps.model() if step < max(STEPS) else late
-            for _ in range(step - 1 if model is not late else 0):
-                steps.run(model)
-            wrong = name if steps.rank == steps.size - 1 else ""
-            found[name][str(step)] = said_by(partial(steps.run, model, wrong, models))
-            for _ in range(2):
-                assert steps.off(steps.run(model)) <= BOUND, (name, step)
+    run = partial(steps.run, models=steps.models())
+    found = played(OF_MODELS, steps.model, run, steps.off)
     cp_megatron.uninstall()
     return found
 
@@ -325,36 +342,36 @@ def of_install(steps: Steps) -> dict[str, dict[str, str]]:
 def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
     """The same for batches that the plugin cuts, as it does for Megatron's training loop."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_cp_plugin import megatron as cp_megatron
     from megatron_cp_plugin.integration.attention import ContextParallelAttention
     from megatron_cp_plugin.integration.batch import Batches
     from megatron_cp_plugin.integration.inputs import SplitInputs
     from megatron_cp_plugin.integration.spec import follow
-    from tests.integration.cut_batches_job import make_config, make_model
+    from tests.integration.cut_batches_job import make_config
+
+    draw = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(1, 98, (1, 32), generator=draw).to(steps.device) for _ in range(2))
+    places = torch.arange(32, device=steps.device)[None]
+    with torch.no_grad():
+        expected = float(steps.reference.model(ids, places, None, labels=labels).sum())
 
     def build() -> tuple[Any, Any]:
-        config = make_config(steps.size)
         how = {"layout": "contiguous", "kernel": "reference"}
-        spec = cp_megatron.serve(get_gpt_layer_local_spec(), config, "ring", **how)
-        model = make_model(config, steps.groups, spec)
-        model.load_state_dict(steps.reference.model.state_dict(), strict=False)
-        runtime = next(
-            m for m in model.modules() if isinstance(m, ContextParallelAttention)
-        ).runtime
+        config = make_config(steps.size)
+        model = steps.model(cp_megatron.serve(get_gpt_layer_local_spec(), config, "ring", **how))
+        layers = (m for m in model.modules() if isinstance(m, ContextParallelAttention))
+        runtime = next(layers).runtime
         follow(model, runtime)
         batches = Batches(runtime)
         SplitInputs(model, batches, steps.groups.cp)
         return model, batches
 
-    def run(model: Any, batches: Any, difference: str = "") -> Tensor:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        draw = torch.Generator().manual_seed(1)
-        tokens, labels = (torch.randint(1, 98, (1, 32), generator=draw) for _ in range(2))
-        places, counts = torch.arange(32)[None], torch.ones(1, 32)
-        whole: dict[str, Any] = {"tokens": tokens, "labels": labels, "loss_mask": counts}
-        whole |= {"position_ids": places}
+    def run(made: tuple[Any, Any], difference: str = "") -> Tensor:
+        model, batches = made
+        whole: dict[str, Any] = {"tokens": ids, "labels": labels, "position_ids": places}
+        whole["loss_mask"] = torch.ones_like(ids).float()
         if difference in whole:
             whole[difference] = whole[difference].flip(1) * 2
         if difference == "order":
@@ -363,7 +380,6 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
             whole = {key: x[:, :16] for key, x in whole.items()}
         if difference == "no labels":
             whole["labels"] = None
-        whole = {key: x if x is None else x.to(steps.device) for key, x in whole.items()}
         if difference in ("spans", "positions"):
             whole["attention_spans"] = [(0, 32, 0, 32, "full")]
         if difference in ("positions", "positions without spans"):
@@ -385,31 +401,12 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
             )
         return losses
 
-    def error(model: Any, batches: Any) -> float:
-        losses = run(model, batches).detach().sum()
+    def off(losses: Tensor) -> float:
+        losses = losses.detach().sum()
         dist.all_reduce(losses, group=steps.groups.cp)
         return abs(float(losses) - expected) / expected
 
-    draw = torch.Generator().manual_seed(1)
-    ids, labels = (torch.randint(1, 98, (1, 32), generator=draw).to(steps.device) for _ in range(2))
-    places = torch.arange(32, device=steps.device)[None]
-    with torch.no_grad():
-        expected = float(steps.reference.model(ids, places, None, labels=labels).sum())
-    late = build()
-    for _ in range(max(STEPS) - 1):
-        run(*late)
-    found: dict[str, dict[str, str]] = {}
-    for name in OF_BATCHES:
-        found[name] = {}
-        for step in STEPS:
-            made = build() if step < max(STEPS) else late
-            for _ in range(step - 1 if made is not late else 0):
-                run(*made)
-            wrong = name if steps.rank == steps.size - 1 else ""
-            found[name][str(step)] = said_by(partial(run, *made, wrong))
-            for _ in range(2):
-                assert error(*made) <= BOUND, (name, step)
-    return found
+    return played(OF_BATCHES, build, run, off)
 
 
 def of_ways(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
@@ -418,19 +415,11 @@ def of_ways(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    started = time.perf_counter()
-
-    def timed(way: str, ran: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        print(f"{way}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        return ran
-
-    found = {"functional": timed("functional", of_functions())}
+    found = {"functional": of_functions()}
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(7)
     steps = Steps(ProcessGroupCollection.use_mpu_process_groups(), device)
-    found["install"] = timed("install", of_install(steps))
-    found["launcher"] = timed("launcher", of_launcher(steps))
-    return found
+    return found | {"install": of_install(steps), "launcher": of_launcher(steps)}
 
 
 def main() -> None:

@@ -23,10 +23,9 @@ from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.megatron import attention_spans
 from tests.integration.megatron_job import run_warm
 from tests.integration.ranks import Place, on_ranks
-from tests.integration.steps_job import FUNCTIONAL, OF_BATCHES, OF_MODELS, STEPS, refused_together
+from tests.integration.steps_job import CASES, STEPS, refused_together
 
 JOB = Path(__file__).with_name("steps_job.py")
-CASES = {"functional": tuple(FUNCTIONAL), "install": OF_MODELS, "launcher": OF_BATCHES}
 
 
 @pytest.fixture(scope="module")
