@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp_plugin.document_lengths import lengths_of
-from megatron_cp_plugin.integration import args
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.terminal import heads_of, option_of, tokens_of
 
@@ -47,5 +46,6 @@ def add_flags_of[P: argparse.ArgumentParser](parser: P, command: str) -> P:
     for name, own in COMMANDS[command]["flags"].items():
         how = _COMMON.get(name, {}) | own
         dashes = "" if how.pop("positional", False) else "--"
-        args.add_flags(parser, {dashes + name: how}, _TYPES)
+        kind = {"type": _TYPES[how["type"]]} if "type" in how else {}
+        parser.add_argument(dashes + name, **how | kind)
     return parser

@@ -1,14 +1,31 @@
 """The configuration of a run: read and validated once, then passed down."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.layers import check_balance, options_by_name
 from megatron_cp_plugin.registry import kind_of, layout_of
+from megatron_cp_plugin.terminal import option_of
 
 LINEAR_MODELS = ("transnormer", "linear_transformer")
+
+# Tokens of a packed document, where nobody says.
+MEAN_DOCUMENT = 4096
+
+
+def setting(default: Any, text: str, **how: Any) -> Any:
+    """A setting of a run: a field with a flag and a key of run files of its name.
+
+    Args:
+        default: False for a switch.
+        text: What it is, for --help.
+        how: What argparse takes; and `needs`: "algorithm" where it says nothing without one of the
+            plugin, "auto" without that; `in_files`: false where it has no key.
+    """
+    return field(default=default, metadata={"help": text, **how})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,23 +33,71 @@ class RunSettings:
     """Settings of a run, as the command line, a run file and `install` have them.
 
     Attributes:
-        kernel: "auto" or a name of `kernels.kernel_names()`.
         options: (name, value) pairs of the algorithm's own options.
-        recompute_attention: whether activation checkpointing runs attention a second time.
         layers: the algorithm of each layer, repeated over the depth; (): `algo` for all.
-        linear_model: the kind of the layers of linear attention, one of LINEAR_MODELS.
-        chunked_loss: how many tokens' logits there are at a time; None: all.
-        send_latents: whether ranks send latents of multi-latent attention in place of K and V.
+        tokens: of a micro-batch on all context-parallel ranks, where a program cuts it for `auto`.
         by_auto: whether `auto` has chosen the algorithm.
     """
 
-    kernel: str = "auto"
-    options: tuple[tuple[str, object], ...] = ()
-    recompute_attention: bool = False
-    layers: tuple[str, ...] = ()
-    linear_model: str | None = None
-    chunked_loss: int | None = None
-    send_latents: bool = False
+    kernel: str = setting(
+        "auto",
+        "attention kernel; default auto: the fastest one that supports the model",
+        needs="algorithm",
+        metavar="NAME",
+    )
+    options: tuple[tuple[str, object], ...] = setting(
+        (),
+        "options of the algorithm",
+        needs="algorithm",
+        metavar="KEY=VALUE",
+        nargs="+",
+        type=option_of,
+        action="extend",
+    )
+    layers: tuple[str, ...] = setting(
+        (),
+        "algorithm of each layer, repeated over the depth, such as 'lasp2*7, attention2d'; "
+        "default: --context-parallel-algo for all; with auto, the kind of each layer, such as "
+        "'linear*7, softmax'",
+        metavar="PATTERN",
+    )
+    linear_model: str | None = setting(
+        None,
+        "model of the linear attention layers; required with algorithms such as lasp",
+        needs="algorithm",
+        choices=LINEAR_MODELS,
+    )
+    recompute_attention: bool = setting(
+        False,
+        "recompute attention too when Megatron recomputes activations, which saves the memory of "
+        "its output; default: keep its output and run it once",
+        needs="algorithm",
+    )
+    chunked_loss: int | None = setting(
+        None,
+        f"compute logits and losses in chunks of this many tokens, default {CHUNK_TOKENS}: no rank "
+        "holds all logits, and the backward pass recomputes them",
+        needs="algorithm",
+        metavar="TOKENS",
+        nargs="?",
+        type=int,
+        const=CHUNK_TOKENS,
+    )
+    send_latents: bool = setting(
+        False,
+        "with multi-latent attention, send latents and make K and V of them where they arrive, "
+        "which sends fewer bytes and keeps less for the backward pass",
+        needs="algorithm",
+    )
+    mean_document: str | int | None = setting(
+        None,
+        "for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, or a "
+        "histogram, FILE.csv or FILE.json, as for `plan --documents`; default "
+        f"{MEAN_DOCUMENT}",
+        needs="auto",
+        metavar="LENGTHS",
+    )
+    tokens: int | None = None
     by_auto: bool = False
 
     def __post_init__(self) -> None:

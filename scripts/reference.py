@@ -103,7 +103,8 @@ def flags() -> Iterator[str]:
     yield "| flag | values | meaning |\n| --- | --- | --- |"
     for name, how in FLAGS.items():
         choices = ", ".join(f"`{choice}`" for choice in how.get("choices", ()))
-        yield f"| `{name}` | {choices or how.get('metavar', '')} | {cell(how.get('help', ''))} |"
+        taken = choices or cell(how.get("metavar", ""))
+        yield f"| `{name}` | {taken} | {cell(how['help'])} |"
 
 
 def commands() -> Iterator[str]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_067,
+    "package root": 4_130,
     "core": 14_060,
     "algorithms": 1_880,
     "kernels": 3_680,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, override
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig, RunSettings
+from megatron_cp_plugin.config import (
+    LINEAR_MODELS,
+    MEAN_DOCUMENT,
+    ContextParallelConfig,
+    RunSettings,
+    setting,
+)
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.integration import example_spans
@@ -20,7 +24,6 @@ from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.kernels.linear import linear_kernel_names
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
-from megatron_cp_plugin.terminal import option_of
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
 # that a script starts, is refused by Megatron's parser instead of training without the algorithm.
@@ -32,18 +35,12 @@ HELP = "--help-cp"
 # Its value that means "Megatron's own path, untouched".
 MEGATRON = "megatron"
 
-# Tokens of a packed document, where nobody says.
-MEAN_DOCUMENT = 4096
-
-# The plugin's flags: what they are to argparse, and `_NOT_ARGPARSES`.
-FLAGS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
-_NOT_ARGPARSES = {"needs", "in_files"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
     group = parser.add_argument_group("megatron_cp_plugin")
-    add_flags(group, FLAGS, {"int": int, "option": option_of})
+    for flag, how in FLAGS.items():
+        group.add_argument(flag, **{k: v for k, v in how.items() if k not in _NOT_ARGPARSES})
     return parser
 
 
@@ -58,23 +55,6 @@ def add_comm_type(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def key_of(flag: str) -> str:
     """The name of a flag of the plugin in a run file: --cp-linear-model is linear_model."""
     return flag.removeprefix("--context-parallel-").removeprefix("--cp-").replace("-", "_")
-
-
-def add_flags(
-    parser: argparse._ActionsContainer,
-    flags: Mapping[str, dict[str, Any]],
-    types: Mapping[str, Callable[[str], Any]],
-) -> None:
-    """Adds flags to a parser.
-
-    Args:
-        flags: What each is to argparse, with its `type` by name.
-        types: By these names.
-    """
-    for name, how in flags.items():
-        kind = {"type": types[how["type"]]} if "type" in how else {}
-        given = {key: value for key, value in how.items() if key not in _NOT_ARGPARSES}
-        parser.add_argument(name, **given | kind)
 
 
 def document_lengths(given: str | int | None, name: str) -> Lengths:
@@ -95,19 +75,51 @@ class PluginFlags(RunSettings):
     Attributes:
         algo: None for Megatron's own path.
         comm_type: the same in Megatron's spelling.
-        platform, record, allow_untested_megatron: as in `flags.toml`.
-        machine, mean_document, example_spans, explain: of auto.
     """
 
-    algo: str | None
-    comm_type: CommType
-    platform: str | None = None
-    record: str | None = None
-    allow_untested_megatron: bool = False
-    machine: str | None = None
-    mean_document: str | None = None
-    example_spans: str | None = None
-    explain: bool = False
+    algo: str | None = setting(
+        None,
+        "context-parallel attention algorithm, such as ring or zigzag; auto: the fastest one "
+        "according to the planner; megatron: Megatron's own context parallelism, the default; "
+        "Megatron's --cp-comm-type selects some algorithms too",
+        metavar="NAME",
+    )
+    comm_type: CommType = field(default_factory=CommType)
+    platform: str | None = setting(
+        None,
+        "cpu: run Megatron without a GPU; default auto: cpu if there is no GPU",
+        choices=("auto", "cpu", "cuda"),
+    )
+    machine: str | None = setting(
+        None,
+        "for auto: a machine of configs/machines, such as h200 or h100, or a file written by "
+        "megatron-cp calibrate; default: found by the name of the GPU",
+        needs="auto",
+        metavar="NAME|FILE",
+    )
+    example_spans: str | None = setting(
+        None,
+        "for auto: attention_spans of one batch as an example of all, a JSON list of slices; "
+        "default: batches have none",
+        needs="auto",
+        metavar="FILE",
+    )
+    explain: bool = setting(
+        False, "print the candidates of auto and their predicted times", needs="auto"
+    )
+    record: str | None = setting(
+        None,
+        "write losses of all iterations and gradients of the first, the middle and the last one "
+        "into a folder, for comparison with another run",
+        in_files=False,
+        metavar="DIR",
+    )
+    allow_untested_megatron: bool = setting(
+        False,
+        "run a Megatron version that was never tested with the plugin, if it has everything that "
+        "`megatron-cp hooks` lists; default: refuse it",
+        in_files=False,
+    )
 
     @property
     def is_auto(self) -> bool:
@@ -168,6 +180,21 @@ class PluginFlags(RunSettings):
         of_all = {field.name for field in fields(ContextParallelConfig)} & vars(self).keys()
         given = {name: getattr(self, name) for name in of_all}
         return ContextParallelConfig(size=size, for_spans=self.example_spans is not None, **given)
+
+
+def _flags() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The plugin's flags: what they are to argparse, and `_NOT_ARGPARSES`."""
+    for option in sorted(fields(PluginFlags), key=lambda option: option.name != "algo"):
+        if option.metadata:
+            flag = ALGORITHM if option.name == "algo" else f"--cp-{option.name.replace('_', '-')}"
+            switch = option.default is False
+            how = {"action": "store_true"} if switch else {"default": option.default or None}
+            yield flag, how | dict(option.metadata)
+
+
+# In the order of the help and of run files' keys.
+FLAGS = dict(_flags())
+_NOT_ARGPARSES = {"needs", "in_files"}
 
 
 def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:

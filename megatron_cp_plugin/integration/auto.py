@@ -11,23 +11,23 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.config import MEAN_DOCUMENT, ContextParallelConfig
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.layout import Contiguous, Layout
+from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import example_spans
-from megatron_cp_plugin.integration.args import MEAN_DOCUMENT, PluginFlags, document_lengths
+from megatron_cp_plugin.integration.args import PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
@@ -180,38 +180,8 @@ def measured_over_job(
     return Measured(groups[0].combinations, tuple(slowest))
 
 
-@dataclass(frozen=True)
-class BatchFacts:
-    """Facts about the batches that a program will cut by itself.
-
-    Attributes:
-        tokens: Tokens of a micro-batch, on all context-parallel ranks; None: not known.
-        mean_document: Lengths of documents, as of `lengths_of`; None: mean `MEAN_DOCUMENT`.
-    """
-
-    tokens: int | None = None
-    mean_document: str | int | None = None
-
-    def check(self, algo: str) -> None:
-        """Raises ConfigError if they do not go with an algorithm, or with the choice of one."""
-        for name, value in (("tokens", self.tokens), ("mean_document", self.mean_document)):
-            if value is not None and algo != registry.AUTO:
-                raise ConfigError(
-                    f"{name} needs algorithm {registry.AUTO}, got {algo}: choose "
-                    f"{registry.AUTO}, or leave {name} out"
-                )
-        document_lengths(self.mean_document, "mean_document")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
-        if algo == registry.AUTO and self.tokens is None:
-            raise ConfigError(
-                f"{algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
-                "none: pass for example tokens=65536, or name an algorithm"
-            )
-
-
 def resolve_model(
-    asked: ContextParallelConfig, batches: BatchFacts, model: Any, group: dist.ProcessGroup
+    asked: ContextParallelConfig, model: Any, group: dist.ProcessGroup
 ) -> ContextParallelConfig:
     """Chooses the algorithm of a model that a program builds by itself.
 
@@ -219,8 +189,7 @@ def resolve_model(
     of the job.
 
     Args:
-        asked: With auto; the layout of its options stays.
-        batches: With a number of tokens.
+        asked: With auto, and a number of tokens; the layout of its options stays.
         model: The model's TransformerConfig.
         group: The context-parallel group.
 
@@ -229,7 +198,7 @@ def resolve_model(
     """
     given = dict(asked.options)
     layout, machine = asked.layout, given.get("machine")
-    kinds = kinds_of_model(model, batches, layout, asked.size)
+    kinds = kinds_of_model(model, asked)
     # By a tensor: the CPU platform answers for torch.cuda as if there were a GPU.
     device = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -254,7 +223,7 @@ def resolve_model(
                 runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
                 refusal=of_several,
             )
-            assumed = _assumed(batches.mean_document)
+            assumed = _assumed(asked.mean_document)
             log.info("%s (machine found %s%s)", sentence(choice), how, assumed)
             answer = (choice.best,)
             if machine is None and gpu is not None:
@@ -287,18 +256,16 @@ def of_several(combination: Combination) -> str | None:
     return "all layers need the same algorithm where a program splits batches itself"
 
 
-def kinds_of_model(model: Any, batches: BatchFacts, layout: Layout, size: int) -> list[Kind]:
-    """The kinds of attention layers of a model whose batches a program cuts by a layout.
+def kinds_of_model(model: Any, asked: ContextParallelConfig) -> list[Kind]:
+    """The kinds of attention layers of a model whose batches a program cuts.
 
-    Args:
-        model: its TransformerConfig, or the like.
-        batches: with a number of tokens.
+    Args: model, asked: as of `resolve_model`.
     """
-    assert batches.tokens is not None
-    multiple = layout.multiple(size)
-    tokens = -(-batches.tokens // multiple) * multiple
-    lengths = document_lengths(batches.mean_document, "mean_document")
-    drawn = documents_like(lengths, tokens, layout, size)
+    assert asked.tokens is not None
+    multiple = asked.layout.multiple(asked.size)
+    tokens = -(-asked.tokens // multiple) * multiple
+    lengths = document_lengths(asked.mean_document, "mean_document")
+    drawn = documents_like(lengths, tokens, asked.layout, asked.size)
     settings = Settings(model)
     shape = settings.shape(tokens)
 

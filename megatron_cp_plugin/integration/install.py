@@ -6,6 +6,7 @@ Nothing here needs a command line or `megatron.training`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -17,8 +18,9 @@ from torch import nn
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.integration.args import document_lengths
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
-from megatron_cp_plugin.integration.auto import BatchFacts, resolve_model
+from megatron_cp_plugin.integration.auto import resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
 from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
@@ -78,22 +80,25 @@ def install(
         ContextParallelError: There is no parallel state, another algorithm is installed, this
             Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
-    batches = BatchFacts(tokens, mean_document)
     config = _config(
-        *(algo, layout, kernel, recompute_attention, options, batches, chunked_loss),
+        algo,
+        layout,
+        options,
+        kernel=kernel,
+        recompute_attention=recompute_attention,
+        chunked_loss=chunked_loss,
         send_latents=send_latents,
+        tokens=tokens,
+        mean_document=mean_document,
     )
     found = _in_force()
-    if found is not None:
-        before = found.batches if isinstance(found, ProgramInstaller) else BatchFacts()
-        if before != batches or not _same(found.config(config.size), config):
-            raise ConfigError(
-                f"a process has one algorithm, got {_words(config, batches)} after "
-                f"{_words(found.config(config.size), before)}: leave one of them out, or call "
-                "uninstall first"
-            )
-        return
-    ProgramInstaller(config, batches).install(allow_untested=allow_untested_megatron)
+    if found is None:
+        ProgramInstaller(config).install(allow_untested=allow_untested_megatron)
+    elif not _same(before := found.config(config.size), config):
+        raise ConfigError(
+            f"a process has one algorithm, got {_words(config)} after {_words(before)}: leave one "
+            "of them out, or call uninstall first"
+        )
 
 
 def uninstall() -> None:
@@ -146,10 +151,18 @@ def serve(
             "install applies to all models of this process, got serve for one: build the model "
             "from its own spec, or leave install out"
         )
-    batches = BatchFacts(tokens, mean_document)
-    asked = _config(algo, layout, kernel, True, options, batches, send_latents=send_latents)
+    asked = _config(
+        algo,
+        layout,
+        options,
+        kernel=kernel,
+        recompute_attention=True,
+        send_latents=send_latents,
+        tokens=tokens,
+        mean_document=mean_document,
+    )
     check("serve", Settings(config, asked))
-    runtime = Runtime(_with_choice(asked, batches, config, pg_collection), callers=True)
+    runtime = Runtime(_with_choice(asked, config, pg_collection), callers=True)
     check("model", settings := Settings(config, runtime.config))
     log_replaced(settings)
     # Which layers of a stack its model has the spec does not say.
@@ -184,10 +197,8 @@ def adopt(model: nn.Module) -> nn.Module:
 class ProgramInstaller(Installer):
     """That of `install`, for models that a program builds."""
 
-    def __init__(self, config: ContextParallelConfig, batches: BatchFacts) -> None:
-        """Args: batches: For a choice."""
+    def __init__(self, config: ContextParallelConfig) -> None:
         super().__init__()
-        self.batches = batches
         self._asked = config
         self.recomputes = config.recompute_attention
 
@@ -205,7 +216,7 @@ class ProgramInstaller(Installer):
         if self._runtime is not None:
             return self._runtime
         model, groups = given["config"], given.get("pg_collection")
-        return Runtime(_with_choice(self._asked, self.batches, model, groups), callers=True)
+        return Runtime(_with_choice(self._asked, model, groups), callers=True)
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
@@ -229,28 +240,23 @@ def _in_force() -> Installer | None:
 
 
 def _with_choice(
-    asked: ContextParallelConfig, batches: BatchFacts, model: TransformerConfig, groups: Any
+    asked: ContextParallelConfig, model: TransformerConfig, groups: Any
 ) -> ContextParallelConfig:
     """The same, with the planner's choice in the place of auto."""
     if asked.algo != registry.AUTO:
         return asked
     check("model", Settings(model, asked))
     group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
-    return resolve_model(asked, batches, model, group)
+    return resolve_model(asked, model, group)
 
 
 def _config(
-    algo: str,
-    layout: str,
-    kernel: str,
-    recompute_attention: bool,
-    options: dict[str, object],
-    batches: BatchFacts,
-    chunked_loss: int | None = None,
-    *,
-    send_latents: bool = False,
+    algo: str, layout: str, options: Mapping[str, object], **settings: Any
 ) -> ContextParallelConfig:
-    """What was asked for, over the ranks of Megatron's parallel state."""
+    """What was asked for, over the ranks of Megatron's parallel state.
+
+    Args: settings: of `RunSettings`.
+    """
     if not parallel_state.model_parallel_is_initialized():
         raise ContextParallelError(
             "the plugin needs Megatron's parallel state, got none in this process: call it in "
@@ -261,41 +267,51 @@ def _config(
             f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
             f"{layout!r}: use one of them, or the launcher"
         )
-    batches.check(algo)
+    size = parallel_state.get_context_parallel_world_size()
+    given = tuple(sorted({**options, "layout": layout}.items()))
+    config = ContextParallelConfig(algo, size, options=given, **settings)
+    _check_batches(config)
     if algo != registry.AUTO and registry.kind_of(algo) == "linear":
         raise ConfigError(
             f"batches that the caller splits need softmax attention, got {algo}: use one of "
             f"{', '.join(registry.available('softmax'))}"
         )
-    size = parallel_state.get_context_parallel_world_size()
-    given = tuple(sorted((options | {"layout": layout}).items()))
-    config = ContextParallelConfig(
-        algo,
-        size,
-        kernel=kernel,
-        options=given,
-        recompute_attention=recompute_attention,
-        chunked_loss=chunked_loss,
-        send_latents=send_latents,
-    )
     config.layout  # noqa: B018  (an unknown option is the first thing to say)
     return config
 
 
+def _check_batches(config: ContextParallelConfig) -> None:
+    """Raises: ConfigError unless auto, and auto alone, is told of the batches of a program."""
+    for name in ("tokens", "mean_document"):
+        if getattr(config, name) is not None and config.algo != registry.AUTO:
+            raise ConfigError(
+                f"{name} needs algorithm {registry.AUTO}, got {config.algo}: choose "
+                f"{registry.AUTO}, or leave {name} out"
+            )
+    document_lengths(config.mean_document, "mean_document")
+    if config.tokens is not None and config.tokens < 1:
+        raise ConfigError(f"tokens must be at least 1, got {config.tokens}")
+    if config.algo == registry.AUTO and config.tokens is None:
+        raise ConfigError(
+            f"{config.algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
+            "none: pass for example tokens=65536, or name an algorithm"
+        )
+
+
 def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
-    def settings(config: ContextParallelConfig) -> tuple[object, ...]:
-        if config.algo == registry.AUTO:
-            return (config,)
-        options = registry.read_options(config.algo, dict(config.options))
-        rest = config.kernel, config.recompute_attention, config.chunked_loss, config.send_latents
-        return (config.algorithms, options, *rest)
-
-    return one.algo == other.algo and settings(one) == settings(other)
+    return one.algo == other.algo and _read(one) == _read(other)
 
 
-def _words(config: ContextParallelConfig, batches: BatchFacts) -> str:
-    others = vars(batches) | {"chunked_loss": config.chunked_loss}
-    others |= {"send_latents": config.send_latents or None}
-    given = (*config.options, *((k, v) for k, v in others.items() if v is not None))
-    options = ", ".join(f"{name}={value}" for name, value in given)
+def _read(config: ContextParallelConfig) -> ContextParallelConfig:
+    """The same with the defaults of all options, which may differ in how they are written."""
+    if config.algo == registry.AUTO:
+        return config
+    read = registry.read_options(config.algo, dict(config.options))
+    return replace(config, options=tuple(vars(read).items()), layers=config.algorithms)
+
+
+def _words(config: ContextParallelConfig) -> str:
+    names = ("tokens", "mean_document", "chunked_loss", "send_latents")
+    given = (*config.options, *((name, getattr(config, name)) for name in names))
+    options = ", ".join(f"{name}={value}" for name, value in given if value not in (None, False))
     return f"{config.algo} ({options})" if options else config.algo

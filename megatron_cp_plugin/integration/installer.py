@@ -12,13 +12,14 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.config import ContextParallelConfig, RunSettings
 from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.errors import ContextParallelError
@@ -326,11 +327,11 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
 def _record(config: ContextParallelConfig, args: Any) -> None:
     """Writes settings where checkpoints and Megatron's list of arguments have them."""
     args.context_parallel_algo = config.algo
-    args.cp_kernel = config.kernel
+    for option in fields(RunSettings):
+        if option.metadata:
+            setattr(args, f"cp_{option.name}", getattr(config, option.name))
     args.cp_options = [f"{name}={value}" for name, value in config.options]
     args.cp_layers = ", ".join(config.layers) or None
-    args.cp_linear_model = config.linear_model
-    args.cp_chunked_loss = config.chunked_loss
 
 
 def _say(args: Any, *lines: str | None) -> None:

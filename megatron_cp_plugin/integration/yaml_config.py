@@ -8,18 +8,8 @@ A file has two sections::
       bias_swiglu_fusion: false  # true unless switched off: false gives --no-bias-swiglu-fusion
       data_path: [data/stdlib]
     context_parallel:
-      algo: zigzag
-      kernel: auto
-      platform: auto
-      layers: null         # or a pattern: zigzag*3, ring
-      linear_model: null   # or what layers of linear attention are
-      recompute_attention: false
-      chunked_loss: null   # or how many tokens' logits there are at a time
-      send_latents: false  # of multi-latent attention, in place of K and V
-      machine: null        # these four with algo: auto: a machine by name or file,
-      mean_document: null  # how long packed documents are, such as 8K or FILE.csv,
-      example_spans: null  # a file with attention_spans of one batch,
-      explain: false       # and whether to print from what was chosen
+      algo: zigzag         # any flag of the plugin by its name: --cp-chunked-loss
+      chunked_loss: 4096
       backward: kv         # the other keys are options of the algorithm
 
 The result is a list of arguments, so a file and a command line go through the same parser and the
