@@ -24,7 +24,7 @@ setup: ## Make .venv from requirements.lock (PYTHON=/path/to/python3.12 to choos
 	@scripts/setup.sh $(if $(PYTHON),--python "$(PYTHON)")
 
 smoke: setup ## Train a small GPT on real text, CP 1 and 4, and compare with Megatron's own attention
-	@$(PY) scripts/prepare_data.py --output data/stdlib
+	@$(PY) -m megatron_cp_plugin.cli prepare-data --output data/stdlib
 	@$(PY) scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos zigzag --cp 1,4 $(ARGS)
 
 test: setup ## Run the tests but the slow ones (ARGS="-k layout" to choose, JOBS=8 at a time)

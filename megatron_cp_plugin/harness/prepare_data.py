@@ -1,12 +1,10 @@
 """Turns text files into the indexed dataset that Megatron's GPTDataset reads."""
 
-import hashlib
-import json
 import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.terminal import check_folder
 
 END_OF_DOCUMENT = 256
-VOCAB_SIZE = 257
 # Between two lines that say how far it is.
 _SAID_BYTES = 256 * 2**20
 # Left out of the default corpus: not every distribution of Python ships them.
@@ -63,33 +60,22 @@ def stdlib_files() -> list[Path]:
     )
 
 
-def fingerprint(files: Iterable[Path]) -> str:
-    """Hashes names, sizes and times of change, so that a changed corpus is seen without reading."""
-    digest = hashlib.sha256()
-    for file in files:
-        stat = file.stat()
-        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
 def write_dataset(
     files: Sequence[Path], prefix: Path, document_bytes: int | None = None
-) -> dict[str, object]:
-    """Writes PREFIX.bin, PREFIX.idx and, last, PREFIX.json, which describes them.
+) -> tuple[int, int]:
+    """Writes PREFIX.bin and PREFIX.idx.
 
     Args:
         files: in the order of their documents.
         document_bytes: of a document at most.
 
-    Returns: the contents of PREFIX.json.
+    Returns: the numbers of documents and of tokens.
     """
     # Imported on use: it takes seconds, and none of its warnings concerns a dataset.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    manifest_path = _with_suffix(prefix, ".json")
-    manifest_path.unlink(missing_ok=True)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     total_bytes, read_bytes, said_bytes = sum(f.stat().st_size for f in files), 0, 0
     # Written beside the target and renamed: an interrupted run leaves no half-written dataset.
@@ -112,36 +98,11 @@ def write_dataset(
     builder.finalize(str(partial_idx))
     os.replace(partial_bin, _with_suffix(prefix, ".bin"))
     os.replace(partial_idx, _with_suffix(prefix, ".idx"))
-    manifest: dict[str, object] = {
-        "documents": documents,
-        "tokens": tokens,
-        "vocab_size": VOCAB_SIZE,
-        "end_of_document": END_OF_DOCUMENT,
-        "document_bytes": document_bytes,
-        "fingerprint": fingerprint(files),
-    }
-    manifest_path.write_text(json.dumps(manifest, indent=2) + "\n")
-    return manifest
-
-
-def read_current(
-    files: Sequence[Path], prefix: Path, document_bytes: int | None
-) -> dict[str, object] | None:
-    """Returns the manifest of the dataset at `prefix` if it was made from these very files."""
-    if not all(_with_suffix(prefix, s).is_file() for s in (".bin", ".idx", ".json")):
-        return None
-    try:
-        manifest = json.loads(_with_suffix(prefix, ".json").read_text())
-    except ValueError:
-        return None
-    made_from = {"fingerprint": fingerprint(files), "document_bytes": document_bytes}
-    if not isinstance(manifest, dict) or not made_from.items() <= manifest.items():
-        return None
-    return manifest
+    return documents, tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code (0 written or up to date, 2 bad input)."""
+    """Runs the command; returns its exit code (0 written, 2 bad input)."""
     try:
         given = parser_of("prepare-data").parse_args(argv)
         need("megatron", "prepare-data", "megatron")
@@ -149,17 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--document-bytes must be 1 or more, got {given.document_bytes}")
         check_folder("--output", given.output.parent)
         files = find_files(given.paths, given.suffix) if given.paths else stdlib_files()
-        manifest = None if given.force else read_current(files, given.output, given.document_bytes)
-        made = manifest is None
-        if manifest is None:
-            manifest = write_dataset(files, given.output, given.document_bytes)
+        documents, tokens = write_dataset(files, given.output, given.document_bytes)
     except (ConfigError, OSError) as error:
         print(f"megatron-cp: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{given.output}: {manifest['documents']} documents, {manifest['tokens']:,} tokens "
-        f"({'written' if made else 'up to date'})"
-    )
+    print(f"{given.output}: {documents} documents, {tokens:,} tokens")
     return 0
 
 
