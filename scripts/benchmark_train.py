@@ -41,8 +41,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import product
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise, product
 from pathlib import Path
 
 import bars
@@ -53,6 +53,7 @@ from forks import free_port
 from rich.console import Console
 from rich.table import Table
 
+from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.terminal import check_folder, tokens_of
 
@@ -73,8 +74,12 @@ class Model:
     linear: bool = False
     vocabulary: int = 32000
 
-    def flops(self, layers: int, tokens: int) -> float:
-        """Of one training step without recompute: matrix products, and causal attention."""
+    def flops(self, layers: int, bounds: Sequence[int]) -> float:
+        """Of one training step without recompute: matrix products, and causal attention.
+
+        Args: bounds: of documents of a sequence, from 0 to its tokens.
+        """
+        tokens = bounds[-1]
         kv = self.hidden * self.kv_heads / self.heads
         products = layers * (
             (3 if self.linear else 2) * self.hidden**2  # q, out; the gate
@@ -82,14 +87,16 @@ class Model:
             + (3 if self.swiglu else 2) * self.hidden * self.ffn
         )
         products += self.hidden * self.vocabulary
-        # k v^T and q S; or 4 * N^2 / 2 a layer, forward.
-        width = 2 * self.hidden // self.heads if self.linear else tokens
-        attention = layers * width * self.hidden
-        return 6.0 * tokens * (products + attention)
+        # k v^T and q S; or 4 * N^2 / 2 a layer and document, forward.
+        squares = sum((end - start) ** 2 for start, end in pairwise(bounds))
+        scores = 2 * self.hidden // self.heads * tokens if self.linear else squares
+        return 6.0 * (tokens * products + layers * scores * self.hidden)
 
     def prefill_flops(self, layers: int, tokens: int) -> float:
         """Of a forward with logits of the last token alone."""
-        return self.flops(layers, tokens) / 3 - 2.0 * (tokens - 1) * self.hidden * self.vocabulary
+        return (
+            self.flops(layers, (0, tokens)) / 3 - 2.0 * (tokens - 1) * self.hidden * self.vocabulary
+        )
 
 
 # GPT-3 shapes of Attention2D, Table 3; Llama-2; the variants of it in DISTFLASHATTN, section 4;
@@ -260,6 +267,11 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="ours in chunks; Megatron's by its own fused kernel, since it refuses that of TE",
     )
+    parser.add_argument(
+        "--documents",
+        default="",
+        help="packed documents of random lengths, as in benchmark_attention.py: 16K, FILE.csv",
+    )
     parser.add_argument("--net", choices=sorted(NETWORKS), default="default")
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--extra", default="", help="further flags of Megatron, for all runs")
@@ -272,6 +284,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("results/train"))
     args = parser.parse_args()
+    if args.documents:
+        lengths_of(args.documents)  # refuses what it cannot read
     for graphs in args.graphs.split(","):
         if graphs not in GRAPHS:
             parser.error(f"--graphs takes {', '.join(GRAPHS)}, got {graphs}")
@@ -338,22 +352,34 @@ def plan_cases(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def command(
-    args: argparse.Namespace, case: Case, gate: Path, port: int, node: int = 0
-) -> list[str]:
-    """The torchrun of one case, on one of its nodes."""
-    nodes = nodes_of(args)
-    size = len(case.devices) * nodes // (args.pipeline * args.data * args.tensor)
-    plan = Plan(
+def context_size(args: argparse.Namespace, case: Case) -> int:
+    """Context-parallel size of what has no tensor parallelism in its place."""
+    return len(case.devices) * nodes_of(args) // (args.pipeline * args.data * args.tensor)
+
+
+def plan_of(args: argparse.Namespace, case: Case) -> Plan:
+    """What a case's job measures, without its gate."""
+    return Plan(
         case.lengths,
         args.longest,
         tuple(n + (CAPTURE_STEPS if case.graphs != "none" else 0) for n in args.warmup),
         args.iters,
         SHAPES[args.shape].vocabulary,
-        str(gate),
+        "",
         args.profile,
         args.prefill,
+        args.documents,
+        2 * context_size(args, case),
     )
+
+
+def command(
+    args: argparse.Namespace, case: Case, gate: Path, port: int, node: int = 0
+) -> list[str]:
+    """The torchrun of one case, on one of its nodes."""
+    nodes = nodes_of(args)
+    size = context_size(args, case)
+    plan = replace(plan_of(args, case), gate=str(gate))
     # Flags of the algorithm come last, for some take the place of the model's.
     flags = model_flags(args, case.lengths[0]) | algorithm_flags(args, case.name, size)
     return [
@@ -404,6 +430,8 @@ def model_flags(args: argparse.Namespace, tokens: int) -> dict[str, object]:
         "no-gradient-accumulation-fusion": True,
         "no-create-attention-mask-in-dataloader": True,
     }
+    if args.documents:
+        flags["dataloader-inter-document-masking"] = True
     if args.prefill:
         flags |= {"skip-train": True, "eval-iters": 10**6}
     if torch.cuda.is_available():
@@ -540,8 +568,11 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
     step_ms = statistics.median(report.step_ms)
     shape = SHAPES[args.shape]
     sequences = args.micro_batches * args.data
-    count = shape.prefill_flops if args.prefill else shape.flops
-    flops = count(args.layers or shape.layers, report.tokens) * sequences
+    layers, tokens = args.layers or shape.layers, report.tokens
+    if args.prefill:
+        flops = shape.prefill_flops(layers, tokens)
+    else:
+        flops = shape.flops(layers, plan_of(args, case).bounds(tokens)) * sequences
     return Row(
         case.name,
         case.recompute,
@@ -647,6 +678,7 @@ def main() -> int:
     title += f", tensor parallel {args.tensor}" if args.tensor > 1 else ""
     title += f", states {args.states}" if args.states != "float32" else ""
     title += ", lean loss" if args.lean_loss else ""
+    title += f", packed documents {args.documents}" if args.documents else ""
     title += NETWORK_TITLES[args.net]
     names = PREFILL_HEADER if args.prefill else HEADER
     rows = []

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from profiles import Span, by_class, device_spans, gaps, longest, new_profiler
 from torch import Tensor
 
+from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.process_exit import one_line_errors
 
@@ -45,6 +46,8 @@ class Plan:
         gate: the job leaves its GPUs alone before this file exists.
         profile: all ranks profile one more step of each length.
         prefill: a step is a forward alone, up to the logits of the last token.
+        documents: distribution of the lengths of packed documents, as `lengths_of` reads it.
+        multiple: of documents' lengths.
     """
 
     lengths: tuple[int, ...]
@@ -55,6 +58,8 @@ class Plan:
     gate: str
     profile: bool = False
     prefill: bool = False
+    documents: str = ""
+    multiple: int = 1
 
     def all_lengths(self) -> Iterator[int]:
         """The lengths in their order."""
@@ -63,6 +68,13 @@ class Plan:
         while self.longest:
             tokens *= 2
             yield tokens
+
+    def bounds(self, tokens: int) -> tuple[int, ...]:
+        """Where the documents of a sequence begin, and its end."""
+        if not self.documents:
+            return (0, tokens)
+        lengths = lengths_of(self.documents)
+        return (0, *random_documents(tokens, lengths, multiple=self.multiple), tokens)
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The steps of each length, before it is measured and while it is."""
@@ -145,7 +157,7 @@ class Clock:
             get_args().seq_length = tokens  # ranks make room by it for what others send
             gc.collect()
             torch.cuda.empty_cache()
-            self._batch = _batch(tokens, self._plan.vocabulary)
+            self._batch = _batch(self._plan, tokens)
             marks = []
             for step in range(warmup + iters):
                 marks.append(_now())
@@ -241,15 +253,21 @@ class EndOfPlan(Exception):  # noqa: N818  (nothing went wrong)
     """All has been measured."""
 
 
-def _batch(tokens: int, vocabulary: int) -> dict[str, Tensor]:
+def _batch(plan: Plan, tokens: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(vocabulary, (1, tokens + 1), generator=generator)
-    return {
-        "tokens": text[:, :-1].contiguous().cuda(),
-        "labels": text[:, 1:].contiguous().cuda(),
-        "loss_mask": torch.ones(1, tokens, device="cuda"),
-        "position_ids": torch.arange(tokens, device="cuda").unsqueeze(0),
+    text = torch.randint(plan.vocabulary, (1, tokens + 1), generator=generator)
+    bounds = torch.tensor(plan.bounds(tokens), dtype=torch.int32)
+    lengths = bounds.diff()
+    positions = torch.arange(tokens) - bounds[:-1].repeat_interleave(lengths)
+    batch = {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": torch.ones(1, tokens),
+        "position_ids": positions.unsqueeze(0),
     }
+    if plan.documents:
+        batch |= {"cu_seqlens": bounds.unsqueeze(0), "max_seqlen": lengths.max()}
+    return {key: value.cuda() for key, value in batch.items()}
 
 
 def _now() -> float:

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ JOB = """
 import torch, benchmark_train_job as job
 job.KERNEL_PACKAGES = ()
 batch = job._batch
-def limited(tokens, vocabulary):
+def limited(plan, tokens):
     if tokens > 64:
         raise torch.OutOfMemoryError("CUDA out of memory")
-    return batch(tokens, vocabulary)
+    return batch(plan, tokens)
 job._batch = limited
 job.main()
 """
@@ -176,7 +176,7 @@ def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> 
     embedding = model.hidden * model.vocabulary  # multiplies nothing
     width = 2 * model.hidden // model.heads if model.linear else 1
     attention = 6 * model.layers * model.hidden * width
-    weights = (model.flops(model.layers, 1) - attention) / 6 + embedding
+    weights = (model.flops(model.layers, (0, 1)) - attention) / 6 + embedding
     assert weights / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
@@ -233,6 +233,34 @@ def test_pipeline_stages_measure_the_same_lengths(tmp_path: Path) -> None:
     whole, split = found
     assert split.keys() == {32, 64}
     assert split == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_packed_documents_have_one_loss_however_they_are_split(tmp_path: Path) -> None:
+    # Of 44 and 20 tokens in the long sequence: multiples of twice the ranks, be they one or two.
+    found = []
+    for name, ranks, documents in (
+        ("zigzag", 1, ""),
+        ("zigzag", 1, "23"),
+        ("zigzag:layout=documents", 2, "23"),
+        ("zigzag:layout=thd", 2, "23"),
+    ):
+        _, job = measure(tmp_path, "tiny", name, ranks, documents=documents)
+        *lengths, exhausted = read_reports(job.text)
+        assert exhausted.out_of_memory, job.text[-3000:]
+        found.append([report.loss for report in lengths])
+    without, whole, *split = found
+    assert abs(without[1] - whole[1]) > 1e-5
+    for losses in split:
+        assert losses == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_work_of_packed_documents() -> None:
+    model = benchmark_train.SHAPES["llama7b"]
+    packed, whole = model.flops(32, (0, 1000, 4000, 4096)), model.flops(32, (0, 4096))
+    squares = 4096**2 - 1000**2 - 3000**2 - 96**2
+    assert whole - packed == pytest.approx(6 * 32 * 4096 * squares, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -334,11 +362,13 @@ def measure(
     *,
     prefill: bool = False,
     pipeline: int = 1,
+    documents: str = "",
 ) -> tuple[Plan, Job]:
     """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
     gate = folder / "gate"
     gate.touch()
-    plan = Plan((32, 64), True, (1,), (2,), vocabulary=256, gate=str(gate), prefill=prefill)
+    plan = Plan((32, 64), True, (1,), (2,), 256, str(gate), False, prefill, documents)
+    plan = replace(plan, multiple=2 * ranks // pipeline)
     recompute = "none" if prefill else "full"
     case = benchmark_train.Case(name, recompute, tuple(range(ranks)), plan.lengths)
     args: Any = Namespace(
@@ -356,6 +386,7 @@ def measure(
         tensor=1,
         net="default",
         prefill=prefill,
+        documents=documents,
         sharding="optimizer",
         states="float32",
         lean_loss=False,
@@ -364,7 +395,7 @@ def measure(
     start = next(at for at, word in enumerate(words) if word.endswith("benchmark_train_job.py"))
     assert json.loads(words[start + 1]) == json.loads(json.dumps(asdict(plan)))
     program = f"import sys; sys.path.insert(0, {str(Path(words[start]).parent)!r}){JOB}"
-    place = folder / f"{name.replace(':', '_')}-{ranks}"
+    place = folder / f"{name.replace(':', '_')}-{ranks}{documents}"
     place.mkdir()
     flags = (*words[start + 1 :], "--cp-platform", "cpu")
     return plan, run_program(place, "-c", program, *flags, ranks=ranks)
