@@ -216,13 +216,13 @@ class Steps:
 
         self.groups, self.device = groups, device
         self.rank, self.size = groups.cp.rank(), groups.cp.size()
-        reference = Reference(make_model(make_config(1), alone(groups)))
+        reference = Reference(make_model(make_config(1), alone(groups)).to(device))
         self.reference = reference
 
     def model(self, spec: Any = None, **settings: Any) -> Any:
         from tests.integration.cut_batches_job import make_config, make_model
 
-        model = make_model(make_config(self.size, **settings), self.groups, spec)
+        model = make_model(make_config(self.size, **settings), self.groups, spec).to(self.device)
         model.load_state_dict(self.reference.model.state_dict(), strict=False)
         return model
 
@@ -245,6 +245,9 @@ class Steps:
         batch = Batch(lengths, self.rank, self.size)
         other = Batch(lengths, rank, self.size)
         packed: Any = batch.packed(real=difference != "padding", spanned=difference == "spans")
+        for key, value in vars(packed).items():
+            if isinstance(value, Tensor) and key.startswith("cu_seqlens"):
+                setattr(packed, key, value.to(self.device))
         total = int(batch.packed(real=False).cu_seqlens_q[-1])
         if difference in ("other spans", "positions"):
             places = torch.arange(total)
@@ -390,7 +393,7 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
         if difference == "mask":
             mask[..., :3] = True
         whole["attention_mask"] = mask
-        bounds = torch.tensor([0, 8, 32], dtype=torch.int32)
+        bounds = torch.tensor([0, 8, 32], dtype=torch.int32, device=steps.device)
         packed = PackedSeqParams("thd", bounds, bounds) if difference == "documents" else None
         with torch.set_grad_enabled(difference != "training"):
             cut = whole if difference == "no cut" else batches.shard(whole, steps.groups.cp)
