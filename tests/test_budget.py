@@ -19,7 +19,7 @@ LINES = {
     "integration": 8_395,
     "planner": 7_040,
     "harness": 2_300,
-    "scripts": 7_220,
+    "scripts": 7_250,
     "tests": 43_600,
 }
 # Words of Markdown: of the README; of all pages, it among them.
