@@ -25,18 +25,6 @@ from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from tests.oracle import relative_error
 
-# Each is another call than the first one of `mistakes`.
-WRONG = {
-    "algo": "allgather",
-    "chunks": 2,
-    "causal": False,
-    "scale": 0.1,
-    "window": -1,
-    "kernel": "reference",
-    "cu_seqlens": torch.tensor([0, 5, 16]),
-    "spans": [(0, 16, 0, 16, "full")],
-}
-
 
 def error_of(call, *args, **kwargs) -> str | None:
     try:
@@ -100,80 +88,6 @@ def wrong_layout() -> dict[str, object]:
         "right": error_of(cp.check_layout, right, algo="zigzag"),
         "wrong": error_of(cp.check_layout, held, algo="zigzag"),
     }
-
-
-def mistakes() -> dict[str, object]:
-    """Rank 1 makes another call than the others, the first one of a group; then all the same."""
-    x = cp.shard(whole(16), 1, algo="zigzag").requires_grad_()
-    calls = {
-        "dtype": {"q": x.float(), "k": x.float(), "v": x.float()},
-        "batch": dict.fromkeys("qkv", x.expand(2, -1, -1, -1)),
-        "heads": {"k": x[:, :, :2], "v": x[:, :, :2]},
-        "value dim": {"v": x[..., :4]},
-        "trained": {"q": x.detach()},
-        **{name: {name: value} for name, value in WRONG.items()},
-    }
-    found: dict[str, object] = {}
-    for name, wrong in calls.items():
-        right = {"q": x, "k": x, "v": x, "algo": "zigzag", "group": dist.new_group()}
-        found[name] = error_of(cp.attention, **(right | (wrong if dist.get_rank() == 1 else {})))
-        cp.attention(**right).sum().backward()
-    other = x.detach().float() if dist.get_rank() == 1 else x
-    found["unshard"] = error_of(cp.unshard, other, 1, algo="zigzag")
-    linear = {"algo": "lasp2", "layout": "zigzag", "group": dist.new_group()}
-    decay = 0.5 if dist.get_rank() == 1 else 0.25
-    found["decay"] = error_of(cp.linear_attention, x, x, x, decay=decay, **linear)
-    if dist.get_rank() == 1:
-        softmax = {"algo": "zigzag", "group": linear["group"]}
-        found["function"] = error_of(cp.attention, x, x, x, **softmax)
-    else:
-        found["function"] = error_of(cp.linear_attention, x, x, x, decay=0.5, **linear)
-    return found
-
-
-def repeated() -> dict[str, object]:
-    """Calls that all ranks have made, then some of them on rank 1 and another on the others."""
-    group = dist.new_group()
-    x, longer = (cp.shard(whole(tokens), 1, algo="zigzag", group=group) for tokens in (16, 32))
-    of = {"algo": "zigzag", "group": group}
-
-    def attention(x: Tensor = x, **settings) -> None:
-        cp.attention(x, x, x, **of, **settings)
-
-    def linear(**settings) -> None:
-        how = {"algo": "lasp2", "layout": "zigzag", "group": group}
-        cp.linear_attention(x, x, x, decay=0.5, **how, **settings)
-
-    positions_held = cp.shard(torch.arange(16), 0, **of)
-    full, half = [(0, 16, 0, 16, "full")], [(0, 16, 0, 9, "full")]
-    calls = {
-        "causal": (attention, lambda: attention(causal=False)),
-        "dtype": (attention, lambda: attention(x.float())),
-        "tokens": (attention, lambda: attention(longer)),
-        "length": (lambda: attention(seq_len=16), lambda: attention(longer, seq_len=16)),
-        "no length": (lambda: attention(seq_len=16), attention),
-        "documents": (
-            lambda: attention(cu_seqlens=[0, 5, 16]),
-            lambda: attention(cu_seqlens=torch.tensor([0, 7, 16])),
-        ),
-        "spans": (lambda: attention(spans=full), lambda: attention(spans=half)),
-        "sink": (attention, lambda: attention(sink=x.new_zeros(4))),
-        "function": (attention, linear),
-        "unshard": (lambda: cp.unshard(x, 1, **of), attention),
-        "layout": (lambda: cp.check_layout(positions_held, **of), attention),
-        "window": (attention, lambda: attention(window=1.5)),
-        "list": (attention, lambda: attention(sink=[0.0])),
-        "state": (linear, lambda: linear(initial_state=x.new_zeros(1, 4, 8, 8))),
-    }
-    found: dict[str, object] = {}
-    for name, (right, wrong) in calls.items():
-        for _ in range(2):
-            right()
-            if name not in ("length", "window", "list"):
-                wrong()
-        found[name] = error_of(wrong if dist.get_rank() == 1 else right)
-        right()
-    return found
 
 
 def unsplit() -> dict[str, object]:
@@ -247,8 +161,6 @@ def main() -> None:
     found["by_hand"] = by_hand()
     found["two_lengths"] = two_lengths()
     found["wrong_layout"] = wrong_layout()
-    found["mistakes"] = mistakes()
-    found["repeated"] = repeated()
     found["unsplit"] = unsplit()
     found["timeouts"] = timeouts()
     found["absent"] = absent()

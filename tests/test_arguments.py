@@ -75,6 +75,7 @@ WRONG_CALLS = {
     "eight bits": (dict.fromkeys("qkv", TENSOR.to(torch.float8_e4m3fn)), "got torch.float8_e4m3fn"),
     "list as sink": ({"sink": [0.0] * 4}, "sink needs a tensor, got [0.0, 0.0, 0.0, 0.0]"),
     "complex sink": ({"sink": torch.zeros(4) * 1j}, "a sink needs one of torch.float16, torch.b"),
+    "few sinks": ({"sink": torch.zeros(2)}, "each of the 4 query heads, got (2,)"),
     "negative window": ({"window": -1}, "window"),
     "not in the group": (
         {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from argparse import Namespace
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -56,24 +55,6 @@ def test_jobs_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.lengths for case in cases if len(case.devices) == 1} == {(1024, 2048)}
 
 
-def test_a_slow_network_is_emulated_and_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    words = f"--net sockets --gpus 1 --runs zigzag --output {tmp_path}"
-    args = arguments(monkeypatch, words)
-    (case,) = benchmark_train.plan_cases(args)
-    program = "import os; print(os.environ['NCCL_SHM_DISABLE'], os.environ['NCCL_P2P_DISABLE'])"
-    monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
-    job = benchmark_train.Job(args, case, tmp_path)
-    while not job.finished:
-        time.sleep(0.01)
-    assert (tmp_path / f"{case.slug}.log").read_text().split() == ["1", "1"]
-    monkeypatch.setattr(benchmark_train, "run_all", lambda *_: iter(()))
-    monkeypatch.setattr(sys, "argv", ["benchmark_train.py", *words.split()])
-    assert benchmark_train.main() == 0
-    assert "TCP sockets" in json.loads((tmp_path / "rows.json").read_text())["title"]
-
-
 def test_pipelines_replicas_and_nodes_share_the_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -96,66 +77,6 @@ def test_pipelines_replicas_and_nodes_share_the_ranks(
             assert given["--global-batch-size"] == "6"
         row = benchmark_train.row(args, case, Report(1024, (500.0,)))
         assert row.tokens_per_s == pytest.approx(6 * 1024 / 0.5)
-
-
-def test_a_graph_is_of_one_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = "--gpus 1 --runs zigzag --tokens 1K,2K --graphs none,local --micro-batches 4"
-    args = arguments(monkeypatch, words)
-    cases = benchmark_train.plan_cases(args)
-    assert [(case.graphs, case.lengths) for case in cases] == [
-        ("none", (1024, 2048)),
-        ("local", (1024,)),
-        ("local", (2048,)),
-    ]
-    assert len({case.slug for case in cases}) == 3
-    eager, captured, _ = (benchmark_train.command(args, c, tmp_path, 0) for c in cases)
-    assert "--cuda-graph-impl" not in eager
-    assert captured[captured.index("--cuda-graph-impl") + 1] == "local"
-    assert captured[captured.index("--global-batch-size") + 1] == "4"
-
-
-@pytest.mark.parametrize("sharding", ["torch-fsdp2", "megatron-fsdp"])
-def test_parameters_are_sharded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sharding: str
-) -> None:
-    """Which Megatron refuses with one connection of a GPU, and with the other optimizer."""
-    args = arguments(
-        monkeypatch, f"--sharding {sharding} --gpus 1 --runs zigzag --output {tmp_path}"
-    )
-    (case,) = benchmark_train.plan_cases(args)
-    words = benchmark_train.command(args, case, tmp_path, 0)
-    assert ("--use-distributed-optimizer" in words) == (sharding == "megatron-fsdp")
-    assert f"--use-{sharding}" in words
-    program = "import os; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
-    monkeypatch.setattr(benchmark_train, "command", lambda *_: [sys.executable, "-c", program])
-    job = benchmark_train.Job(args, case, tmp_path)
-    while not job.finished:
-        time.sleep(0.01)
-    assert (tmp_path / f"{case.slug}.log").read_text().split() == ["8"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--recompute twice",
-        "--shape tnl-1b --runs lasp,te:p2p",
-        "--shape llama8b",
-        "--gpus 4 --runs tp --tensor 2",
-        "--gpus 4 --tensor 3",
-        "--sharding torch-fsdp2 --states bfloat16",
-        "--shape tnl-1b --runs lasp,tp",
-        "--prefill --recompute full",
-        "--gpus 4 --prefill --data 2",
-        "--gpus 2 --pipeline 3",
-        "--graphs all",
-    ],
-)
-def test_what_the_command_line_refuses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
-    with pytest.raises(SystemExit):
-        arguments(monkeypatch, words)
-    assert words.split()[-1].split(",")[-1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -304,26 +225,6 @@ def test_the_work_of_a_prompt() -> None:
     tokens = 2**15
     expected = 2 * tokens * layers + 32 * 2 * tokens**2 * 4096 + 2 * 4096 * 32000
     assert model.prefill_flops(32, tokens) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_command_of_tensor_parallelism(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sequence parallel, Megatron's own attention, and as many heads as ranks divide."""
-    args = arguments(monkeypatch, "--shape llama-33h --gpus 2 --runs tp,tp:zigzag,distflash")
-    cases = benchmark_train.plan_cases(args)
-    own, kernel, ours = (benchmark_train.command(args, case, tmp_path, 0) for case in cases)
-
-    def value(words: list[str], flag: str) -> str:
-        return words[words.index(flag) + 1]
-
-    for words, algo in ((own, "megatron"), (kernel, "zigzag")):
-        assert value(words, "--tensor-model-parallel-size") == "2"
-        assert value(words, "--context-parallel-size") == "1"
-        assert value(words, "--num-attention-heads") == "34"
-        assert value(words, "--context-parallel-algo") == algo
-        assert "--sequence-parallel" in words
-    assert value(ours, "--num-attention-heads") == "33"
-    assert {value(words, "--kv-channels") for words in (own, kernel, ours)} == {"128"}
-    assert "--tensor-model-parallel-size" not in ours
 
 
 def test_a_whole_model_that_hardly_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

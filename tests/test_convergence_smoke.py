@@ -111,18 +111,6 @@ def test_plan(harness: ModuleType, tmp_path: Path) -> None:
     assert len({run.folder for run in runs}) == len(runs)
 
 
-def test_plan_of_a_model_that_megatron_has_not(harness: ModuleType, tmp_path: Path) -> None:
-    line = line_of(tmp_path)
-    runs = harness.plan(harness.parse_variants("lasp,lasp2"), [1, 2], line, 1, own_model=True)
-    assert [(run.algo, run.cp, run.is_reference) for run in runs] == [
-        ("lasp", 1, True),
-        ("lasp", 2, False),
-        ("lasp2", 1, False),
-        ("lasp2", 2, False),
-    ]
-    assert len({run.folder for run in runs}) == len(runs)
-
-
 def test_the_reference_of_packed_documents_has_a_mask_of_all_pairs(harness: ModuleType) -> None:
     config = OmegaConf.create(RUN_FILE)
     config.megatron["dataloader-inter-document-masking"] = True
@@ -133,15 +121,6 @@ def test_the_reference_of_packed_documents_has_a_mask_of_all_pairs(harness: Modu
     assert "dataloader-inter-document-masking" not in own
     assert ring["dataloader-inter-document-masking"]
     assert "reset_attention_mask" not in ring
-
-
-def test_run_files_keep_what_the_model_is(harness: ModuleType) -> None:
-    config = OmegaConf.create(RUN_FILE)
-    config.context_parallel.linear_model = "transnormer"
-    run = harness.Run(variant("lasp"), 1, 1, is_reference=True)
-    section = OmegaConf.to_container(harness.run_file(config, run, 3))["context_parallel"]
-    assert section["linear_model"] == "transnormer"
-    assert section["algo"] == "lasp"
 
 
 @pytest.mark.parametrize(
@@ -261,39 +240,6 @@ def test_program_fails_if_a_run_does(
     assert "what went wrong" in out
     assert "failed" in out
     assert "ring, CP 2: exit code 1; log: " in out
-
-
-def test_a_failed_program_shows_nothing_of_an_earlier_one(
-    harness: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    numbers = tmp_path / "o" / "report.json"
-    assert run_main(harness, monkeypatch, tmp_path) == 0
-    assert numbers.is_file()
-    capsys.readouterr()
-    # Without its reference it has nothing to compare.
-    assert run_main(harness, monkeypatch, tmp_path, failure="exit code 1", changed=1) == 1
-    assert json.loads(numbers.read_text())["passed"] is False
-
-    def refuse(*_: object) -> str:
-        raise ConfigError("no such thing")
-
-    monkeypatch.setattr(harness, "launch", refuse)
-    words = ["--config", str(tmp_path / "run.yaml"), "--cp", "1", "--output", str(tmp_path / "o")]
-    assert harness.main(words) == 2
-    assert not numbers.exists()
-
-
-@pytest.mark.parametrize("before", ["", "  traceback : "])
-def test_what_a_run_was_refused_with(harness: ModuleType, tmp_path: Path, before: str) -> None:
-    """As the launcher says it, and as torchrun passes it on."""
-    log = tmp_path / "log.txt"
-    log.write_text(f"a word\n{before}megatron_cp_plugin: error: use 4096\nanother\n")
-    assert harness.refusal(log) == "use 4096"
-    log.write_text("print('megatron_cp_plugin: error: of a line of code')\n")
-    assert harness.refusal(log) == ""
 
 
 @pytest.mark.slow

@@ -86,66 +86,6 @@ def test_what_ranks_hold_by_mistake(job):
         )
 
 
-NEEDED = {
-    "dtype": "dtype of q, k, v, got (torch.float64, torch.float64, torch.float64) on rank 0 and "
-    "(torch.float32, torch.float32, torch.float32) on rank 1",
-    "batch": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 and "
-    "((2, 4, 8), (2, 4, 8), (2, 4, 8)) on rank 1",
-    "heads": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 and "
-    "((1, 4, 8), (1, 2, 8), (1, 2, 8)) on rank 1",
-    "value dim": "shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1, 4, 8)) on rank 0 "
-    "and ((1, 4, 8), (1, 4, 8), (1, 4, 4)) on rank 1",
-    "trained": "requires_grad of q, got True on rank 0 and False on rank 1",
-    "algo": "algo, got 'zigzag' on rank 0 and 'allgather' on rank 1",
-    "chunks": "options, got () on rank 0 and (('chunks', 2),) on rank 1",
-    "causal": "causal, got True on rank 0 and False on rank 1",
-    "scale": "scale, got None on rank 0 and 0.1 on rank 1",
-    "window": "window, got None on rank 0 and -1 on rank 1",
-    "kernel": "kernel, got 'auto' on rank 0 and 'reference' on rank 1",
-    "cu_seqlens": "cu_seqlens, got None on rank 0 and [0, 5, 16] on rank 1",
-    "spans": "spans, got None on rank 0 and [(0, 16, 0, 16, 'full')] on rank 1",
-    "unshard": "dtype, got torch.float64 on rank 0 and torch.float32 on rank 1",
-    "decay": "decay, got (0.25, 0.25, 0.25, 0.25) on rank 0 and (0.5, 0.5, 0.5, 0.5) on rank 1",
-    "function": "function, got 'linear_attention' on rank 0 and 'attention' on rank 1",
-}
-
-
-def test_a_rank_with_another_call_is_refused_on_all(job):
-    """And the next call, the same on all, is served."""
-    for found in job:
-        assert found["mistakes"] == {
-            name: f"all ranks need one {text}: make the same call on all"
-            for name, text in NEEDED.items()
-        }
-
-
-AFTER_KNOWN = {
-    "causal": "all ranks need one causal, got True on rank 0 and False on rank 1: make the same",
-    "dtype": "all ranks need one dtype of q, k, v, got (torch.float64, torch.float64, torch.float6",
-    "tokens": "ranks hold unequally many tokens, got 4 on rank 0 and 8 on rank 1: shard with cp.sh",
-    "length": "rank 1 of 4 holds 4 of 16 tokens (zigzag layout), got 8: shard with cp.shard",
-    "no length": "all ranks need one seq_len, got 16 on rank 0 and None on rank 1: pass the global",
-    "documents": "all ranks need one cu_seqlens, got [0, 5, 16] on rank 0 and [0, 7, 16] on rank 1",
-    "spans": "all ranks need one spans, got [(0, 16, 0, 16, 'full')] on rank 0 and [(0, 16, 0, 9,",
-    "sink": "all ranks need one sink, got None on rank 0 and (torch.float64, 4) on rank 1: make",
-    "function": "all ranks need one function, got 'attention' on rank 0 and 'linear_attention' on",
-    "unshard": "all ranks need one function, got 'unshard' on rank 0 and 'attention' on rank 1",
-    "layout": "all ranks need one function, got 'check_layout' on rank 0 and 'attention' on rank 1",
-    "window": "window needs a whole number, got 1.5: cast it first (rank 1)",
-    "list": "sink needs a tensor, got [0.0] (rank 1)",
-    "state": "all ranks need one initial_state, got False on rank 0 and True on rank 1: make the",
-}
-
-
-def test_other_calls_after_known_ones_are_refused_on_all_ranks(job):
-    """Each of them was made before, on all ranks: none is new."""
-    for found in job:
-        assert found["repeated"].keys() == AFTER_KNOWN.keys()
-        for name, said in found["repeated"].items():
-            assert said.startswith(AFTER_KNOWN[name]), (name, said)
-            assert "\n" not in said
-
-
 def test_a_loss_on_an_unsplit_tensor(job):
     token = 4 * 8 * 8  # bytes
     for rank, found in enumerate(job):

@@ -5,22 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin import cli
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
-from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.plans.plan import Block, Plan
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
+from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.layout import Contiguous
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention
-from tests.random_tests import examples
 from tests.test_conformance import Case, assert_matches, few_cases, run
 
 BLOCK, BFLOAT16 = 6, torch.bfloat16
@@ -36,37 +29,6 @@ def test_queries_that_see_only_themselves_have_no_gradients(case: Case) -> None:
     _, *gradients = zip(*results, strict=True)
     dq, dk, dv = (torch.cat(parts, 1).abs().max().item() for parts in gradients)
     assert max(dq, dk) < 8 * 2**-23 * dv
-
-
-@pytest.mark.parametrize("size", [8, 9])
-@pytest.mark.parametrize(("window", "blocks"), [(1, 1), (2, 2), (6, 2), (7, 2), (8, 3), (13, 3)])
-def test_the_plan_stops_where_the_window_ends(window: int, blocks: int, size: int) -> None:
-    plan = distflash(size, window)
-    met: dict[int, set[int]] = {}
-    for compute in plan.computes:
-        met.setdefault(compute.rank, set()).update(compute.keys.owners)
-    assert met == {rank: {*range(max(0, rank + 1 - blocks), rank + 1)} for rank in range(size)}
-    assert not any(move.result for move in plan.moves)
-
-
-def distflash(size: int, window: int) -> Plan:
-    options = {"helpers": "distance", "last_step": "owner"}
-    algorithm = create("distflash", VirtualWorld(size).topology(0), options)
-    return algorithm.plan(Shape(1, BLOCK * size, 1, 1, 8), Mask(window=window))
-
-
-@pytest.mark.parametrize("window", [2, 4, 6])
-def test_no_more_keys_are_fetched_than_the_window_touches(window: int) -> None:
-    moves = distflash(4, window).moves
-    assert sorted(move.target for move in moves) == [1, 2, 3]
-    assert {move.tokens for move in moves} == {window - 1}
-
-
-def test_helpers_fetch_no_more_queries_than_the_window_touches() -> None:
-    """Rank 0 of 4 helps rank 3, of whose queries only the first two still see block 0."""
-    moves = distflash(4, 3 * BLOCK - 3).moves
-    (fetched,) = (move for move in moves if move.target == 0 and not move.result)
-    assert fetched.block == Block((3,), ((0, 2),))
 
 
 @pytest.mark.parametrize(
@@ -86,18 +48,6 @@ def test_an_algorithm_for_plain_masks_refuses_others(
         cp.attention(q, q, q, algo="allgather", **given)
 
 
-def test_a_windowed_schedule_is_drawn(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["draw", "--algo", "distflash", "--size", "8", "--seq-len", "64", "--window", "8"]
-    assert cli.main(words) == 0
-    assert "causal, window 8 · 64 tokens" in capsys.readouterr().out
-    words[2] = "allgather"
-    monkeypatch.setattr(KvAllGather, "windows", False)
-    assert cli.main(words) == 2
-    assert "allgather does not support sliding windows" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("window", [sys.maxsize, 2**80])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_a_window_beyond_all_numbers_is_none(algo: str, window: int) -> None:
@@ -113,55 +63,6 @@ def test_a_window_beyond_all_numbers_is_none(algo: str, window: int) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
     run_virtual(3, body)
-
-
-@examples(150)
-@given(
-    st.sampled_from([Contiguous(), Zigzag(), Cyclic()]),
-    st.integers(1, 5),
-    st.integers(1, 40),
-    st.lists(st.integers(0, 40), max_size=8),
-    st.one_of(st.none(), st.integers(1, 12)),
-    st.booleans(),
-    st.booleans(),
-)
-def test_tiles_cover_every_pair_once(
-    layout: Layout,
-    size: int,
-    seq_len: int,
-    starts: list[int],
-    window: int | None,
-    causal: bool,
-    rectangular: bool,
-) -> None:
-    documents = tuple(sorted({start for start in starts if 0 < start < seq_len}))
-    mask = Mask(causal, window if causal else None, documents)
-    document = [sum(start <= token for start in documents) for token in range(seq_len)]
-    found: dict[tuple[int, int], int] = {}
-    for owner in range(size):
-        for other in range(size):
-            q_spans, kv_spans = (layout.spans(r, size, seq_len) for r in (owner, other))
-            rows, cols = ([p for s in spans for p in s.positions] for spans in (q_spans, kv_spans))
-            for tile in plan_tiles(q_spans, kv_spans, mask, rectangular=rectangular):
-                mine, seen = rows[tile.q], cols[tile.kv]
-                assert (len(mine), len(seen)) == (tile.rows, tile.cols)
-                if tile.reverse:
-                    mine, seen = mine[::-1], seen[::-1]
-                for i, x in enumerate(mine):
-                    first = max((start for start in tile.document_bounds if start <= i), default=0)
-                    last = i + tile.cols - tile.rows if tile.causal else tile.cols - 1
-                    for y in seen[first : last + 1]:
-                        found[x, y] = found.get((x, y), 0) + 1
-    visible = {
-        (x, y): 1
-        for x in range(seq_len)
-        for y in range(seq_len)
-        if document[x] == document[y]
-        and (not mask.causal or y <= x)
-        and (mask.window is None or x - y < mask.window)
-    }
-    assert found == visible
-    assert sum(found.values()) == visible_pairs(seq_len, mask)
 
 
 def test_a_document_of_many_ranks_costs_no_further_kernel_calls() -> None:

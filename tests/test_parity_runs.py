@@ -3,9 +3,6 @@
 import argparse
 import csv
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -91,16 +88,6 @@ def test_run_files_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {"bf16/zigzag", "bf16/usp", "fp8/yardstick"} < JOBS.keys()
 
 
-def test_keys_are_unique_and_samples_can_be_split() -> None:
-    for rows in ROWS.values():
-        assert len({row.key for row in rows}) == len(rows)
-    assert all(parity.SEQ_LENGTH % (2 * row.cp) == 0 for row in ROWS["cpu"])
-    lengths = {len(document) for document in parity.padded_documents()}
-    padded = [row for row in ROWS["cpu"] if row.data == "padded_documents"]
-    assert len(padded) > 4
-    assert all(length % (2 * row.cp) == 0 for row in padded for length in lengths)
-
-
 def test_the_table_has_runs_of_these_rows() -> None:
     """On the CPU of all of them; and the page says so."""
     with parity.TABLE.open() as lines:
@@ -154,13 +141,6 @@ def test_runs_are_held_to_the_yardstick(
     assert len(run.problems) == bool(said)
     assert said in "".join(run.problems)
     assert run.word == ("beyond the bound" if said else "equal")
-
-
-def test_a_yardstick_that_failed_measures_nothing() -> None:
-    for broken in (replace(STICK, problems=["diverged"]), replace(STICK, gradients={})):
-        run = verdict(0.0, {"a": 0.0})
-        parity.hold_to(run, broken)
-        assert run.problems == ["the yardstick failed"]
 
 
 @pytest.mark.parametrize(("off", "word"), [(1.03, "equal"), (1.05, "beyond the bound")])
@@ -245,80 +225,10 @@ def test_a_run_was_captured_as_it_should_be(
     assert found[:1] == ([said] if said else [])
 
 
-def test_attention_may_run_beside_captured_mlps() -> None:
-    assert not JOBS["graphs-documents-te/zigzag"].captures_attention
-    assert JOBS["graphs-moe-te/zigzag"].captures_attention
-    assert not JOBS["graphs/zigzag"].captures_attention
-    assert parity.check_graphs(recorded(8, 64), captured=True, attention=False) == []
-    assert len(parity.check_graphs(recorded(0, 64), captured=True, attention=False)) == 2
-
-
 def test_a_captured_run_equals_the_eager_one_to_the_bit() -> None:
     assert parity.check_digests(recorded(0, 64), recorded(8, 0)) == []
     found = parity.check_digests(recorded(0, 64), recorded(8, 0, "b"))
     assert found[0] == "1 of 1 gradients of rank 0 differ in iteration 1: weight"
-
-
-def test_captured_rows_are_run_beside_eager_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parity.main(["cuda", "--list", "--only", "graphs-te/zigzag"]) == 0
-    names = capsys.readouterr().out.split()
-    assert names == ["graphs/reference", "graphs/yardstick", "graphs/zigzag", "graphs-te/zigzag"]
-    captured = JOBS["graphs-te/zigzag"]
-    eager, given = JOBS[captured.judged_by].config.megatron, captured.config.megatron
-    assert {name: given[name] for name in given if given[name] != eager.get(name)} == {
-        "cuda_graph_impl": "transformer_engine"
-    }
-    assert captured.environment(0, 2)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_what_needs_more_gpus_is_left_out_unless_asked_for() -> None:
-    names = {job.name for job in parity.chosen(ROWS["cuda"], [], 2)}
-    assert "graphs-local/zigzag" in names
-    assert not any(name.startswith("graphs-tp") for name in names)
-    asked = parity.chosen(ROWS["cuda"], ["graphs-tp-local/*"], 2)
-    assert [job.name for job in asked] == ["graphs-tp/zigzag", "graphs-tp-local/zigzag"]
-
-
-def test_ranks_that_share_a_gpu_are_nodes() -> None:
-    """Each finds the GPU at index 0, and NCCL one rank on each host."""
-    job = JOBS["fp32/usp"]
-    environment = job.environment(3, 2, shared=True)
-    assert environment["NCCL_SOCKET_IFNAME"] == "lo"
-    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
-    assert "NCCL_SOCKET_IFNAME" not in job.environment(3, 2)
-    shell = job.program(Path("run"), None, shared=True)[:3]
-    names = "NCCL_HOSTID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
-    program = f"import os, sys; print(*map(os.environ.get, {names}), *sys.argv[1:])"
-    started = subprocess.run(
-        [*shell, sys.executable, "-c", program, "a b", "c"],
-        env=os.environ
-        | {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert started.stdout == "node1 0 1 2 a b c\n"
-
-
-def test_the_script_of_megatron_lm_gets_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It knows nothing of run files; without a checkout its rows are left out."""
-    job = JOBS["script/ulysses"]
-    OmegaConf.save(job.config, tmp_path / "run.yaml")
-    words = job.program(tmp_path, Path("checkout"), shared=False)
-    at = words.index("checkout/pretrain_gpt.py")
-    assert words[at - 2 : at] == ["-m", "megatron_cp_plugin.launch"]
-    flags, rest = split_flags(words[at + 1 :])
-    assert (flags.algo, flags.platform) == ("ulysses", "cuda")
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args = parser.parse_args(rest)
-    assert (args.train_iters, args.context_parallel_size, args.bf16) == (30, 2, True)
-    assert not args.gradient_accumulation_fusion
-    for checkout, count in (([], 0), (["--megatron-lm", "checkout"], 11)):
-        assert parity.main(["cuda", "--list", *checkout]) == 0
-        names = capsys.readouterr().out.split()
-        assert sum(name.startswith("script") for name in names) == count
 
 
 @pytest.mark.slow

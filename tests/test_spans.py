@@ -2,12 +2,10 @@
 of the masks in use.
 """
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise as pairs_of
-from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,8 +16,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.blocks.visible_rows import sees, visible_rows
-from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
@@ -27,9 +24,6 @@ from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create
-from tests.oracle import naive_attention
-from tests.plan_check import check
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
     Spans,
@@ -39,7 +33,6 @@ from tests.span_masks import (
     random_spans,
     random_window,
 )
-from tests.test_conformance import Case, assert_conforms
 
 
 class Drawn(NamedTuple):
@@ -63,22 +56,6 @@ def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> D
         return Drawn(spans, None, None)
     lengths = random_lengths(source, seq_len, multiple)
     return Drawn(spans, lengths, random_window(source, seq_len))
-
-
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_global_tokens_beside_a_window(algo: str, size: int) -> None:
-    """DISTFLASHATTN, appendix D: all later tokens see the first 8, and the 16 up to themselves."""
-    seq_len, first, window = 24 * size, 8, 16
-    spans: Spans = [
-        (0, first, 0, first, "causal"),
-        (first, seq_len, 0, first, "full"),
-        (first, first + window - 1, first, first + window - 1, "causal"),
-        (first + window - 1, seq_len, first, seq_len, "bi_causal"),
-    ]
-    q, k = (torch.arange(seq_len)[:, None], torch.arange(seq_len)[None])
-    assert torch.equal(dense(spans, seq_len) == 1, (k <= q) & ((k < first) | (q - k < window)))
-    assert_conforms(Case(algo), size, seq_len=seq_len, heads=8, kernel="reference", spans=spans)
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:
@@ -160,20 +137,6 @@ def test_tiles_cover_every_pair_once(
     assert not total[seq_len:].any()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_plans_are_right(algo: str, beside: bool) -> None:
-    """By what the kinds mean, which the check of plans works out for itself; in JSON too."""
-    for size in (2, 4):
-        algorithm = create(algo, VirtualWorld(size).topology(0), {})
-        for seed in range(4):
-            mask = drawn(Random(seed), 32, beside=beside, multiple=2 * size).mask(32)
-            shape = Shape(1, 32, 4, 4, 8)
-            for phase in ("forward", "backward"):
-                plan = algorithm.plan(shape, mask, phase)
-                check(plan)
-
-
 def test_queries_that_nobody_names_are_zero() -> None:
     x = torch.randn(1, 16, 2, 8, dtype=torch.float64)
     named = [(4, 8, 0, 8, "causal"), (10, 12, 2, 3, "full")]
@@ -232,43 +195,6 @@ def picture(spans: Sequence[Sequence[object]], seq_len: int) -> list[str]:
 def test_makers_by_hand(maker, name: str) -> None:
     expected = name.split()
     assert picture(maker(), len(expected)) == expected
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("algo", ["zigzag", "distflash", "allgather"])
-def test_a_tree_is_its_sequences(algo: str, size: int) -> None:
-    """Every path from the root to a leaf as a sequence of its own; what they share sums up."""
-    tree = (7, [3, (4, [2, 5]), (1, [(2, [3])])])
-    paths = [[(0, 7), (7, 3)], [(0, 7), (10, 4), (14, 2)], [(0, 7), (10, 4), (16, 5)]]
-    paths += [[(0, 7), (21, 1), (22, 2), (24, 3)]]
-    tokens = 27
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(1, tokens, heads, 8, generator=generator, dtype=torch.float64)
-        for heads in (4, 2, 2, 4)
-    ]
-    positions = cp.spans.shared_prefix_positions(tree)
-    wide, out = [x.clone().requires_grad_() for x in inputs[:3]], torch.zeros_like(inputs[0])
-    for path in paths:
-        at = torch.cat([torch.arange(start, start + length) for start, length in path])
-        assert [positions[token] for token in at.tolist()] == list(range(len(at)))
-        alone = naive_attention(*(x[:, at] for x in wide), causal=True, scale=8**-0.5)
-        # What several sequences share is there once.
-        new = torch.isin(at, (out.detach().flatten(2).abs().sum((0, 2)) == 0).nonzero().flatten())
-        out = out.index_add(1, at[new], alone[:, new])
-    expected = (out.detach(), *torch.autograd.grad(out, wide, inputs[3]))
-
-    def body(topology: Topology) -> list[Tensor]:
-        *mine, dout = (cp.shard(x, 1, algo=algo, group=topology) for x in inputs)
-        q, k, v = (x.requires_grad_() for x in mine)
-        found = cp.attention(
-            q, k, v, algo=algo, group=topology, seq_len=tokens, spans=cp.spans.shared_prefix(tree)
-        )
-        parts = (found.detach(), *torch.autograd.grad(found, (q, k, v), dout))
-        return [cp.unshard(x, 1, algo=algo, group=topology, seq_len=tokens) for x in parts]
-
-    for got, want in zip(run_virtual(size, body)[0], expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
 def test_kinds_have_numbers_in_a_tensor() -> None:
@@ -380,18 +306,6 @@ def test_makers_take_numbers_of_other_libraries(numbers) -> None:
     cu_seqlens[1:] = 4
     assert made == cp.spans.documents([0, 3, 3, 8])
     assert all(type(edge) is int for one in made for edge in one[:4])
-
-
-def test_the_snippet_of_the_page_on_masks() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "spans.md").read_text()
-    names: dict[str, Any] = {}
-    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(snippets) == 3
-    for snippet in snippets:
-        exec(snippet, names)
-        assert names.pop("out").shape == (1, 512, 8, 64)
-    for word in re.findall(r"cp\.spans\.(\w+)\(", page):
-        assert callable(getattr(cp.spans, word))
 
 
 def test_rollouts_of_one_prefix_are_two_kernel_calls() -> None:

@@ -8,26 +8,8 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.algorithms.attention2d import cheapest, column_major, grid_shapes, row_major
 from megatron_cp_plugin.core.call import head_groups
 from megatron_cp_plugin.core.layout import LAYOUTS
-from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import merge_all_into
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
-
-
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_every_row_meets_every_column_in_one_rank(rows, cols):
-    for grid in (row_major(rows, cols, (0,) * (rows * cols)), column_major(rows, cols)):
-        assert sorted(grid.key_owners) == list(range(rows * cols))
-        for rank in range(rows * cols):
-            assert set(grid.row(rank)) & set(grid.column(rank)) == {rank}
-            assert (len(grid.row(rank)), len(grid.column(rank))) == (cols, rows)
-
-
-@pytest.mark.parametrize("nodes", [(0, 0, 0, 0, 1, 1, 1, 1), (0, 1) * 4, (5, 2, 2, 5, 5, 2, 2, 5)])
-def test_rows_lie_inside_a_node(nodes):
-    for cols in (1, 2, 4):
-        grid = row_major(8 // cols, cols, nodes)
-        for rank in range(8):
-            assert len({nodes[other] for other in grid.row(rank)}) == 1
 
 
 def test_positions_of_a_column_major_grid_are_evenly_spaced():
@@ -94,29 +76,6 @@ def test_as_many_groups_as_asked_for():
     assert len(head_groups(32, 1, 4)) == 4
     assert len(head_groups(32, 1, 4, share_kv=False)) == 1
     assert len(head_groups(12, 6, 4)) == 3
-
-
-@pytest.mark.parametrize("rectangular", [True, False])
-@pytest.mark.parametrize(("q_rank", "k_rank"), [(0, 1), (1, 0), (2, 2)])
-def test_parts_cover_all_rows_once_and_keep_all_tiles(q_rank, k_rank, rectangular):
-    zigzag = LAYOUTS["zigzag"]
-    tiles = plan_tiles(
-        zigzag.spans(q_rank, 4, 40), zigzag.spans(k_rank, 4, 40), Mask(), rectangular=rectangular
-    )
-    found = parts(tiles, 10, 4, packed=False, gaps=False)
-    assert [r for part in found for r in range(part.rows.start, part.rows.stop)] == list(range(10))
-    assert sum(tile.area for part in found for tile in part.work.tiles) == sum(
-        t.area for t in tiles
-    )
-    for part in found:
-        length = part.rows.stop - part.rows.start
-        assert all(tile.q == slice(0, length) for tile in part.work.tiles)
-
-
-def test_tiles_that_overlap_in_rows_are_one_part():
-    cyclic = LAYOUTS["cyclic"]
-    tiles = plan_tiles(cyclic.spans(0, 2, 12), cyclic.spans(0, 3, 12), Mask())
-    assert [part.rows for part in parts(tiles, 6, 4, packed=False, gaps=False)] == [slice(0, 6)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

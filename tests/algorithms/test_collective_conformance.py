@@ -7,19 +7,16 @@ messages against the plan, the plan against the mask.
 import pytest
 import torch
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
-from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld, run_virtual
+from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of, read_options
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_conforms, run
 
-SIZES = (1, 2, 3, 4, 6, 9)
 VARIANTS = ("zigzag", "no", "overlap")
 
 
@@ -60,53 +57,6 @@ def test_rows_inside_nodes_and_any_numbering(monkeypatch: pytest.MonkeyPatch) ->
         assert_conforms(case, 8, **settings, peer_access=False)
 
 
-SAVED = [
-    ("attention2d", {"variant": "zigzag", "rows": 2}),
-    ("attention2d", {"variant": "no", "rows": 2}),
-    ("attention2d", {"variant": "overlap", "rows": 2}),
-    ("allgather", {}),
-    ("ulysses", {}),
-    ("ulysses", {"keep": "local"}),
-    ("usp", {"ulysses": 2}),
-]
-
-
-@pytest.mark.parametrize(("algo", "options"), SAVED, ids=str)
-def test_only_local_tensors_out_and_lse_are_kept(algo: str, options: dict[str, object]) -> None:
-    """As many elements as q, k, v, out and lse of the rank's own tokens; nothing gathered."""
-    size, tokens, heads, kv_heads, dim = 4, 8, 8, 4, 16
-
-    def kept_bytes(topology: Topology) -> int:
-        algorithm: Algorithm = create(algo, topology, options)
-        q = torch.randn(1, tokens, heads, dim)
-        k, v = torch.randn(2, 1, tokens, kv_heads, dim)
-        compiled = Compiled(
-            algorithm, Call(Shape.of(q, k, v, tokens * size), Mask(), 1.0, Reference())
-        )
-        _, _, saved = compiled.forward.attend(q, k, v)
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-        return sum(storages.values())
-
-    local = tokens * (2 * heads * dim + 2 * kv_heads * dim + heads) * 4
-    assert all(kept <= local for kept in run_virtual(size, kept_bytes))
-
-
-def shape_chosen(size: int, heads: int, kv_heads: int, variant: str = "zigzag") -> tuple[int, int]:
-    shape = Shape(1, 128 * size, heads, kv_heads, 128)
-    topology = VirtualWorld(size).topology(0)
-    algorithm = create("attention2d", topology, {"variant": variant})
-    return algorithm.grid_shape(shape)
-
-
-@pytest.mark.parametrize(
-    ("size", "heads", "kv_heads", "shape"),
-    [(4, 32, 32, (2, 2)), (16, 32, 32, (4, 4)), (8, 32, 32, (2, 4)), (4, 32, 8, (4, 1)),
-     (16, 32, 8, (8, 2)), (64, 32, 8, (16, 4)), (4, 32, 1, (4, 1))],
-)  # fmt: skip
-def test_the_shape_with_the_fewest_bytes(size, heads, kv_heads, shape) -> None:
-    assert shape_chosen(size, heads, kv_heads) == shape
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_no_other_shape_moves_fewer_bytes(variant: str, kv_heads: int) -> None:
@@ -122,21 +72,6 @@ def test_no_other_shape_moves_fewer_bytes(variant: str, kv_heads: int) -> None:
 
     totals = run_virtual(size, worst)[0]
     assert totals[0] == min(totals.values())
-
-
-def test_a_single_column_is_the_all_gather_of_keys_and_a_single_row_that_of_queries() -> None:
-    shape = Shape(1, 64, 8, 4, 16)
-    units = 64 // 4 * 16 * 2  # bytes of one head of the tokens of a rank
-
-    def compare(topology: Topology) -> None:
-        column = create("attention2d", topology, {"cols": 1}).traffic(shape, Mask(), 1)
-        assert column == create("allgather", topology, {}).traffic(shape, Mask(), 1)
-        assert column.forward_bytes == 3 * 2 * 4 * units
-        row = create("attention2d", topology, {"rows": 1}).traffic(shape, Mask(), 1)
-        lse = 64 // 4 * 8 * 4
-        assert row.forward_bytes == 3 * (2 * 8 * units + lse)
-
-    run_virtual(4, compare)
 
 
 def refused(algo: str, size: int, heads: int = 8, kv_heads: int = 8, **options: object) -> str:

@@ -4,19 +4,11 @@ from fractions import Fraction
 from itertools import accumulate, product
 
 import pytest
-import torch
-from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Compiled
-from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.comm import Communicator, record_communication
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
-from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
+from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES, Compute, Plan
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.plan_check import check
 
@@ -82,13 +74,6 @@ def test_idle_fraction_is_that_of_the_paper(size: int) -> None:
     assert idle_fraction(ring) == Fraction(size**2 - size, 2 * size**2)
 
 
-@pytest.mark.parametrize("size", range(2, 17))
-def test_every_step_after_the_first_has_equal_work(size: int) -> None:
-    plan = balanced(size)
-    for step in steps(plan)[1:]:
-        assert {plan.pairs(compute) for compute in step if compute} == {36}
-
-
 @pytest.mark.parametrize("size", range(2, 17, 2))
 def test_a_shared_last_step_leaves_nobody_waiting(size: int) -> None:
     plan = plan_of(size, last_step="shared")
@@ -134,95 +119,6 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
         backward = (sends_keys_to + owns) * kv + is_helped * 2 * (query + row) + helps * query
         assert traffic.forward_bytes == 3 * 6 * forward
         assert traffic.backward_bytes == 3 * 6 * backward
-
-
-def test_peer_transport_without_peer_access_is_refused() -> None:
-    with pytest.raises(ConfigError, match="distflash transport peer needs GPUs of one node"):
-        create("distflash", VirtualWorld(2).topology(0), {"transport": "peer"})
-
-
-class _Journal(Reference):
-    """A kernel that notes its calls."""
-
-    def __init__(self, entries: list[str]) -> None:
-        self.entries = entries
-
-    def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        self.entries.append("compute")
-        return super().forward(call)
-
-    def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
-        self.entries.append("compute")
-        return super().backward(call, dout, statistics)
-
-
-def journals(overlap: bool) -> list[tuple[list[str], list[str]]]:
-    """What each of 5 ranks posts, waits for and computes, in order: (forward, backward)."""
-
-    def body(topology: Topology) -> tuple[list[str], list[str]]:
-        entries: list[str] = []
-        make = topology.channel
-
-        def noted(name: str) -> Communicator:
-            channel = make(name)
-
-            def exchange(sends, receives, *_, **__):  # type: ignore[no-untyped-def]
-                pending = type(channel).exchange(channel, sends, receives)
-                if not receives:
-                    return pending
-                entries.append(f"post {name}")
-                return pending.then(lambda result: entries.append(f"wait {name}") or result)
-
-            channel.exchange = exchange  # type: ignore[method-assign]
-            return channel
-
-        topology.channel = noted  # type: ignore[method-assign]
-        algorithm = create("distflash", topology, {"overlap": overlap})
-        q, k, v, dout = (torch.randn(1, 4, 2, 8) for _ in range(4))
-        compiled = Compiled(algorithm, Call(Shape.of(q, k, v, 20), CAUSAL, 1.0, _Journal(entries)))
-        saved = compiled.forward.attend(q, k, v)[2]
-        forward = list(entries)
-        entries.clear()
-        compiled.backward().differentiate(dout, saved)
-        return forward, list(entries)
-
-    return run_virtual(5, body)
-
-
-def test_the_next_fetch_is_posted_before_the_present_computation() -> None:
-    """Rank 2 of 5 owns two tasks and nobody helps it: nothing but fetches in its forward."""
-    forward, _ = journals(overlap=True)[2]
-    assert forward == [
-        "post fetches",
-        "compute",
-        "wait fetches",
-        "post fetches",
-        "compute",
-        "wait fetches",
-        "compute",
-    ]
-
-
-def test_a_blocking_run_waits_for_every_message_where_it_is_posted() -> None:
-    for forward, backward in journals(overlap=False):
-        for entries in (forward, backward):
-            for index, entry in enumerate(entries):
-                if entry.startswith("post"):
-                    assert entries[index + 1] == entry.replace("post", "wait")
-
-
-def test_results_come_back_during_the_next_computation() -> None:
-    """Rank 4 of 5 is helped in both steps after the first."""
-    for entries in journals(overlap=True)[4]:
-        posted = entries.index("post returns")
-        assert "compute" in entries[posted : entries.index("wait returns")]
-
-
-def test_fetches_and_returns_are_flows_of_their_own() -> None:
-    with record_communication() as log:
-        journals(overlap=True)
-    forward = {row.channel for row in log.rows if row.phase == "forward"}
-    assert forward == {"fetches", "returns"}
 
 
 def pack(size: int) -> tuple[int, Mask]:

@@ -11,25 +11,6 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
 from tests.plan_check import check
 
-NODES = [(4, 2), (6, 2), (6, 3), (8, 4)]
-MASKS = [Mask(), Mask(False), Mask(window=9), Mask(documents=(5, 6, 11))]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("algo", ["zigzag", "ring", "usp"])
-def test_plans_are_correct(algo: str, mask: Mask) -> None:
-    for size, of_node in (*NODES, (3, 3)):
-        if algo == "usp" and of_node % 2:
-            continue  # teams of two in nodes of three
-        for rule in ("kv", "query"):
-            options = {"route": "straight" if size == of_node else "double", "backward": rule}
-            if algo == "usp":
-                options["ulysses"] = 2
-            topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
-            algorithm = create(algo, topology, options)
-            for phase in PHASES:
-                check(algorithm.plan(Shape(1, 2 * size + 7, 4, 2, 8), mask, phase))
-
 
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.plans.plan import PHASES, Side, during
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
@@ -54,17 +54,6 @@ def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) ->
         busiest("usp", ulysses=8, **model),
     )
     assert busiest("usp", ulysses=8, route="grid") < share * min(others)
-
-
-def test_rows_of_the_grid_are_inside_nodes() -> None:
-    """Four teams of two ranks, two of them on each node: only keys leave a node."""
-    options = {"ulysses": 2, "route": "grid", "rows": 2}
-    made = create("usp", VirtualWorld(8, ranks_per_node=4).topology(0), options)
-    for phase in PHASES:
-        plan = made.plan(Shape(1, 64, 4, 4, DIM), Mask(), phase)
-        nodes = made.topology.nodes
-        between = [m for m in during(plan) if nodes[m.source] != nodes[m.target]]
-        assert {move.side for move in between} == {Side.KEYS}
 
 
 @pytest.mark.parametrize(

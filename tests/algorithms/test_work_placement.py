@@ -1,12 +1,9 @@
 """Helpers by work: every pair once, no rank with much more than the mean, the same on all ranks."""
 
 from collections.abc import Callable
-from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_cp_plugin.algorithms.work_placement import (
     Assigned,
@@ -20,14 +17,10 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.plans.plan import PHASES, check_steps
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
-from tests.plan_check import check
-from tests.random_tests import examples
-from tests.span_masks import mask_of, random_lengths, random_spans, random_window
-from tests.test_conformance import Case, assert_conforms
+from tests.test_conformance import Case
 
 WORK = Case("distflash")
 COSTS = 40, 12
@@ -139,49 +132,6 @@ def test_whoever_has_the_keys_helps_first_and_then_the_node() -> None:
     assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 1), (3, 2), (3, 3)}
     parts = Assignment(edges_of(4, 4096), mask, [0, 1, 0, 1], COSTS).parts()
     assert {(part.query, part.rank) for part in parts} == {(0, 0), (0, 2), (3, 1), (3, 3)}
-
-
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4, 5, 8, 9]))
-@examples(60)
-def test_plans_are_right_for_any_mask(seed: int, size: int) -> None:
-    """Every pair once, and all blocks and results where they are needed."""
-    source = Random(seed)
-    seq_len = source.randint(size, 12 * size)
-    lengths = random_lengths(source, seq_len)
-    mask = Mask(documents=tuple(sorted({*lengths} - {0, seq_len})))
-    if source.random() < 0.6:
-        mask = mask_of(
-            random_spans(source, seq_len), seq_len, lengths, random_window(source, seq_len)
-        )
-    algorithm = made(size, source.choice([1, 2, size]))
-    shape = Shape(1, seq_len, 4, source.choice([1, 2, 4]), 8)
-    for phase in PHASES:
-        plan = algorithm.plan(shape, mask, phase)
-        check(plan)
-        check_steps(algorithm.name, plan)
-
-
-@pytest.mark.parametrize(("size", "kv_heads"), [(3, 4), (5, 1), (8, 2)])
-@pytest.mark.parametrize("kind", ["documents", "spans"])
-def test_equals_unsplit_attention_where_much_is_given_away(
-    kind: str, size: int, kv_heads: int
-) -> None:
-    """Output and all gradients; bytes, messages and pairs as the plan of each rank says."""
-    seq_len = 40 * size + 3
-    if kind == "documents":
-        cu_seqlens = [0, seq_len // 2, *range(seq_len // 2 + 9, seq_len, 9), seq_len]
-        problem, mask = {"cu_seqlens": cu_seqlens}, Mask(documents=tuple(cu_seqlens[1:-1]))
-    else:
-        spans = [(seq_len // 3, seq_len // 2, 0, seq_len, "full"), (0, 30, 0, 30, "causal")]
-        problem, mask = {"spans": spans}, mask_of(spans, seq_len)
-    assert_conforms(WORK, size, seq_len=seq_len, kv_heads=kv_heads, **problem)
-    shape = Shape(1, seq_len, 4, kv_heads, 8, 8, 8)
-    plan = made(size).plan(shape, mask)
-    assert any(compute.rank != compute.queries.owners[0] for compute in plan.computes)
-    work = np.bincount(
-        [c.rank for c in plan.computes], [float(plan.pairs(c)) for c in plan.computes], size
-    )
-    assert work.max() <= 1.15 * work.mean()  # pieces are of one row here
 
 
 def test_other_masks_have_the_plan_of_the_paper() -> None:

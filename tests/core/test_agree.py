@@ -53,6 +53,20 @@ def test_one_rank_compares_nothing(sent):
     assert sent == {"gather": 1}  # which the second call is for
 
 
+# What is said of some of them; of others the same with another name.
+SAID = {
+    "tokens": "ranks hold unequally many tokens, got 8 on rank 0 and 16 on rank 1: shard with",
+    "no length": "all ranks need one seq_len, got 16 on rank 0 and None on rank 1: pass the global",
+    "documents": "all ranks need one cu_seqlens, got [0, 5, 16] on rank 0 and [0, 7, 16] on rank 1",
+    "KV heads": "all ranks need one shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1,",
+    "training": "all ranks need one requires_grad of q, got True on rank 0 and False on rank 1: ",
+    "sink": "all ranks need one sink, got None on rank 0 and (torch.float64, 4) on rank 1",
+    "option": "all ranks need one options, got () on rank 0 and (('chunks', 2),) on rank 1: make",
+    "function": "all ranks need one function, got 'attention' on rank 0 and 'linear_attention' on",
+    "refusal": "window needs a whole number, got 1.5: cast it first (rank 1)",
+}
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_what_differs_in_any_step_is_refused_on_all_ranks(name, step):
@@ -62,6 +76,7 @@ def test_what_differs_in_any_step_is_refused_on_all_ranks(name, step):
         RANKS, lambda topology: step_of(difference, topology, topology.rank, RANKS, step)
     )
     assert refused_together(first, second)
+    assert first.startswith(SAID.get(name, ""))
 
 
 def test_local_functions_send_nothing(sent):

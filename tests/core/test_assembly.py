@@ -8,70 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.algorithms.attention2d import column_major, row_major
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
 from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.layout import LAYOUTS, Grouped
+from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.ranges import Span
 from tests.random_tests import examples
-
-
-def members_of(layout_name, rows, cols, seq_len, rank):
-    """The ranks whose queries and whose keys a rank gathers, and everybody's positions."""
-    size = rows * cols
-    layout = LAYOUTS[layout_name]
-    grid = (
-        column_major(rows, cols) if layout_name == "cyclic" else row_major(rows, cols, (0,) * size)
-    )
-    spans = [layout.spans(r, size, seq_len) for r in range(size)]
-    column = [grid.key_owners[r] for r in grid.column(rank)]
-    return spans, (grid.row(rank), column)
-
-
-@given(
-    st.sampled_from(sorted(LAYOUTS)),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 70),
-    st.integers(0, 1),
-    st.data(),
-)
-def test_join_sorts_and_place_and_split_undo_it(layout, rows, cols, seq_len, dim, data):
-    rank = data.draw(st.integers(0, rows * cols - 1))
-    spans, groups = members_of(layout, rows, cols, seq_len, rank)
-    width = max(sum(map(len, own)) for own in spans)
-    for owners in groups:
-        held = [[p for s in spans[r] for p in s.positions] for r in owners]
-        order = assemble([spans[r] for r in owners], width)
-        blocks = [torch.tensor([own, own], dtype=torch.long).T for own in held]
-        if dim:
-            blocks = [block.T for block in blocks]
-        gathered = torch.stack([padded(block, dim, width) for block in blocks])
-        joined = order.join(gathered, dim)
-        expected = sorted(position for own in held for position in own)
-        assert order.tokens == len(expected)
-        assert [p for s in order.spans for p in s.positions] == expected
-        assert joined.select(1 - dim, 1).tolist() == expected
-        if not expected:
-            continue
-        for back in (order.split(joined, dim), placed_in_two(order, gathered, joined, dim, data)):
-            for block, got in zip(blocks, back, strict=True):
-                assert torch.equal(got.narrow(dim, 0, block.shape[dim]), block)
-        bounds = st.lists(st.integers(0, order.tokens), min_size=2, max_size=6, unique=True)
-        edges = sorted(data.draw(bounds)) if order.tokens else [0, 0]
-        rows = tuple(zip(edges[::2], edges[1::2], strict=False))
-        some = order.within(rows)
-        # Positions with steps stay whole.
-        left = [p for a, b in rows for p in expected[a:b]] if some.excerpt else expected
-        assert some.tokens == len(left)
-        found = some.join(gathered, dim)
-        assert found.select(1 - dim, 1).tolist() == left
-        target = torch.full_like(gathered, -1)
-        some.place(target, dim, slice(0, some.tokens), found)
-        for block, got in zip(blocks, target, strict=True):
-            kept = block.where(torch.isin(block, torch.tensor(left)), -1)
-            assert torch.equal(got.narrow(dim, 0, block.shape[dim]), kept)
 
 
 def placed_in_two(order, gathered, joined, dim, data):
@@ -157,32 +99,6 @@ class CountingMode(TorchDispatchMode):
 def test_spans_that_leave_gaps_between_turns_are_refused():
     with pytest.raises(ValueError, match="evenly interleaved"):
         assemble([(Span(0, 12, 6),), (Span(1, 12, 6),)], 2)
-
-
-@given(
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(0, 60),
-    st.sampled_from(["zigzag", "contiguous"]),
-)
-def test_a_group_holds_what_its_ranks_hold(groups, members, seq_len, name):
-    layout = Grouped(LAYOUTS[name], members)
-    for group in range(groups):
-        spans = layout.spans(group, groups, seq_len)
-        ranks = range(group * members, (group + 1) * members)
-        single = [
-            p
-            for r in ranks
-            for s in LAYOUTS[name].spans(r, groups * members, seq_len)
-            for p in s.positions
-        ]
-        assert [p for s in spans for p in s.positions] == sorted(single)
-        if seq_len and seq_len % layout.multiple(groups) == 0:
-            assert tuple(spans) == merged(LAYOUTS[name].spans(group, groups, seq_len))
-
-
-def merged(spans):
-    return (Span(spans[0].start, spans[-1].stop),) if spans[0].stop == spans[-1].start else spans
 
 
 class WritesRows:

@@ -1,6 +1,6 @@
 """Plans of random placements and of all algorithms with random options: right, and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement, check_placement
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, check_steps, outside
+from megatron_cp_plugin.core.plans.plan import PHASES, Move, Plan, check_steps, during, outside
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
@@ -35,7 +35,7 @@ def foreign() -> Iterator[None]:
         yield
 
 
-@examples(15)
+@examples(60)
 @given(st.data())
 def test_plans_of_algorithms(data: st.DataObject) -> None:
     world: World = data.draw(worlds(16))
@@ -50,6 +50,8 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
     topology = virtual.topology(data.draw(st.integers(0, world.size - 1)))
     try:
         made = create(choice.algo, topology, dict(choice.options)).within(mask.followed)
+        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+        made.check(made.options, size=world.size, causal=mask.causal, **heads)
         plans = [made.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
     except ContextParallelError:
         return
@@ -60,12 +62,23 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
             # As of placements of others at their first use.
             check_placement(made.name, placement, seq_len, mask)
             check_steps(made.name, plan)
-        part = made.plan(shape, mask, plan.phase, rectangular=rectangular, rank=topology.rank)
         rank = topology.rank
-        assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
+        part = made.plan(shape, mask, plan.phase, rectangular=rectangular, rank=rank)
+        # What is exchanged before and after all steps, but between ranks that split the heads.
         outer = outside(plan) if plan.shares == 1 else ()
-        mine = [m for m in plan.moves if rank in (m.source, m.target) or m in outer]
-        assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+        assert_is_of_rank(part, plan, rank, outer)
+
+
+def assert_is_of_rank(part: Plan, whole: Plan, rank: int, outer: Collection[Move] = ()) -> None:
+    """The steps of all, with what concerns a rank; it knows when others exchange anything."""
+    assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
+    mine = [m for m in whole.moves if rank in (m.source, m.target) or m in outer]
+    assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+    of_rank = [[kept for kept in plan.kept if kept.rank == rank] for plan in (part, whole)]
+    assert of_rank[0] == of_rank[1]
+    within = {(m.result, m.posted, m.needed) for m in during(whole)}
+    assert {(t.result, t.posted, t.needed) for t in part.times} == within
+    assert (part.steps, part.spans) == (whole.steps, whole.spans)
 
 
 @st.composite
@@ -97,7 +110,4 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     for phase in PHASES:
         plan = plan_of(placement, seq_len, mask, phase)
         check(plan)
-        part = plan_of(placement, seq_len, mask, phase, rank=rank)
-        assert part.computes == tuple(c for c in plan.computes if c.rank == rank)
-        mine = [m for m in plan.moves if rank in (m.source, m.target)]
-        assert sorted(map(str, part.moves)) == sorted(map(str, mine))
+        assert_is_of_rank(plan_of(placement, seq_len, mask, phase, rank=rank), plan, rank)

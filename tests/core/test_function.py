@@ -141,6 +141,21 @@ def test_only_sinks_are_trained():
     assert not log.bytes(phase="backward")
 
 
+def test_a_sink_of_minus_infinity_is_none():
+    """Also for queries that see no key, whose softmax has nothing then."""
+    q, k, v, dout = torch.randn(4, 2, 24, 4, 8, dtype=torch.float64)
+    sink = torch.full((4,), -torch.inf, dtype=torch.float64)
+    results = []
+    for given in (None, sink.requires_grad_()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        spans = [(0, 6, 0, 6, "causal")]
+        out = cp.attention(*leaves, algo="zigzag", spans=spans, sink=given)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)))
+    assert all(map(torch.equal, *results))
+    (dsink,) = torch.autograd.grad(out, sink, dout)
+    assert torch.equal(dsink, torch.zeros_like(sink))
+
+
 @pytest.mark.parametrize("call", ["attention", "linear_attention", "chunked_cross_entropy"])
 def test_second_derivatives_are_refused_and_not_zero(call):
     """Where the gradient that comes in requires none, torch takes ours for a constant."""

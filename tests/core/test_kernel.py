@@ -7,10 +7,7 @@ from megatron_cp_plugin.core.kernel import (
     KernelCall,
     Packing,
     Statistics,
-    run_backward,
-    run_forward,
 )
-from megatron_cp_plugin.kernels.reference import Reference
 
 
 def test_lengths_of_sequences_with_gaps() -> None:
@@ -70,36 +67,6 @@ def test_sequences_one_behind_the_other() -> None:
     assert lengths.cu_q.tolist() == [0, 3, 4, 7, 8]
     assert lengths.cu_k.tolist() == [0, 2, 7, 9, 14]
     assert (lengths.longest_q, lengths.longest_k, lengths.used_q) == (3, 5, None)
-
-
-class OneByOne(Reference):
-    packs = False
-
-
-@pytest.mark.parametrize("gap", [0, 2])
-def test_sequences_by_a_call_for_each(gap: int) -> None:
-    """As dense attention of each; between them there are no numbers."""
-    torch.manual_seed(0)
-    q, dout = torch.randn(2, 2, 9 + gap, 4, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 9 + gap, 2, 8, dtype=torch.float64)
-    rows = slice(0, 4), slice(4 + gap, 9 + gap)
-    call = KernelCall(q, k, v, 0.3, causal=True, packing=Packing.of(rows, rows))
-    kernel = OneByOne()
-    out, lse = run_forward(kernel, call)
-    gradients = run_backward(kernel, call, dout, Statistics(lse, out=out))
-    for each in rows:
-        parts = [x[:, each].detach().requires_grad_() for x in (q, k, v)]
-        wide = [x.repeat_interleave(2, 2) for x in parts[1:]]
-        scores = torch.einsum("bshd,bthd->bhst", parts[0], wide[0]) * 0.3
-        scores = scores.masked_fill(torch.ones_like(scores).bool().triu(1), -torch.inf)
-        want = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), wide[1])
-        torch.testing.assert_close(out[:, each], want)
-        torch.testing.assert_close(lse[:, :, each], scores.logsumexp(-1))
-        of_each = torch.autograd.grad(want, parts, dout[:, each])
-        for found, gradient in zip(gradients, of_each, strict=True):
-            torch.testing.assert_close(found[:, each], gradient)
-    for x in (out, *gradients):
-        assert x[:, 4 : 4 + gap].isnan().all()
 
 
 def test_results_go_where_they_belong() -> None:

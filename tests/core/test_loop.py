@@ -110,24 +110,6 @@ def test_results_that_wait_to_be_merged_are_not_overwritten(
     compare("distflash", {}, 3, Mask(), 12)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(window=7)], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("algo", "options"),
-    [
-        ("allgather", {"chunks": 2}),
-        ("attention2d", {"chunks": 2}),
-        ("attention2d", {"chunks": 2, "rows": 1}),
-        ("zigzag", {"chunks": 2, "route": "straight"}),
-    ],
-    ids=str,
-)
-def test_groups_of_heads_straight_from_their_owners(
-    algo: str, options: dict[str, object], size: int, mask: Mask
-) -> None:
-    assert compare(algo, options, size, mask, 5 * size + size // 2)[0]
-
-
 @pytest.mark.parametrize("gradients", ["float32", "model"])
 def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
     """Rank 4 has nothing to add to the gradients of rank 1's keys, and ranks around it have."""

@@ -99,58 +99,6 @@ def test_calls_of_a_pass(case: tuple[str, dict, int], window: int | None, gaps: 
     assert 0 < max(max(counts.values()) for counts in calls) <= most * (3 if window else 1)
 
 
-WAYS = [
-    ("zigzag", {}),
-    ("zigzag", {"backward": "query"}),
-    ("distflash", {}),
-    ("allgather", {}),
-    ("allgather", {"transport": "group"}),
-    ("attention2d", {"rows": 2}),
-    ("attention2d", {"rows": 2, "transport": "group"}),
-    ("attention2d", {"variant": "no", "rows": 2}),
-    ("ulysses", {}),
-    ("usp", {"ulysses": 2}),
-]
-HALVES = [(way, torch.bfloat16, turn % 2 == 0) for turn, way in enumerate(WAYS)]
-HALVES += [(way, torch.float16, turn % 2 == 1) for turn, way in enumerate(WAYS[::4])]
-
-
-@pytest.mark.parametrize(("way", "dtype", "gaps"), HALVES, ids=str)
-def test_dtypes_that_models_have(way: tuple[str, dict], dtype: torch.dtype, gaps: bool) -> None:
-    """Sums and merges are in float32, what travels and is returned is not."""
-    (algo, options), seq_len, documents = way, 240, DOCUMENTS[:10]
-    expected = expected_attention(
-        seq_len=seq_len,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        causal=True,
-        cu_seqlens=(0, *documents, seq_len),
-    )
-    whole = expected.q, expected.k, expected.v, expected.dout
-    want = expected.out, expected.dq, expected.dk, expected.dv
-
-    @torch.no_grad()
-    def body(topology: Topology) -> float:
-        kernel = Reference()
-        kernel.gaps = gaps
-        algorithm = create(algo, topology, {"layout": "thd", **options}).within(documents)
-        of_rank = [algorithm.layout, topology.rank, SIZE]
-        q, k, v, dout = (shard(x, 1, *of_rank).to(dtype) for x in whole)
-        compiled = Compiled(
-            algorithm, Call(Shape.of(q, k, v, seq_len), Mask(documents=documents), 8**-0.5, kernel)
-        )
-        out, _, saved = compiled.forward.attend(q, k, v)
-        found = out, *compiled.backward().differentiate(dout, saved)
-        assert {x.dtype for x in found} == {dtype}
-        return max(
-            relative_error(x.double(), shard(y, 1, *of_rank))
-            for x, y in zip(found, want, strict=True)
-        )
-
-    assert max(run_virtual(SIZE, body)) < 8 * torch.finfo(dtype).eps
-
-
 @pytest.mark.parametrize("rows", [((0, 4),), ((1, 3),)], ids=["all rows", "some rows"])
 def test_what_came_first_is_not_overwritten_by_what_comes_next(rows: Rows) -> None:
     """A rank may get results before it has any of its own: the next ones come in their buffers."""

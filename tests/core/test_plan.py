@@ -1,20 +1,16 @@
 """Plans of all algorithms: correct ones, as the checker says; their bytes, by closed formulas."""
 
-from collections.abc import Iterator
 from dataclasses import astuple, replace
 from fractions import Fraction
 from math import gcd, lcm
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import (
     PHASES,
@@ -23,79 +19,17 @@ from megatron_cp_plugin.core.plans.plan import (
     Move,
     Plan,
     Side,
-    during,
     fits_slots,
-    outside,
 )
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
 from tests.plan_check import PlanError, check
-from tests.random_tests import examples
-from tests.span_masks import random_spans
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
     return create(name, VirtualWorld(size).topology(0), options)
-
-
-def variants(size: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Every algorithm with the options that change its plan."""
-    for rule in ("kv", "query"):
-        yield "ring", {"backward": rule}
-        yield "zigzag", {"backward": rule, "chunks": 2}
-        yield "zigzag", {"backward": rule, "layout": "documents"}
-    for helpers in ("work", "none"):
-        for last_step in ("owner", "shared"):
-            yield "distflash", {"helpers": helpers, "last_step": last_step, "chunks": 2}
-    yield "distflash", {"helpers": "distance"}
-    yield "allgather", {"chunks": 3}
-    for rows in range(1, size + 1):
-        if size % rows == 0:
-            for variant in ("zigzag", "no"):
-                yield "attention2d", {"rows": rows, "variant": variant, "chunks": 2}
-            yield "attention2d", {"rows": rows, "variant": "overlap"}
-    for keep in ("exchanged", "local"):
-        yield "ulysses", {"keep": keep, "chunks": 2}
-        for team in range(1, size + 1):
-            if size % team == 0:
-                yield "usp", {"keep": keep, "ulysses": team, "route": "grid"}
-                yield "usp", {"keep": keep, "ulysses": team, "chunks": 2}
-                yield (
-                    "usp",
-                    {"keep": keep, "ulysses": team, "layout": "contiguous", "backward": "query"},
-                )
-
-
-@st.composite
-def masks(draw: st.DrawFn, seq_len: int) -> Mask:
-    if draw(st.booleans()):
-        spans = random_spans(draw(st.randoms(use_true_random=False)), seq_len)
-        return Mask.of(Slices.of(spans, seq_len))
-    starts = draw(st.lists(st.integers(1, seq_len), max_size=6))
-    documents = tuple(sorted({start for start in starts if start < seq_len}))
-    causal = draw(st.booleans())
-    window = draw(st.none() | st.integers(1, seq_len)) if causal else None
-    return Mask(causal, window, documents)
-
-
-@examples(60)
-@given(st.data())
-def test_every_plan_is_correct(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 12))
-    name, options = data.draw(st.sampled_from(list(variants(size))))
-    seq_len = data.draw(st.integers(1, 5 * size))
-    mask = data.draw(masks(seq_len))
-    # KV heads that the ranks of a team share, hold alone, or hold several of.
-    kv_heads = size * data.draw(st.sampled_from([1, 2]))
-    kv_heads = data.draw(st.sampled_from([1, kv_heads]))
-    shape = Shape(1, seq_len, 4 * size, kv_heads, 8)
-    for phase in PHASES:
-        plan = algorithm(name, size, **options).plan(
-            shape, mask, phase, rectangular=data.draw(st.booleans())
-        )
-        check(plan)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("allgather", None), ("attention2d", 4)])
@@ -118,34 +52,6 @@ def test_a_rank_that_gathers_looks_at_few_pairs(
     for phase in PHASES:
         made.plan(shape, mask, phase, rank=5)
     assert 0 < len(asked) <= 5 * 16
-
-
-@examples(60)
-@given(st.data())
-def test_the_part_of_a_rank_is_what_concerns_it(data: st.DataObject) -> None:
-    """In the steps of all: its computations, and moves from it or to it, in the same order; it
-    knows when others have any. What is exchanged before and after all steps is that of all ranks,
-    but between ranks that split the heads.
-    """
-    size = data.draw(st.integers(1, 9))
-    each = [*variants(size), ("ring", {"route": "straight"}), ("zigzag", {"route": "straight"})]
-    name, options = data.draw(st.sampled_from(each))
-    seq_len = data.draw(st.integers(1, 5 * size))
-    mask, shape = data.draw(masks(seq_len)), Shape(1, seq_len, 4 * size, size, 8)
-    made = algorithm(name, size, **options)
-    for phase in PHASES:
-        whole = made.plan(shape, mask, phase)
-        for rank in range(size):
-            part = made.plan(shape, mask, phase, rank=rank)
-            assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
-            outer = outside(whole) if whole.shares == 1 else ()
-            mine = [m for m in whole.moves if rank in (m.source, m.target) or m in outer]
-            kept = [kept for kept in part.kept if kept.rank == rank]
-            assert kept == [kept for kept in whole.kept if kept.rank == rank]
-            assert list(part.moves) == mine
-            within = {(m.result, m.posted, m.needed) for m in during(whole)}
-            assert {(t.result, t.posted, t.needed) for t in part.times} == within
-            assert (part.steps, part.spans) == (whole.steps, whole.spans)
 
 
 @pytest.mark.parametrize(
@@ -337,20 +243,6 @@ def test_ring(size: int, kv_heads: int, wide: bool) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("size", SIZES)
-def test_contiguous_ring_with_a_causal_mask(size: int, kv_heads: int) -> None:
-    """Rank p passes on the blocks of ranks 0 to p, and their sums, but the last rank none."""
-    kv, g = kv_heads * (D + E), 4 if size > 2 else 2
-    made = algorithm("ring", size, backward="kv")
-    for rank in range(size):
-        traffic = made.traffic(shape_of(size, 8, kv_heads), Mask(), rank)
-        blocks = 0 if rank == size - 1 else rank + 1
-        sums = rank  # of every block but its own, on to the next rank or to its owner
-        assert traffic.forward_bytes == 3 * S * blocks * kv * 2
-        assert traffic.backward_bytes == 3 * S * (blocks * kv * 2 + sums * kv * g)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("variant", ["zigzag", "no", "overlap"])
 @pytest.mark.parametrize("size", SIZES)
 def test_grid(size: int, variant: str, kv_heads: int) -> None:
@@ -406,21 +298,6 @@ def sent_by_blocks(
         return replace(traffic, forward_bytes=each[0], backward_bytes=each[1])
 
     return run_virtual(size, body, peer_access=True)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
-def test_allgather_by_blocks(size: int, kv_heads: int) -> None:
-    """With a causal mask ranks after the owner need half of its keys: the first of two chunks."""
-    others, kv = size - 1, kv_heads * (D + E) * 2
-    for traffic in sent_by_blocks("allgather", size, kv_heads, Mask(False)):
-        expected = (others * kv, 2 * others, others * 2 * kv, 4 * others)
-        assert astuple(traffic) == expected
-    for rank, traffic in enumerate(sent_by_blocks("allgather", size, kv_heads, Mask())):
-        lent = rank + (others - rank) * Fraction(1, 2)
-        returned = rank * Fraction(1, 2) + (others - rank)
-        assert traffic.forward_bytes == lent * kv
-        assert traffic.backward_bytes == (lent + returned) * kv
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])

@@ -20,8 +20,8 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay
-from tests.core.test_plan import masks
 from tests.random_tests import examples
+from tests.test_random_attention import mask_of, masks
 
 CHOICES = [
     ("zigzag", {"route": "straight"}),
@@ -115,7 +115,8 @@ def test_what_is_left_out_is_idle_and_counted(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 8))
     name, options = data.draw(st.sampled_from(CHOICES))
     tokens = data.draw(st.integers(size, 6 * size))
-    mask, phase = data.draw(masks(tokens)), data.draw(st.sampled_from(PHASES))
+    mask = mask_of(data.draw(masks(tokens)), tokens)
+    phase = data.draw(st.sampled_from(PHASES))
     plan = plan_for(name, options, size, mask, phase, tokens)
     for rank in range(size):
         whole = program(plan, rank)

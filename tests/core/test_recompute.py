@@ -66,9 +66,11 @@ def _no_cuda_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer(nn.Module):
-    """A residual layer of attention; counts how often attention runs."""
+    """A residual layer of attention, with sinks or without; counts how often attention runs."""
 
-    def __init__(self, algorithm: Algorithm, seq_len: int = TOKENS, seed: int = 0) -> None:
+    def __init__(
+        self, algorithm: Algorithm, seq_len: int = TOKENS, seed: int = 0, *, sinks: bool = False
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
 
@@ -77,6 +79,7 @@ class Layer(nn.Module):
 
         self.qkv = weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH)
         self.out = weight(WIDTH, WIDTH)
+        self.sink = nn.Parameter(torch.linspace(-3, 6, HEADS)) if sinks else None
         self.seq_len = seq_len
         self.runs = 0
         self._algorithm = [algorithm]
@@ -92,6 +95,7 @@ class Layer(nn.Module):
                 algorithm=self._algorithm[0],
                 seq_len=self.seq_len,
                 kernel_for=partial(resolve, "auto"),
+                sink=self.sink,
                 site=self,
             )
         return x + torch.tanh(nn.functional.linear(out.flatten(2), self.out))
@@ -172,7 +176,7 @@ def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: 
 
     def body(topology: Topology, run: Run) -> tuple[list[Tensor], int]:
         algorithm = create(algo, topology, {})
-        layer = Layer(algorithm, seq_len=size * TOKENS)
+        layer = Layer(algorithm, seq_len=size * TOKENS, sinks=keep)
         x = batch(topology.rank)
         run(checkpointed(layer.forward) if keep else layer.forward, x).square().sum().backward()
         return gradients([layer], x), layer.runs

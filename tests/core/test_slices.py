@@ -2,10 +2,8 @@
 them allow.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise as pairs_of
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -30,19 +28,6 @@ def test_all_pairs_of_documents_are_documents() -> None:
         for phase in ("forward", "backward"):
             plan, other = (algorithm.plan(shape, mask, phase) for mask in (whole, alone))
             assert (plan.computes, plan.moves) == (other.computes, other.moves)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_documents_and_windows_hide_is_not_sent(size: int) -> None:
-    """By hand: every rank holds one document, then every rank one window."""
-    seq_len = 8 * size
-    shape, spans = Shape(1, seq_len, 4, 2, 8), [(0, seq_len, 0, seq_len, "full")]
-    made = create("ring", VirtualWorld(size).topology(0), {"route": "straight"})
-    assert made.plan(shape, mask_of(spans, seq_len)).moves
-    assert not made.plan(shape, mask_of(spans, seq_len, range(0, seq_len + 1, 8))).moves
-    backwards = [(0, seq_len, 0, seq_len, "causal")]
-    moves = made.plan(shape, mask_of(backwards, seq_len, window=4)).moves
-    assert {(move.target - move.source, move.tokens) for move in moves} == {(1, 3)}
 
 
 def test_equal_work_under_both() -> None:
@@ -76,45 +61,9 @@ def test_the_layout_does_not_depend_on_the_window() -> None:
     assert len(set(masks)) == 3
 
 
-@pytest.mark.parametrize("layout", ["thd", "zigzag"])
-def test_queries_that_see_nothing_are_zero(layout: str) -> None:
-    """As without documents: of those that spans name, ones whose keys are all elsewhere."""
-    lengths, named = [0, 8, 16], [(4, 12, 0, 8, "full")]
-    x = torch.randn(1, 16, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    how = {"algo": "zigzag", "layout": layout, "cu_seqlens": lengths}
-
-    def body(topology: Topology) -> list[Tensor]:
-        q, k, v = (cp.shard(x, 1, group=topology, **how).requires_grad_() for _ in "qkv")
-        out = cp.attention(q, k, v, group=topology, spans=named, **how)
-        parts = (out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v)))
-        return [cp.unshard(part, 1, group=topology, **how)[0].flatten(1) for part in parts]
-
-    for out, dq, dk, dv in run_virtual(2, body):
-        assert all(x.any(1).nonzero().flatten().tolist() == [4, 5, 6, 7] for x in (out, dq))
-        assert all(x.any(1).nonzero().flatten().tolist() == [*range(8)] for x in (dk, dv))
-        assert not torch.stack((out, dq, dk, dv)).isnan().any()
-
-
 def test_other_documents_are_another_mask() -> None:
     """Plans, tiles and layouts are kept by it."""
     spans = [(0, 16, 0, 16, "causal")]
     one, other, none = (mask_of(spans, 16, lengths) for lengths in ([0, 4, 16], [0, 8, 16], None))
     assert all(a != b for a, b in pairs_of((one, other, none, one)))
     assert len({one, other, none, mask_of(spans, 16, [0, 4, 4, 16])}) == 3
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("algo", ["auto", "zigzag", "usp"])
-def test_window_beside_spans_by_hand(algo: str, size: int) -> None:
-    """Later keys stay: a window is about earlier ones."""
-    x = torch.ones(1, 8, 2, 8, dtype=torch.float64)
-    values = torch.arange(8.0, dtype=torch.float64)[None, :, None, None].expand(1, 8, 2, 8)
-    spans: Sequence[Sequence[object]] = [(0, 8, 0, 8, "full")]
-
-    def body(topology: Topology) -> Tensor:
-        q, k, v = (cp.shard(each, 1, algo="zigzag", group=topology) for each in (x, x, values))
-        out = cp.attention(q, k, v, algo=algo, group=topology, spans=spans, window=3)
-        return cp.unshard(out, 1, algo="zigzag", group=topology)[0, :, 0, 0]
-
-    expected = [sum(range(max(0, i - 2), 8)) / len(range(max(0, i - 2), 8)) for i in range(8)]
-    torch.testing.assert_close(run_virtual(size, body)[0].tolist(), expected)

@@ -54,26 +54,53 @@ def test_groups_of_heads_that_share_gathered_keys() -> None:
     compare("attention2d", {"chunks": 4, "rows": 2, "transport": "group"}, 4, Mask(), 16)
 
 
-@pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
-def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str) -> None:
-    """Of three rounds. c: is let come, C: has come, .: is computed, l: is sent, L: has left."""
-    both = "cCc.lCc.lLC.lL"
-    expected = ["cCc.Cc.C." if algo == "allgather" else both, both]  # its queries stay
-    trace = trace_of(
-        create(algo, DryRunGroup(0, (0, 0), peer_access=False), {"chunks": 3}),
-        Shape(1, 32, 6, 6, 8),
-        Mask(),
-    )
-    inward, posted = {"keys", "queries", "inward"}, dict[tuple[object, int], bool]()
-    for events, steps in zip(trace, expected, strict=True):
+def events_of(
+    algo: str, rank: int, size: int, options: dict[str, object], come: set[str]
+) -> list[str]:
+    """What a rank does in order, in each pass. c: blocks are let come, C: they have come, .: it
+    computes, l: results are let leave, or come back, L: they have.
+
+    Args: come: channels of blocks.
+    """
+    made = create(algo, DryRunGroup(rank, (0,) * size, peer_access=False), options)
+    posted, found = dict[tuple[object, int], bool](), []
+    for events in trace_of(made, Shape(1, 16 * size, 6, 6, 8), Mask()):
         order = ""
         for event in events:
             if isinstance(event, Post):
-                comes = event.channel[0] in inward
-                posted[event.channel, event.number] = comes
+                posted[event.channel, event.number] = comes = event.channel[0] in come
                 order += "c" if comes else "l"
             elif isinstance(event, Wait):
                 order += "C" if posted[event.channel, event.number] else "L"
             elif isinstance(event, RecordedKernel):
                 order += "."
-        assert "".join(kind for kind, _ in groupby(order)) == steps
+        found.append(order)
+    return found
+
+
+@pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
+def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str) -> None:
+    """Of three rounds."""
+    both = "cCc.lCc.lLC.lL"
+    expected = ["cCc.Cc.C." if algo == "allgather" else both, both]  # its queries stay
+    found = events_of(algo, 0, 2, {"chunks": 3}, {"keys", "queries", "inward"})
+    assert ["".join(kind for kind, _ in groupby(order)) for order in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("algo", "rank", "options", "expected"),
+    [
+        # Rank 2 of 5 owns two tasks and nobody helps it; rank 4 is helped in both further steps.
+        ("distflash", 2, {}, ["llc.Cc.C.", "c.Cc.lC.LlL"]),
+        ("distflash", 4, {}, ["c.Cc.lC.LlL"] * 2),
+        ("distflash", 4, {"overlap": False}, [".cC.lLcC.lL"] * 2),
+        ("zigzag", 0, {"keep": "local"}, ["c.Cc.Cc.Cc.C.", "c.Cc.lCc.LlCc.LlC.LlL"]),
+    ],
+    ids=str,
+)
+def test_the_next_block_comes_and_the_last_results_leave_during_a_step(
+    algo: str, rank: int, options: dict[str, object], expected: list[str]
+) -> None:
+    """A blocking run waits for every message where it is posted."""
+    found = events_of(algo, rank, 5, {"chunks": 1} | options, {"fetches"})
+    assert found == expected

@@ -146,50 +146,6 @@ def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *,
 DOCUMENTS = tuple(start // 4 * 4 for start in random_documents(4096, 200) if start >= 4)
 
 
-def test_documents_that_are_split_over_two_ranks() -> None:
-    """Half the queries see all keys, or all queries half the keys; own blocks need no copies."""
-    # To kernels that leave rows out nothing is copied.
-    for pair in ((0, 1), (1, 0), (1, 1)):
-        [call] = planned(PaddedDocuments(), *pair, DOCUMENTS).calls(packed=True, gaps=True)
-        assert all(isinstance(side.taken, slice) for side in call.sides(CPU))
-        assert call.packing.gaps == (pair != (1, 1))
-    layout = PaddedDocuments()
-    [own] = planned(layout, 1, 1, DOCUMENTS).calls(packed=True)
-    assert [side.taken for side in own.sides(CPU)] == [slice(0, 2048)] * 2
-    (later,) = planned(layout, 0, 1, DOCUMENTS).calls(packed=True)
-    assert not later.causal
-    queries, keys = later.sides(CPU)
-    assert isinstance(keys.taken, slice)
-    assert len(queries.taken) == 1024
-    (earlier,) = planned(layout, 1, 0, DOCUMENTS).calls(packed=True)
-    queries, keys = earlier.sides(CPU)
-    assert isinstance(queries.taken, slice)
-    assert len(keys.taken) == 1024
-    assert queries.given == (queries.taken,)
-    count = len(set(DOCUMENTS)) + 1
-    assert [len(call.rows) for call in (own, later, earlier)] == [count] * 3
-    assert all(
-        len(planned(layout, *pair, DOCUMENTS).calls(packed=False)) == count
-        for pair in ((0, 1), (1, 0))
-    )
-
-
-def test_keys_that_two_tiles_of_a_call_see_get_gradients_in_two_rounds() -> None:
-    """All keys, and the queries of a rank that has the first and the last quarter of a document."""
-    spans = PaddedDocuments((64,)).spans(0, 2, 128)
-    tiles = plan_tiles(
-        spans, Contiguous().spans(0, 1, 128), Mask(documents=(64,)), rectangular=True
-    )
-    assert len(tiles) == 4
-    (call,) = TileBatches(tiles, 4).calls(packed=True)
-    queries, keys = call.sides(CPU)
-    assert queries.taken == slice(0, 64)
-    assert len(keys.taken) == 16 + 64 + 16 + 64
-    first, second = keys.given
-    assert sorted(first.to.tolist() + second.to.tolist()) == sorted(keys.taken.tolist())
-    assert len(first.to) + len(second.to) == 160
-
-
 def test_large_tiles_are_calls_of_their_own() -> None:
     """No copies for what keeps a GPU busy alone; and no call has more than twice the keys."""
     length = 2**10
@@ -278,18 +234,3 @@ def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
     calls = batches(tiles, heads).calls(packed=True, gaps=True)
     counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
     assert counts == [most] * (64 // most)
-
-
-def test_gradients_of_keys_that_two_chunks_see_are_found_where_they_are() -> None:
-    """The first and the last chunk of each document with all its keys: two calls, no copies."""
-    documents = tuple(range(64, 512, 64))
-    spans = PaddedDocuments(documents).spans(0, 2, 512)
-    everything = Contiguous().spans(0, 1, 512)
-    tiles = plan_tiles(spans, everything, Mask(documents=documents), rectangular=True)
-    calls = TileBatches(tiles, 128).calls(packed=True, gaps=True)
-    assert [(len(call.rows), call.apart) for call in calls] == [(8, True)] * 2
-    assert all(isinstance(side.taken, slice) for call in calls for side in call.sides(CPU))
-    (copied,) = TileBatches(tiles, 4).calls(packed=True, gaps=True)
-    assert not copied.apart  # so few rows are one call
-    (forward,) = TileBatches(tiles, 4).calls(packed=True, gaps=True, forward=True)
-    assert forward.apart

@@ -1,6 +1,5 @@
 """The planner covers every visible pair exactly once, for any two blocks of any layout."""
 
-import math
 from itertools import pairwise, product
 
 import pytest
@@ -13,7 +12,14 @@ from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
-from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Grouped, Layout, Zigzag
+from megatron_cp_plugin.core.layout import (
+    LAYOUTS,
+    Contiguous,
+    Grouped,
+    Layout,
+    Zigzag,
+    positions,
+)
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import NO_TILES, Mask, Tile, TileTable, plan_pairs, plan_tiles
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
@@ -28,43 +34,15 @@ masks = st.one_of(
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
 
 
-def computed_pairs(q_spans, kv_spans, tiles):
-    """Global (query, key) positions that tiles compute, with repetitions."""
-    q = [p for span in q_spans for p in span.positions]
-    kv = [p for span in kv_spans for p in span.positions]
-    pairs = []
-    for tile in tiles:
-        rows, cols = q[tile.q], kv[tile.kv]
-        assert (len(rows), len(cols)) == (tile.rows, tile.cols)
-        found = [
-            (row, col)
-            for i, row in enumerate(rows)
-            for j, col in enumerate(cols)
-            if not tile.causal or (i <= j if tile.reverse else j <= i + len(cols) - len(rows))
-            if j >= max((start for start in tile.document_bounds if start <= i), default=0)
-            if not tile.window
-            or j > i - tile.window + (0 if tile.document_bounds else len(cols) - len(rows))
-        ]
-        assert len(found) == tile.area > 0
-        pairs += found
-    return pairs
-
-
-def visible_pairs(q_spans, kv_spans, mask):
-    return [
-        (row, col)
-        for q in q_spans
-        for row in q.positions
-        for kv in kv_spans
-        for col in kv.positions
-        if not mask.causal or 0 <= row - col < (mask.window or math.inf)
-    ]
-
-
 def check(q_spans, kv_spans, mask, kinds):
+    """Every pair that the mask shows once, by tiles of the kinds that a kernel takes."""
     tiles = plan_tiles(q_spans, kv_spans, mask, **kinds)
-    pairs = computed_pairs(q_spans, kv_spans, tiles)
-    assert sorted(pairs) == sorted(visible_pairs(q_spans, kv_spans, mask))
+    rows, cols = (
+        torch.tensor([p for span in spans for p in span.positions], dtype=torch.int64)
+        for spans in (q_spans, kv_spans)
+    )
+    want = visible(rows, cols, mask)
+    assert torch.equal(pairs_of(tiles, want.shape), want.long())
     for tile in tiles:
         assert not tile.causal or tile.rows <= tile.cols
         assert kinds["rectangular"] or not tile.causal or tile.rows == tile.cols
@@ -77,15 +55,9 @@ def check(q_spans, kv_spans, mask, kinds):
 def test_blocks_of_all_rank_pairs_cover_the_mask_once(
     q_layout, kv_layout, size, seq_len, mask, kinds
 ):
-    pairs = []
-    for q_rank in range(size):
-        for kv_rank in range(size):
-            q_spans = q_layout.spans(q_rank, size, seq_len)
-            kv_spans = kv_layout.spans(kv_rank, size, seq_len)
-            tiles = plan_tiles(q_spans, kv_spans, mask, **kinds)
-            pairs += computed_pairs(q_spans, kv_spans, tiles)
-    whole = (Span(0, seq_len),)
-    assert sorted(pairs) == sorted(visible_pairs(whole, whole, mask))
+    for q_rank, kv_rank in product(range(size), repeat=2):
+        q_spans = q_layout.spans(q_rank, size, seq_len)
+        check(q_spans, kv_layout.spans(kv_rank, size, seq_len), mask, kinds)
 
 
 @st.composite
@@ -131,8 +103,8 @@ def test_spans_that_do_not_ascend_are_refused():
     "mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 7, 99))]
 )
 def test_number_of_visible_pairs(mask):
-    whole = (Span(0, 20),)
-    assert count_visible_pairs(20, mask) == len(visible_pairs(whole, whole, mask))
+    at = torch.arange(20)
+    assert count_visible_pairs(20, mask) == visible(at, at, mask).sum()
 
 
 def test_a_window_of_one_block_needs_two_calls_a_rank():
@@ -162,21 +134,16 @@ def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
         pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
         pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1) if tile.window else pairs
+        assert tile.area == pairs.sum() > 0
         found[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     return found
 
 
-def visible(layout: Layout, ranks: tuple[int, int], size: int, seq_len: int, mask: Mask) -> Tensor:
-    """Which pairs a mask lets through, token by token."""
-    query, key = (
-        torch.tensor([n for span in layout.spans(rank, size, seq_len) for n in span.positions])
-        for rank in ranks
-    )
+def visible(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
+    """Which pairs of positions a mask lets through."""
     starts = torch.tensor(mask.documents)
-    same = torch.bucketize(query, starts, right=True)[:, None] == torch.bucketize(
-        key, starts, right=True
-    )
-    age = query[:, None] - key
+    document, other = (torch.bucketize(x, starts, right=True) for x in (query, key))
+    same, age = document[:, None] == other, query[:, None] - key
     if mask.causal:
         same &= age >= 0
     return same if mask.window is None else same & (age < mask.window)
@@ -221,7 +188,7 @@ def test_documents_that_are_planned_together(
     for (query, key), (q_spans, kv_spans), table in zip(ranks, blocks, tables, strict=True):
         tiles = tuple(table)
         assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, **kinds))
-        want = visible(tokens.layout, (query, key), size, seq_len, mask)
+        want = visible(*(positions(tokens.layout, n, size, seq_len) for n in (query, key)), mask)
         assert torch.equal(pairs_of(table, want.shape), want.long())
         alike = tokens.alike(query, mask)
         assert alike is None or mask.window is None

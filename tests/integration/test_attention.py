@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
@@ -29,7 +28,6 @@ from megatron.core.transformer.heterogeneous.linear_replacements import (
     ColumnParallelLinearGathered,
 )
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -126,26 +124,6 @@ def test_the_largest_scores_since_megatron_has_read_them(
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize(("layer", "window"), [(1, 4), (2, None), (3, 4)])
-def test_window_of_megatrons_layers(
-    group: dist.ProcessGroup, runtime: Runtime, layer: int, window: int | None
-) -> None:
-    """The query's own key and 3 before it; every second layer sees all."""
-    settings = config(window_size=(3, 0), window_attn_skip_freq=2)
-    expected = expected_attention(
-        batch=BATCH,
-        seq_len=TOKENS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        causal=True,
-        window=window,
-    )
-    module = attention(group, runtime, config=settings, layer_number=layer)
-    out = module(*(x.detach().transpose(0, 1) for x in (expected.q, expected.k, expected.v)))
-    assert relative_error(out, expected.out.transpose(0, 1).flatten(2)) < 1e-10
-
-
 def test_mask_type_of_the_constructor_is_the_default(
     group: dist.ProcessGroup, runtime: Runtime
 ) -> None:
@@ -155,16 +133,6 @@ def test_mask_type_of_the_constructor_is_the_default(
     causal = attention(group, runtime)
     assert torch.equal(full(q, k, k, None), causal(q, k, k, None, AttnMaskType.no_mask))
     assert not torch.equal(full(q, k, k, None), causal(q, k, k, None))
-
-
-def test_heads_of_latent_attention(group: dist.ProcessGroup, runtime: Runtime) -> None:
-    """Its values have another head dim, and neither is the configuration's."""
-    q, k = (torch.randn(TOKENS, BATCH, HEADS, 24).double() for _ in range(2))
-    v = torch.randn(TOKENS, BATCH, HEADS, 12).double()
-    out = attention(group, runtime, k_channels=24, v_channels=12)(q, k, v, None)
-    want = naive_attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, scale=24**-0.5)
-    assert out.shape == (TOKENS, BATCH, HEADS * 12)
-    assert relative_error(out, want.transpose(0, 1).flatten(2)) < 1e-10
 
 
 def test_nothing_is_saved_in_checkpoints(group: dist.ProcessGroup, runtime: Runtime) -> None:
@@ -254,15 +222,6 @@ def test_local_layer_spec(runtime: Runtime) -> None:
     assert ours.submodules.linear_qkv is theirs.submodules.linear_qkv
 
 
-def test_block_spec_of_a_mixture_of_experts(runtime: Runtime) -> None:
-    model = config(num_moe_experts=2, moe_layer_freq=2, add_bias_linear=False)
-    spec = get_gpt_decoder_block_spec(model, use_transformer_engine=False, pp_rank=0)
-    swapped = with_attention(spec, runtime)
-    assert len(swapped.layer_specs) == 2
-    assert all(core_of(s).module is ContextParallelAttention for s in swapped.layer_specs)
-    assert swapped.layer_norm is spec.layer_norm
-
-
 def test_heterogeneous_layers(runtime: Runtime) -> None:
     """Layers without attention, and with a linear map in its place, stay as they are."""
     plain: dict[str, Any] = {"no_op": False, "replace_with_linear": False}
@@ -298,16 +257,6 @@ def test_transformer_engine_spec(runtime: Runtime, monkeypatch: pytest.MonkeyPat
 
 def linear_runtime() -> Runtime:
     return Runtime(ContextParallelConfig("lasp2", 1, linear_model="transnormer"))
-
-
-def test_latent_layer_spec(runtime: Runtime) -> None:
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
-    swapped = with_attention(spec, runtime)
-    assert core_of(swapped).module is ContextParallelAttention
-    assert core_of(spec) is DotProductAttention
-    assert swapped.submodules.self_attention.module is MLASelfAttention
-    with pytest.raises(ContextParallelError, match=r"with SelfAttention, got MLASelfAttention"):
-        with_attention(spec, linear_runtime())
 
 
 def test_spec_of_a_stack(runtime: Runtime) -> None:

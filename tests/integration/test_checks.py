@@ -78,41 +78,6 @@ def test_flags_of_refused_features_are_flags_of_megatron(parser: argparse.Argume
             assert feature.flag in options
 
 
-def test_sequence_length(args: argparse.Namespace) -> None:
-    message = refusal(args, seq_length=68)
-    assert message == (
-        "zigzag needs seq_length divisible by 2 * context_parallel_size = 8, got 68: "
-        "use 64 or 72, or --context-parallel-algo ring"
-    )
-    check_arguments(args, ContextParallelConfig("ring", 4), CPU)
-    assert "got 70: use 68 or 72" in refusal(args, "ring", seq_length=70)
-    assert "got 70" in refusal(args, "ring", seq_length=None, encoder_seq_length=70)
-
-
-def test_tokens_of_a_rank_under_sequence_parallelism(args: argparse.Namespace) -> None:
-    changes = {"tensor_model_parallel_size": 2, "world_size": 8, "sequence_parallel": True}
-    message = refusal(args, "ring", seq_length=68, **changes)
-    assert "17 tokens" in message
-    assert "use 64 or 72" in message
-
-
-@pytest.mark.parametrize(
-    ("algo", "window", "said"),
-    [
-        (
-            "zigzag",
-            (127, 1),
-            "got 127,1: causal attention sees no later tokens, use --window-size 127,0",
-        ),
-        ("zigzag", (-2, 0), "needs LEFT,0 with LEFT >= 0, or -1 for all earlier tokens, got -2,0"),
-    ],
-)
-def test_windows_that_cannot_be_had(
-    args: argparse.Namespace, algo: str, window: tuple[int, int], said: str
-) -> None:
-    assert said in refusal(args, algo, window_size=window)
-
-
 @pytest.mark.parametrize("algo", registry.available("softmax"))
 def test_windows_that_can_be_had(args: argparse.Namespace, algo: str) -> None:
     args.window_size = (127, 0)
@@ -182,10 +147,6 @@ def test_the_kernel_is_asked_for_the_dims_of_latent_attention(
     assert asked == [(8, 8, 24, 12), (8, 8, 8, 8)]
 
 
-def test_unknown_algorithm_names_the_nearest(args: argparse.Namespace) -> None:
-    assert "'zigzga' (did you mean 'zigzag'?)" in refusal(args, "zigzga")
-
-
 def test_heads_that_ranks_cannot_split_are_filled_up(args: argparse.Namespace) -> None:
     args.world_size = args.context_parallel_size = 16
     args.seq_length = 256
@@ -205,14 +166,6 @@ def test_the_chosen_kernel_is_said_at_start_up(args: argparse.Namespace) -> None
     config = ContextParallelConfig("zigzag", 4)
     kernel = check_arguments(args, config, CPU)
     assert describe(config, kernel).endswith("kernel auto (torch_cpu)")
-
-
-@pytest.mark.parametrize("kernel", ["cudnn", "flash5"])
-def test_kernel_that_cannot_serve(args: argparse.Namespace, kernel: str) -> None:
-    config = ContextParallelConfig("zigzag", 4, kernel=kernel)
-    with pytest.raises(KernelUnavailableError, match=kernel) as error:
-        check_arguments(args, config, CPU)
-    assert "\n" not in str(error.value)
 
 
 class TwiceTheKeys(CpuFlashAttention):

@@ -1,6 +1,5 @@
 """Layers of linear attention: against their formulas, in specs, and in Megatron's own loop."""
 
-import argparse
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from megatron_cp_plugin.config import LINEAR_MODELS, ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
-from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.linear_models import MODELS, transnormer_rates
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -304,43 +302,6 @@ def test_flags() -> None:
     flags, _ = split_flags(["--cp-linear-model", "transnormer"])
     with pytest.raises(ConfigError, match="--cp-linear-model needs an algorithm of the plugin"):
         flags.check()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"position_embedding_type": "rope"},
-            "has no rotary embeddings, got --position-embedding-type rope",
-        ),
-        (
-            {
-                "group_query_attention": True,
-                "num_query_groups": 2,
-                "tensor_model_parallel_size": 4,
-                "world_size": 8,
-            },
-            "num_query_groups divisible by tensor_model_parallel_size = 4, got 2: use more groups",
-        ),
-        ({"qk_layernorm": True}, "does not support --qk-layernorm"),
-    ],
-)
-def test_start_up_checks(changes: dict[str, Any], message: str) -> None:
-    settings = {
-        "context_parallel_size": 2,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "world_size": 2,
-        "num_attention_heads": 4,
-        "hidden_size": 32,
-        "group_query_attention": False,
-        "num_query_groups": 1,
-        "position_embedding_type": "none",
-    }
-    args = argparse.Namespace(**(settings | changes))
-    config = ContextParallelConfig("lasp", 2, linear_model="transnormer")
-    with pytest.raises(ConfigError, match=message):
-        check_arguments(args, config, torch.device("cpu"))
 
 
 POSITIONS = (*TINY, "--num-layers", "4", "--init-method-std", "0.1")

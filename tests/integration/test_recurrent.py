@@ -5,7 +5,6 @@ recurrence that stands for mamba-ssm's kernels. Softmax layers beside gated delt
 output gate, as those of Qwen3-Next.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
@@ -34,8 +32,6 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration import rules
-from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.recurrent import served
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -68,99 +64,6 @@ def test_a_checkpoint_of_megatron_goes_on(kind: str, tmp_path: Path) -> None:
     (resumed,) = losses("split", split, 2)
     assert resumed == pytest.approx(whole[2], rel=1e-5)
     assert resumed != whole[0]
-
-
-@pytest.fixture
-def args(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """A model that can be had: 4 context-parallel ranks, and fla."""
-    monkeypatch.setattr(megatron, "HAVE_FLA", True)
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    words = (
-        DELTA.partition("--spec")[0]
-        + "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
-    )
-    words += "--context-parallel-size 4 --attention-dropout 0"
-    parsed = parser.parse_args(words.split())
-    parsed.world_size = 4
-    return parsed
-
-
-def refusal(args: argparse.Namespace, algo: str = "zigzag", **options: object) -> str:
-    config = ContextParallelConfig(algo, args.context_parallel_size, options=tuple(options.items()))
-    with pytest.raises(ConfigError) as error:
-        check_arguments(args, config, torch.device("cpu"))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_other_layouts_are_refused(args: argparse.Namespace) -> None:
-    assert refusal(args, "attention2d", variant="no") == (
-        "gated delta net layers need a layout of consecutive tokens, got the cyclic layout of "
-        "attention2d: use --cp-options variant=zigzag or --cp-options layout=contiguous or "
-        "--cp-options layout=thd"
-    )
-    # One rank has the whole sequence.
-    args.context_parallel_size = 1
-    config = ContextParallelConfig("attention2d", 1, options=(("variant", "no"),))
-    check_arguments(args, config, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("algo", ["zigzag", "ring", "attention2d", "usp"])
-@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
-def test_layouts_of_consecutive_tokens_pass(
-    args: argparse.Namespace, algo: str, variant: str
-) -> None:
-    args.experimental_attention_variant = variant
-    check_arguments(args, ContextParallelConfig(algo, 4), torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"linear_attention_freq": None}, "needs --linear-attention-freq, got none: add"),
-        ({"linear_attention_freq": [1, 0, 0]}, "each of the 2 layers, got 3: use a number, or"),
-        (
-            {"linear_num_value_heads": 12, "linear_num_key_heads": 8},
-            "divisible by linear_num_key_heads 8, got 12: use 8 or 16",
-        ),
-        (
-            {"tensor_model_parallel_size": 8, "world_size": 32},
-            "linear_num_key_heads divisible by tensor_model_parallel_size = 8, got 4: use 8, or "
-            "fewer ranks",
-        ),
-        (
-            {"tensor_model_parallel_size": 2, "world_size": 8, "linear_num_key_heads": 8},
-            "tensor-parallel ranks, got tensor_model_parallel_size 2: add --sequence-parallel",
-        ),
-        ({"transformer_impl": "local"}, "got --transformer-impl local: use transformer_engine"),
-        ({"seq_length": 68}, "zigzag needs seq_length divisible by 2 * context_parallel_size = 8"),
-        ({"mtp_num_layers": 1}, "Megatron's scripts build no multi-token prediction beside gated"),
-        ({"experimental_attention_variant": "gdn2"}, "other than gated delta net and DSA, got"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(
-    args: argparse.Namespace, settings: dict[str, object], said: str
-) -> None:
-    vars(args).update(settings)
-    assert said in refusal(args)
-
-
-def test_what_is_not_installed_is_refused(
-    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron, "HAVE_FLA", False)
-    assert refusal(args).endswith("got none: pip install flash-linear-attention")
-    monkeypatch.setattr(rules, "running_version", lambda: ((0, 18), "0.18.2"))
-    assert "got context_parallel_size 4: use Megatron 0.19 or later" in refusal(args)
-
-
-def test_layers_of_linear_attention_are_refused(args: argparse.Namespace) -> None:
-    args.group_query_attention = args.attention_output_gate = args.qk_layernorm = False
-    args.position_embedding_type = "none"
-    options = (("layout", "zigzag"),)
-    config = ContextParallelConfig("lasp2", 4, options=options, linear_model="transnormer")
-    with pytest.raises(ConfigError, match="got --cp-linear-model transnormer: leave it or"):
-        check_arguments(args, config, torch.device("cpu"))
 
 
 def test_layers_that_a_script_makes_by_itself() -> None:

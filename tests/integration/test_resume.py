@@ -6,25 +6,18 @@ The reference is one run of Megatron's own attention on the whole sequence, neve
 import os
 import re
 import signal
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
 from tests.integration.megatron_job import (
-    SCRIPT,
     TINY,
-    TINY_ON_GPUS,
     Job,
     WarmJob,
-    process_environment,
-    run_torchrun,
     run_warm,
-    torchrun,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -178,48 +171,3 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
     other = ("--context-parallel-algo", "ring", "--context-parallel-size", "2")
     curve, _ = train(tmp_path / "resumed", *loading, *other, ranks=2)
     assert_continues(curve, uninterrupted)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("algo", ["zigzag", "ulysses"])
-def test_a_killed_rank_on_gpus(algo: str, tmp_path: Path) -> None:
-    """The same under torchrun: over peer memory and over NCCL, on the checkpoint of one run."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        pytest.skip(f"needs two GPUs, found {gpus}")
-    flags = [*TINY_ON_GPUS, "--position-embedding-type", "rope", "--override-opt-param-scheduler"]
-    flags += ["--seq-length", str(512 * gpus), "--max-position-embeddings", str(512 * gpus)]
-    flags += ["--context-parallel-size", str(gpus), "--cp-kernel", "reference"]
-    saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
-
-    def train_on_gpus(name: str, *arguments: str) -> Curve:
-        record = ("--train-iters", str(STEPS), "--cp-record", str(tmp_path / name))
-        run_torchrun(str(SCRIPT), *flags, *arguments, *record, ranks=gpus).succeeded()
-        recording = Recording.load(tmp_path / name)
-        return Curve(recording.losses()["lm loss"], recording.grad_norms())
-
-    chosen = ("--context-parallel-algo", algo)
-    log = tmp_path / "killed.log"
-    # Enough steps to be killed in; with many more Megatron would give the data in another order.
-    killed = (*flags, *chosen, *saving, "--train-iters", "200")
-    with log.open("w") as output:
-        job = subprocess.Popen(
-            torchrun(str(SCRIPT), *killed, ranks=gpus),
-            env=process_environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not re.search(rf"iteration +{SAVED + 1}/", log.read_text()):
-            assert job.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.01)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        assert job.wait(60) == 1
-    finally:
-        job.kill()
-    loading = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED))
-    curve = train_on_gpus("resumed", "--context-parallel-algo", "ring", *loading)
-    assert_continues(curve, train_on_gpus("uninterrupted", *chosen))

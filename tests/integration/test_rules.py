@@ -560,47 +560,6 @@ def test_a_rule_refuses_what_it_says_and_serves_what_is_near(rule: Rule, case: C
         assert rule.refusal(case.settings(device="cuda")) is None
 
 
-@pytest.mark.parametrize(
-    ("key", "change", "words"),
-    [
-        (
-            "must divide the number of processes",
-            {},
-            "context_parallel_size 4 * tensor_model_parallel_size 2 = 8 must divide the number of "
-            "processes, got 4: start a multiple of 8 processes, or use context_parallel_size 1 or "
-            "2",
-        ),
-        (
-            "must divide the number of processes",
-            {"context_parallel_size": 3, "tensor_model_parallel_size": 1},
-            "context_parallel_size 3 must divide the number of processes, got 4: start a multiple "
-            "of 3 processes, or use context_parallel_size 1 or 2 or 4",
-        ),
-        ("num_attention_heads must be divisible by tensor", {}, "tensor_model_parallel_size 1"),
-        ("num_query_groups (GQA) must be", {}, "use one of 1, 2, 4, 12 or another"),
-        ("needs micro-batches", {}, "got 3 micro-batches: use --global-batch-size 16"),
-        ("needs micro-batches", {"global_batch_size": 4}, "use --global-batch-size 8"),
-        (
-            "needs micro-batches",
-            {"global_batch_size": 16, "microbatch_group_size_per_vp_stage": 3},
-            "got 4 micro-batches: use --global-batch-size 24",
-        ),
-        (
-            "needs micro-batches",
-            {"microbatch_group_size_per_vp_stage": 1},
-            "use --microbatch-group-size-per-virtual-pipeline-stage 2",
-        ),
-        ("training needs", {}, "got --train-iters 0: add"),
-        ("training needs", {"train_iters": None}, "got neither: add"),
-    ],
-)
-def test_what_a_rule_proposes_would_work(key: str, change: dict[str, Any], words: str) -> None:
-    (rule,) = (rule for rule in RULES if not rule.name and key in rule.text)
-    said = rule.refusal(CASES[key].settings(change))
-    assert said is not None
-    assert words in said
-
-
 def test_the_cpu_platform_compares_latent_attention_over_tensor_parallel_ranks() -> None:
     """It has no other layers, and a run without the plugin's algorithms gets the same gradients."""
     case = CASES["local layers lose gradients"]

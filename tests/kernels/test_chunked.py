@@ -57,24 +57,6 @@ def test_chunked_kernel(rates, tokens):
         assert relative_error(x, getattr(expected, name)) < 1e-12, name
 
 
-def test_chunked_kernel_without_states():
-    expected = linear_expected((0.9, 1.0), 100)
-    kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
-    decay = Decay(expected.rates)
-    zero = torch.zeros_like(expected.initial)
-    qkv = expected.q, expected.k, expected.v
-    want = run("chunked", *qkv, expected.dout, decay, zero, zero)
-    given = LinearInputs(*qkv, decay, Runs.single(100))
-    forward = kernel.forward(given)
-    forward.intra()
-    out, cache = forward.finish(None)
-    assert torch.equal(out, want[0])
-    backward = kernel.backward(given, expected.dout, cache)
-    backward.intra()
-    for x, y in zip(backward.finish(None)[:3], want[2:5], strict=True):
-        assert torch.equal(x, y)
-
-
 def test_chunked_kernel_takes_all_documents_in_one_call():
     """As many operations for 60 documents as for 3, also beside one that is longer than a chunk."""
 
