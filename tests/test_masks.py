@@ -9,8 +9,6 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Contiguous
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
@@ -65,15 +63,6 @@ def test_a_window_beyond_all_numbers_is_none(algo: str, window: int) -> None:
     run_virtual(3, body)
 
 
-def test_a_document_of_many_ranks_costs_no_further_kernel_calls() -> None:
-    """Off the diagonal two blocks share one document at most."""
-    spans = [Contiguous().spans(rank, 4, 400) for rank in range(4)]
-    mask = Mask(documents=(30, 150, 160, 390))
-    tiles = plan_tiles(spans[2], spans[1], mask, rectangular=True)
-    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 100), slice(60, 100))]
-    assert not plan_tiles(spans[2], spans[0], mask, rectangular=True)
-
-
 def test_what_a_layout_that_follows_documents_sends() -> None:
     """Of whole ones nothing; of others a ring no less than what goes straight to where it is
     needed, which is less than what a collective operation sends.
@@ -93,15 +82,6 @@ def test_what_a_layout_that_follows_documents_sends() -> None:
             assert_matches(case, results, expected, 1e-12, bounds)
             sent.append(log.bytes())
         assert sent == [0, 0, 0] if whole else 0 < sent[0] <= sent[1] < sent[2]
-
-
-def test_whole_documents_are_one_kernel_call() -> None:
-    (span,) = Contiguous().spans(1, 4, 400)
-    mask = Mask(documents=(30, 130, 131, 150, 190, 390))
-    (tile,) = plan_tiles([span], [span], mask)
-    assert (tile.q, tile.kv, tile.causal) == (slice(0, 100), slice(0, 100), True)
-    assert tile.document_bounds == (0, 30, 31, 50, 90, 100)
-    assert tile.area == sum(n * (n + 1) // 2 for n in (30, 1, 19, 40, 10))
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,26 @@ def test_the_largest_scores_since_megatron_has_read_them(
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize(("layer", "window"), [(1, 4), (2, None), (3, 4)])
+def test_window_of_megatrons_layers(
+    group: dist.ProcessGroup, runtime: Runtime, layer: int, window: int | None
+) -> None:
+    """The query's own key and 3 before it; every second layer sees all."""
+    settings = config(window_size=(3, 0), window_attn_skip_freq=2)
+    expected = expected_attention(
+        batch=BATCH,
+        seq_len=TOKENS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        causal=True,
+        window=window,
+    )
+    module = attention(group, runtime, config=settings, layer_number=layer)
+    out = module(*(x.detach().transpose(0, 1) for x in (expected.q, expected.k, expected.v)))
+    assert relative_error(out, expected.out.transpose(0, 1).flatten(2)) < 1e-10
+
+
 def test_mask_type_of_the_constructor_is_the_default(
     group: dist.ProcessGroup, runtime: Runtime
 ) -> None:
