@@ -94,7 +94,6 @@ class AnyAlgorithm(PointToPoint):
         hosts: Literal["any", "owners"] = "any"
         relay: Literal["none", "keys", "queries", "either"] = "none"
         gradients: Literal["float32", "model"] = "model"
-        partials: Literal["float32", "model"] = "model"
         layout: Literal["zigzag", "contiguous", "cyclic", "documents", "thd"] = "zigzag"
 
     options: Options
@@ -102,8 +101,7 @@ class AnyAlgorithm(PointToPoint):
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
         own = self.options
         groups = self.head_groups(shape, mask)
-        wide = own.partials == "float32", own.gradients == "float32"
-        of_all = self.layout, self.topology.size, groups, *wide
+        of_all = self.layout, self.topology.size, groups, own.gradients == "float32"
         seed = 2 * own.seed + (phase == "backward")
         if own.relay == "none":
             options = {"steps": own.steps or 4, "parts": own.parts or 1, "uneven": own.uneven}

@@ -21,8 +21,8 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("zigzag", {"backward": "query", "chunks": 2}),
     ("zigzag", {"backward": "kv", "chunks": 2}),
     ("zigzag", {"backward": "kv", "gradients": "model"}),
-    ("distflash", {"helpers": "distance", "overlap": True}),
-    ("distflash", {"helpers": "distance", "overlap": False, "chunks": 2}),
+    ("distflash", {"helpers": "distance"}),
+    ("distflash", {"helpers": "distance", "chunks": 2}),
     ("distflash", {"helpers": "distance", "last_step": "owner"}),
     ("distflash", {"transport": "peer"}),
 ]

@@ -219,8 +219,6 @@ def choices(draw: st.DrawFn, world: World, given: Choice | None = None) -> Choic
         else:
             values = (False, True) if kind is bool else numbers.get(option, [0, *divisors(size)])
         options[option] = draw(st.sampled_from(values))
-    if options.get("rows") and options.get("cols"):
-        options["cols"] = size // options["rows"]
     if not world.peer_access and options.get("transport") == "peer":
         del options["transport"]
     refused = {"no": ["layout", "transport"], "overlap": ["layout", "transport", "chunks"]}

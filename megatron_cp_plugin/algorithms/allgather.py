@@ -39,7 +39,9 @@ class KvAllGather(GridAlgorithm):
         layout: Literal["zigzag", "contiguous", "documents", "thd"] = "zigzag"
 
     options: Options
-    cols = 1
+
+    def grid_shape(self, shape: Shape) -> tuple[int, int]:
+        return self.topology.size, 1
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         """See GridAlgorithm.head_groups: more groups if the bound on gathered K and V needs them.

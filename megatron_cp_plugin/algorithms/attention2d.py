@@ -21,8 +21,6 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
-Wire = Literal["model", "float32"]
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -89,14 +87,13 @@ def column_major(rows: int, cols: int) -> Grid:
     return Grid(ranks, tuple(rank % rows * cols + rank // rows for rank in range(size)))
 
 
-def grid_shapes(size: int, rows: int, cols: int) -> list[tuple[int, int]]:
-    """All (R, C) with R * C = size; `rows`, `cols` fix one of them, 0 leaves it open."""
-    shapes = [(r, size // r) for r in divisors(size)]
-    return [(r, c) for r, c in shapes if rows in (0, r) and cols in (0, c)]
+def grid_shapes(size: int, rows: int) -> list[tuple[int, int]]:
+    """All (R, C) with R * C = size; `rows` fixes R, 0 leaves it open."""
+    return [(r, size // r) for r in divisors(size) if rows in (0, r)]
 
 
 def cheapest(
-    size: int, rows: int, cols: int, travel_bytes: tuple[int, int], transposes: int = 0
+    size: int, rows: int, travel_bytes: tuple[int, int], transposes: int = 0
 ) -> tuple[int, int]:
     """The allowed (R, C) in which the fewest bytes travel; of equals, the one with more rows.
 
@@ -110,7 +107,7 @@ def cheapest(
         r, c = shape
         return (c - 1) * of_query + (r - 1) * of_key + (min(shape) > 1) * transposes, -r
 
-    return min(grid_shapes(size, rows, cols), key=cost)
+    return min(grid_shapes(size, rows), key=cost)
 
 
 @dataclass(frozen=True)
@@ -183,13 +180,10 @@ class GridAlgorithm(PointToPoint):
     """Attention on a grid of ranks; subclasses say on which, and how blocks come together.
 
     Attributes:
-        rows, cols: R and C; 0: the number that moves fewer bytes.
-        partials: dtype in which partial outputs travel.
+        rows: R; 0: the number with which both passes move the fewest bytes.
     """
 
     rows = 0
-    cols = 0
-    partials: Wire = "model"
 
     @dataclass(frozen=True)
     class Options(PointToPoint.Options):
@@ -199,20 +193,12 @@ class GridAlgorithm(PointToPoint):
             chunks: groups of heads, pipelined, at most as many as KV heads; 0: 4, or fewer where
                 that would be too little work for each; over peer memory with one row or column half
                 of that, or 4 for fewer KV heads than query heads where there is much work.
-            gradients: dtype in which partial gradients travel; they are summed in float32.
             transport: "peer" (block by block, see PointToPoint), "group" (gathered over the process
                 group), or "auto": peer where that is possible, else group, but by messages from
                 rank to rank under windows, documents and spans, unless layout is thd.
         """
 
-        gradients: Wire = "model"
-
     options: Options
-
-    @property
-    def _wide(self) -> tuple[bool, bool]:
-        """See BlockPlacement: wide_partials, wide_gradients."""
-        return self.partials == "float32", self.options.gradients == "float32"
 
     def kind(self, mask: Mask) -> type[GridPlacement]:
         """How blocks come together: gathered, or block by block where copy engines push them.
@@ -226,10 +212,9 @@ class GridAlgorithm(PointToPoint):
         return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
-        """R and C as set; where they are 0, the grid whose two passes move the fewest bytes."""
+        """R and C."""
         transposes = isinstance(self.layout, Cyclic) * 2 * shape.kv_width * shape.element_bytes
-        of_grid = self.topology.size, self.rows, self.cols
-        return cheapest(*of_grid, shape.travel_bytes(*self._wide), transposes)
+        return cheapest(self.topology.size, self.rows, shape.travel_bytes(), transposes)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> GridPlacement:
         rows, cols = self.grid_shape(shape)
@@ -238,7 +223,7 @@ class GridAlgorithm(PointToPoint):
         else:  # the nodes are known by a collective operation the first time
             nodes = (0,) * rows * cols if 1 in (rows, cols) else self.topology.nodes
             grid = row_major(rows, cols, nodes)
-        of_all = self.layout, self.topology.size, self.head_groups(shape, mask), *self._wide
+        of_all = self.layout, self.topology.size, self.head_groups(shape, mask)
         kind = self.kind(mask)
         # Gathered placements are equal in both passes, so that one plan serves both.
         backward = phase == "backward" and kind is not GatheredPlacement
@@ -266,8 +251,8 @@ class GridAlgorithm(PointToPoint):
 class Attention2D(GridAlgorithm):
     """Attention on a grid of R rows and C columns, P = R * C.
 
-    A rank computes the queries of its row against the keys of its column. cols=1 is exactly the
-    all-gather of K and V, rows=1 exactly the all-gather of Q.
+    A rank computes the queries of its row against the keys of its column. R = P is exactly the
+    all-gather of K and V, R = 1 exactly the all-gather of Q.
 
     With S = N/P tokens a rank, elements of e bytes, partial outputs and gradients of the same, and
     lse and delta of w bytes, a rank sends B*S times
@@ -294,24 +279,20 @@ class Attention2D(GridAlgorithm):
                 collective operations, exactly so with chunks=1; "overlap" the paper's with rings
                 in their place. The paper's need the cyclic layout, and have no transport "peer";
                 "overlap" has no chunks.
-            rows, cols: R and C; 0: chosen so that forward and backward together move the fewest
-                bytes. Rows lie inside a node where they can ("zigzag" only).
-            partials: dtype in which partial outputs travel: "model", the dtype of q, in which
-                kernels return them, or "float32".
+            rows: R; 0: chosen so that forward and backward together move the fewest bytes. Rows
+                lie inside a node where they can ("zigzag" only).
             layout: "contiguous" or "thd", see ring, of variant "zigzag"; "auto": as `variant` says.
         """
 
         variant: Literal["zigzag", "no", "overlap"] = "zigzag"
         rows: int = number(0, divisors)
-        cols: int = 0
-        partials: Wire = "model"
         layout: Literal["auto", "contiguous", "thd"] = "auto"
 
     options: Options
 
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
-        self.rows, self.cols, self.partials = options.rows, options.cols, options.partials
+        self.rows = options.rows
 
     def kind(self, mask: Mask) -> type[GridPlacement]:
         """See GridAlgorithm.kind; the paper's variants say it themselves."""
@@ -330,12 +311,11 @@ class Attention2D(GridAlgorithm):
         cls, options: Algorithm.Options, *, size: int, heads: int, kv_heads: int, causal: bool
     ) -> None:
         assert isinstance(options, cls.Options)
-        if not grid_shapes(size, options.rows, options.cols):
-            allowed = ", ".join(f"{r}x{c}" for r, c in grid_shapes(size, 0, 0))
+        if not grid_shapes(size, options.rows):
+            allowed = ", ".join(map(str, divisors(size)))
             raise ConfigError(
-                f"attention2d needs rows * cols = context_parallel_size = {size}, got rows "
-                f"{options.rows} and cols {options.cols}: use one of {allowed}, or 0 to have it "
-                "chosen"
+                f"attention2d needs rows that divide context_parallel_size = {size}, got "
+                f"{options.rows}: use one of {allowed}, or 0 to have it chosen"
             )
         variant, layout, chunks = options.variant, options.layout, options.chunks
         needs = f"needs variant zigzag, got {variant}"

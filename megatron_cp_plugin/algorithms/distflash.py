@@ -76,8 +76,6 @@ class DistFlash(PointToPoint):
                 paper's rule; on 4 GPUs it takes 1.25 times as long).
             chunks: groups of heads that the backward takes one after another, at most as many as
                 KV heads: two need less memory, and 1 to 2% more time.
-            overlap: the next step's blocks come during the present one; false, for measurements:
-                every message is waited for where it is posted.
             helpers: "work": under a window, documents or spans, ranks with more than the mean work
                 give some of it to ranks with less, see `WorkPlacement`; "distance": who helps whom
                 follows from their distance, as in the paper; "none": the paper's unbalanced
@@ -87,7 +85,6 @@ class DistFlash(PointToPoint):
         """
 
         chunks: int = number(1, group_counts, least=0)
-        overlap: bool = True
         last_step: Literal["owner", "shared"] = "shared"
         helpers: Literal["work", "distance", "none"] = "work"
         layout: Literal["contiguous", "thd"] = "contiguous"

@@ -184,7 +184,7 @@ def ring_placement(
         and 4 * shape.kv_heads <= shape.heads
         and sees_all(layout, size, shape.seq_len, mask)
     )
-    of_all = layout, size, groups, False, wide, "kv" if phase == "forward" else backward
+    of_all = layout, size, groups, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"
     if route != "double":
         return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)

@@ -89,7 +89,7 @@ class Usp(Ulysses):
     def grid_shape(self, shape: Shape, members: int) -> tuple[int, int]:
         """R and C of the grid of teams. Args: members: of a team."""
         teams = self.topology.size // members
-        return cheapest(teams, self.options.rows, 0, shape.travel_bytes())
+        return cheapest(teams, self.options.rows, shape.travel_bytes())
 
     @classmethod
     def check(

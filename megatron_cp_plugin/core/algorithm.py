@@ -227,8 +227,7 @@ class Algorithm(Registered):
         rectangular = call.kernel.rectangular_causal
         steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
         transport = self._transport(placement)
-        overlap: bool = getattr(self.options, "overlap", True)
-        return executor_of(placement, steps, call, self.topology, transport, overlap)
+        return executor_of(placement, steps, call, self.topology, transport)
 
     def _transport(self, placement: Placement) -> Transport:
         """How blocks go from rank to rank; a collective operation the first time."""

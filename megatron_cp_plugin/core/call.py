@@ -66,17 +66,13 @@ class Shape:
         """Elements of a token's k and v, and of dk and dv: GD + GE."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
-    def travel_bytes(
-        self, wide_partials: bool = False, wide_gradients: bool = False
-    ) -> tuple[int, int]:
+    def travel_bytes(self) -> tuple[int, int]:
         """Bytes that both passes send of a token's query, and of its key, to compute with them on
         another rank: q, out and lse, and q, dout, delta, lse and dq; k and v twice, dk and dv.
         """
         e, w = self.element_bytes, self.wide_bytes
-        inputs_and_gradient = 2 * e + (w if wide_gradients else e)
-        outs = self.out_width * (e + (w if wide_partials else e))
-        of_query = self.query_width * inputs_and_gradient + outs + 3 * self.heads * w
-        return of_query, self.kv_width * inputs_and_gradient
+        of_query = 3 * self.query_width * e + 2 * self.out_width * e + 3 * self.heads * w
+        return of_query, 3 * self.kv_width * e
 
     def flop(self, size: int) -> int:
         """FLOP of one rank's forward without a mask, of `size` ranks."""

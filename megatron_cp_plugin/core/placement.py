@@ -56,8 +56,7 @@ class BlockPlacement(ABC):
         layout: of the tokens.
         size: number of ranks.
         groups: groups of heads; the steps run once for each group, in this order.
-        wide_partials, wide_gradients: partial outputs, and sums of gradients, travel in float32,
-            not in the model's dtype.
+        wide_gradients: sums of gradients travel in float32, not in the model's dtype.
         relay: a block goes from one rank that needs it to the next, and its sums follow the same
             way; otherwise it goes straight from its owner to each, and results straight back.
         masked: blocks travel only to ranks that need them under the mask. If false, whole blocks go
@@ -76,7 +75,6 @@ class BlockPlacement(ABC):
     layout: Layout
     size: int
     groups: tuple[HeadGroup, ...]
-    wide_partials: bool = False
     wide_gradients: bool = False
     relay: ClassVar[bool] = False
     masked: ClassVar[bool] = True

@@ -93,8 +93,7 @@ def peak_bytes(layer: Layer, kernel: str) -> int:
     if size <= _ALL or isinstance(shape, LinearShape):
         return _most(layer, kernel)
     layer, at_once = layer.pinned()
-    rows = layer.number("rows")
-    step = lcm(layer.nodes.count(layer.nodes[0]), layer.number("ulysses") * rows)
+    step = lcm(layer.nodes.count(layer.nodes[0]), layer.number("ulysses") * layer.number("rows"))
     few = step * max(_FEW_TEAMS, _ALL // 2 // step)
     if at_once or 2 * few >= size:
         return _most(layer, kernel)
@@ -104,11 +103,7 @@ def peak_bytes(layer: Layer, kernel: str) -> int:
         return _most(layer, kernel)
     if mask.slices is not None:
         layer = replace(layer, mask=Mask(mask.causal))
-    grid = "cols" in dict(layer.options)
-    low, high = (
-        _most(layer.of_fewer(count, {"cols": count // rows} if grid else {}), kernel)
-        for count in (few, 2 * few)
-    )
+    low, high = (_most(layer.of_fewer(count), kernel) for count in (few, 2 * few))
     return high + max(0, high - low) * (size - 2 * few) // few
 
 

@@ -300,7 +300,7 @@ class Estimator:
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
         results = (
-            self._width(_RESULTS[phase], whole, wide=placement.wide_partials),
+            self._width(_RESULTS[phase], whole),
             self._width(("dk", "dv"), whole) if phase == "backward" else 0,
         )
         for owners, width_in, width_out in zip((queries, keys), inputs, results, strict=True):
@@ -561,7 +561,7 @@ def _extent(span: Span) -> tuple[int, int]:
 
 def _whatever_heads(placement: BlockPlacement) -> Hashable:
     """Equal of placements whose blocks meet alike."""
-    return replace(placement, groups=(), wide_partials=False, wide_gradients=False)
+    return replace(placement, groups=(), wide_gradients=False)
 
 
 def _met(tiles: TileTable) -> _Met:

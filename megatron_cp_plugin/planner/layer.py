@@ -77,10 +77,8 @@ class Layer:
             return linear
         return checked(registry.create(self.algo, topology, options), shape, self.mask)
 
-    def of_fewer(self, count: int, options: Mapping[str, object]) -> Layer:
+    def of_fewer(self, count: int) -> Layer:
         """The same layer on the first ranks, with equally many tokens each.
-
-        Args: options: further options of that layer.
 
         Raises: ConfigError for spans, whose first tokens may see other keys than later ones.
         """
@@ -93,7 +91,6 @@ class Layer:
         documents = tuple(start for start in self.mask.documents if start < tokens)
         return replace(
             self,
-            options=tuple((dict(self.options) | dict(options)).items()),
             shape=replace(self.shape, seq_len=tokens),
             mask=replace(self.mask, documents=documents),
             nodes=self.nodes[:count],
@@ -123,7 +120,7 @@ class Layer:
             if isinstance(algorithm, GridAlgorithm):
                 at_once = algorithm.kind(mask) is GatheredPlacement
                 if "rows" in names:
-                    options["rows"], options["cols"] = algorithm.grid_shape(shape)
+                    options["rows"] = algorithm.grid_shape(shape)[0]
                     if algorithm.kind(mask) is GridRingPlacement:
                         options["chunks"] = 0
         return replace(self, options=tuple(options.items())), at_once

@@ -75,7 +75,7 @@ def _simulated_layer(layer: Layer, machine: Machine, kernel: str, *, captured: b
             ranks = (0, size // 2, size - 1)
         elif counts := _smaller(layer):
             few, more = (
-                _simulated_layer(layer.of_fewer(count, {}), machine, kernel, captured=captured)
+                _simulated_layer(layer.of_fewer(count), machine, kernel, captured=captured)
                 for count in counts
             )
             return _extended(few, more, counts, size)

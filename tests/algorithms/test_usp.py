@@ -50,7 +50,7 @@ def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) ->
     model = {"gradients": "model"}
     others = (
         busiest("zigzag", route="double", **model),
-        busiest("attention2d", **model),
+        busiest("attention2d"),
         busiest("usp", ulysses=8, **model),
     )
     assert busiest("usp", ulysses=8, route="grid") < share * min(others)

@@ -85,8 +85,7 @@ def assert_is_of_rank(part: Plan, whole: Plan, rank: int, outer: Collection[Move
 def placements(draw: st.DrawFn, size: int, relays: bool = True) -> BlockPlacement:
     layout = NAMED[draw(st.sampled_from(sorted(set(NAMED) - {"thd"})))]
     groups = head_groups(4, 4, draw(st.sampled_from([1, 2, 4])))
-    wide = draw(st.booleans()), draw(st.booleans())
-    of_all = layout, size, groups, *wide
+    of_all = layout, size, groups, draw(st.booleans())
     seed = draw(st.integers(0, 10**6))
     if relays and draw(st.booleans()):
         return AnyRelay(*of_all, seed=seed, travelling=draw(st.sampled_from(["keys", "queries"])))

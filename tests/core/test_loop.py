@@ -49,9 +49,7 @@ def test_copy_engines_find_what_they_need(
 
 @pytest.mark.parametrize("mask", [Mask(window=7), Mask(documents=(3, 7))], ids=str)
 @pytest.mark.parametrize("size", [3, 4, 5])
-@pytest.mark.parametrize(
-    "options", [{}, {"overlap": False, "chunks": 2}, {"last_step": "owner"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"last_step": "owner"}], ids=str)
 def test_helpers_by_work_exchange_with_several_ranks_over_peer_memory(
     options: dict[str, object], size: int, mask: Mask
 ) -> None:

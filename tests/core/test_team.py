@@ -93,7 +93,6 @@ def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str
         # Rank 2 of 5 owns two tasks and nobody helps it; rank 4 is helped in both further steps.
         ("distflash", 2, {}, ["llc.Cc.C.", "c.Cc.lC.LlL"]),
         ("distflash", 4, {}, ["c.Cc.lC.LlL"] * 2),
-        ("distflash", 4, {"overlap": False}, [".cC.lLcC.lL"] * 2),
         ("zigzag", 0, {"keep": "local"}, ["c.Cc.Cc.Cc.C.", "c.Cc.lCc.LlCc.LlC.LlL"]),
     ],
     ids=str,
@@ -101,6 +100,5 @@ def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str
 def test_the_next_block_comes_and_the_last_results_leave_during_a_step(
     algo: str, rank: int, options: dict[str, object], expected: list[str]
 ) -> None:
-    """A blocking run waits for every message where it is posted."""
     found = events_of(algo, rank, 5, {"chunks": 1} | options, {"fetches"})
     assert found == expected

@@ -14,7 +14,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import rules
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import check_arguments
-from megatron_cp_plugin.integration.rules import FEATURES, Rule
+from megatron_cp_plugin.integration.features import FEATURES, Rule
 from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.test_rules import ASKING, BESIDE
 
@@ -45,9 +45,9 @@ COMMANDS: tuple[tuple[str, int, dict[str, str]], ...] = (
         "or 0": "--cp-options ulysses=0",
     }),
     ("--context-parallel-size 6 --context-parallel-algo attention2d --cp-options rows=4", 6, {
-        "use one of 1x6": "--cp-options rows=1 cols=6",
-        ", 2x3": "--cp-options rows=2 cols=3",
-        ", 6x1": "--cp-options rows=6 cols=1",
+        "use one of 1": "--cp-options rows=1",
+        ", 2": "--cp-options rows=2",
+        ", 6": "--cp-options rows=6",
         "or 0": "--cp-options rows=0",
     }),
     ("--context-parallel-algo attention2d --cp-options variant=overlap chunks=2", 4, {

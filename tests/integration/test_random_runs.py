@@ -40,7 +40,7 @@ FIXED = tuple(
 BOUNDS = {"": 1e-5, "--bf16": 4e-3, "--fp16": 1e-3}
 
 # What an option may be given, right and wrong; other options have their declared choices.
-NUMBERS = {"rows": (0, 1, 2, 3, 4), "cols": (0, 1, 2, 3, 4), "ulysses": (0, 1, 2, 3, 4)}
+NUMBERS = {"rows": (0, 1, 2, 3, 4), "ulysses": (0, 1, 2, 3, 4)}
 NUMBERS |= {"chunks": (-1, 0, 1, 2, 3, 4), "gathered_mib": (0, 1, 1024), "groups": (0, 1, 2)}
 ASKED_TOO_MUCH = (
     "--attention-dropout 0.1",

@@ -40,9 +40,9 @@ RUNS = [(2, "causal"), (3, "causal"), (4, "causal"), (3, "window"), (4, "documen
 VARIANTS = [
     ("zigzag", {"backward": "query", "chunks": 2}),
     ("ring", {"route": "straight", "gradients": "model"}),
-    ("distflash", {"last_step": "owner", "overlap": False, "chunks": 2}),
+    ("distflash", {"last_step": "owner", "chunks": 2}),
     ("allgather", {"chunks": 4}),
-    ("attention2d", {"variant": "no", "chunks": 2, "partials": "float32"}),
+    ("attention2d", {"variant": "no", "chunks": 2}),
     ("attention2d", {"variant": "overlap"}),
     ("ulysses", {"chunks": 4, "layout": "zigzag"}),
     ("usp", {"ulysses": 1, "keep": "local"}),
@@ -271,9 +271,7 @@ GIB = 2**30
         ("distflash", {}, 8),
         ("allgather", {}, 1),
         ("attention2d", {}, 8),
-        pytest.param(
-            "attention2d", {"variant": "overlap", "rows": 4, "cols": 16}, 8, marks=pytest.mark.slow
-        ),
+        pytest.param("attention2d", {"variant": "overlap", "rows": 4}, 8, marks=pytest.mark.slow),
         ("usp", {"ulysses": 8}, 8),
         ("ulysses", {}, 8),
     ],

@@ -35,7 +35,7 @@ MASKS = {
     "window": Mask(window=300),
     "documents": Mask(documents=random_documents(SEQ_LEN, SEQ_LEN // 6)),
 }
-PAPER = {"variant": "overlap", "partials": "float32"}
+PAPER = {"variant": "overlap"}
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -31,7 +31,7 @@ def test_fewer_ranks_do_what_many_do(algo: str) -> None:
     assert many == as_many
     if not at_once:  # else one rank stands for all
         shape = replace(SHAPE, seq_len=SHAPE.seq_len // 2)
-        few = pinned.of_fewer(16, {}).on(0).placement(shape, Mask(), "backward")
+        few = pinned.of_fewer(16).on(0).placement(shape, Mask(), "backward")
         of_both = [getattr(one, "of_teams", one).groups for one in (many, few)]
         assert of_both[0] == of_both[1]
         assert getattr(many, "members", 1) == getattr(few, "members", 1)
@@ -42,13 +42,12 @@ def test_fewer_ranks_do_what_many_do(algo: str) -> None:
 def test_documents_and_spans_of_fewer_ranks() -> None:
     """The documents that begin there; what spans name there is not what they name elsewhere."""
     starts = (100, 2 * 4096 - 1, 2 * 4096, 9000)
-    few = layer_of("zigzag", mask=Mask(documents=starts)).of_fewer(2, {"route": "straight"})
+    few = layer_of("zigzag", mask=Mask(documents=starts)).of_fewer(2)
     assert few.mask.documents == starts[:2]
     assert (few.size, few.shape.seq_len) == (2, 2 * 4096)
-    assert few.on(1).options.route == "straight"
     spans = mask_of([(0, 8, 0, 8, "causal")], SHAPE.seq_len)
     with pytest.raises(ConfigError, match="spans are simulated on up to 16 ranks"):
-        layer_of("zigzag", mask=spans).of_fewer(2, {})
+        layer_of("zigzag", mask=spans).of_fewer(2)
 
 
 def test_what_a_layer_cannot_have() -> None:

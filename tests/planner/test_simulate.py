@@ -113,7 +113,7 @@ def test_a_grid_of_teams_is_simulated_whole(monkeypatch):
 
 @pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
 def test_collective_operations_by_three_ranks(algo, monkeypatch):
-    options = {"rows": 2, "cols": 4} if algo == "attention2d" else {}
+    options = {"rows": 2} if algo == "attention2d" else {}
     shape, of = Shape(1, 8 * 512, 8, 8, 16), machine(gpus_per_node=4, cards_per_node=4)
     every = simulate(algo, options, shape, Mask(), of, of.nodes(8))
     monkeypatch.setattr(simulator, "_ALL", 4)

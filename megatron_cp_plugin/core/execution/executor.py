@@ -298,7 +298,6 @@ def executor_of(
     call: Call,
     topology: Topology,
     transport: Transport,
-    overlap: bool,
 ) -> Executor:
     """A rank's part of one pass.
 
@@ -310,7 +309,7 @@ def executor_of(
     channels = team_channels(placement, topology)
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
-        return Executor(call, parts, teams, overlap, None, steps, topology, transport)
+        return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
     way = transport.way(steps, blocks.most_held)
     covers = steps.merged and len(set(transport.topology.nodes)) > 1
@@ -329,7 +328,7 @@ def executor_of(
         parts = without_idle(parts)
     open_channels = None if way is None else partial(transport.channels, way)
     common = open_channels, steps, topology, transport
-    return Executor(call, parts, of_heads, overlap, *common, filled, keep)
+    return Executor(call, parts, of_heads, *common, filled, keep)
 
 
 def _with_filled_heads(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

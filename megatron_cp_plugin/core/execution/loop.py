@@ -91,14 +91,12 @@ class RankPart:
 
     Attributes:
         teams: of queries and of keys; without teams, the base blocks are the rank's own.
-        overlap: false waits for each message where it is posted, for measurements.
         channels: makes the channels for messages from rank to rank; None: there are no messages.
     """
 
     call: Call
     program: Program
     teams: Teams
-    overlap: bool
     channels: Callable[[], Channels] | None
 
 
@@ -161,7 +159,7 @@ class Pass(ABC):
         q, v: give the batch, the head dims and the dtype.
         """
         self._call, self._program, self._teams = part.call, part.program, part.teams
-        self._overlap, self.own = part.overlap, own
+        self.own = own
         self._sizes = len(q), q.shape[3], v.shape[3], q.dtype
         self._wide = accumulation_dtype(q.dtype)
         self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
@@ -215,10 +213,6 @@ class Pass(ABC):
                     del operands
                 if step.last or step.results or step.number in self._results:
                     self._reduce(step)
-                if not self._overlap:
-                    self._take_results()
-                    for exchange in step.inputs:
-                        self._post(exchange, result=False)
                 for block in step.dropped:
                     del held[block]
             if self._teams:
@@ -246,8 +240,6 @@ class Pass(ABC):
             del parts
         for block in step.spent:
             del self._held[block]
-        if not self._overlap:
-            return
         for exchange in step.inputs:
             self._post(exchange, result=False)
         if step.packs and self.lent:  # so copies need not wait for the steps between

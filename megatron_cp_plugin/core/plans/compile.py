@@ -607,8 +607,7 @@ class _Writer:
         self.routes, self.placement, self.phase = routes, routes.placement, phase
         self.groups = self.placement.groups
         self.all_heads = together(self.groups)
-        partials = ("out",) if self.placement.wide_partials else ()
-        self.wide = (*partials, "dq", "dk", "dv") if self.placement.wide_gradients else partials
+        self.wide = ("dq", "dk", "dv") if self.placement.wide_gradients else ()
 
     def plan(self, rectangular: bool) -> Plan:
         routes, retained_by = self.routes, self.placement.retained_by
