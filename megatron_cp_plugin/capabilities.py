@@ -81,7 +81,7 @@ def _asked(check: Callable[[], None]) -> bool:
 
 def markdown() -> str:
     """The tables of algorithms, of kernels and of refused Megatron features."""
-    from megatron_cp_plugin.integration.rules import FEATURES
+    from megatron_cp_plugin.integration.features import FEATURES
 
     algorithms = []
     for row in capabilities():

@@ -74,7 +74,7 @@ def known(folder: Path, **changes: Any) -> argparse.Namespace:
 def test_both_have_the_same_flags_but_those_of_the_plugin(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     megatron = {"context_parallel_size": 2, "seq_length": 64, "save": "x", "lr": "${a.b}"}
-    plugin = {"algo": "zigzag", "options": {"layout": "documents"}, "platform": "cpu"}
+    plugin = {"algo": "zigzag", "layout": "documents", "platform": "cpu"}
     path.write_text(yaml.safe_dump({"megatron": megatron, "context_parallel": plugin}))
     words = ["--config", str(path), "--cp-kernel", "reference", "--tensor-model-parallel-size", "3"]
     for kind, ranks in (("cp1", "3"), ("te", "6")):

@@ -13,7 +13,7 @@ from megatron_cp_plugin.integration.args import OneLineParser, add_arguments, sp
 
 CONTENT = {
     "megatron": {"context-parallel-size": 4, "lr": 0.1, "save": "x", "bf16": True},
-    "context_parallel": {"algo": "zigzag", "kernel": "reference", "layers": "ring,zigzag"},
+    "context_parallel": {"algo": "zigzag", "kernel": "reference", "layers": "usp,zigzag"},
 }
 USP = ["--context-parallel-algo", "usp"]
 
@@ -29,13 +29,15 @@ def test_flags_override_the_run_file(run_file: str) -> None:
     plain = CommandLine.of(["--config", run_file])
     assert plain.sizes["context_parallel_size"] == 4
     assert plain.ranks == 4
-    assert [plain.of_plugin(name) for name in ("algo", "kernel")] == ["zigzag", "reference"]
-    assert plain.of_plugin("layers") == "ring,zigzag"
+    assert (plain.flags.algo, plain.flags.kernel) == ("zigzag", "reference")
+    assert plain.flags.layers == ("usp", "zigzag")
     assert (plain.given("lr", 1.0), plain.given("seed", 7)) == (0.1, 7)
     words = "--context-parallel-size 2 --tensor-model-parallel-size 3 --cp-kernel flash4 --lr 0.5"
-    line = CommandLine.of(["--config", run_file, *words.split(), "--context-parallel-algo", "ring"])
+    line = CommandLine.of(
+        ["--config", run_file, *words.split(), "--context-parallel-algo", "zigzag"]
+    )
     assert line.ranks == 6
-    assert [line.of_plugin(name) for name in ("algo", "kernel")] == ["ring", "flash4"]
+    assert (line.flags.algo, line.flags.kernel) == ("zigzag", "flash4")
     assert line.given("lr", 1.0) == 0.5
     assert line.by("usp") == [*words.replace("--cp-kernel flash4 ", "").split(), *USP]
 

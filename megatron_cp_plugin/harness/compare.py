@@ -112,7 +112,7 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: The run is recorded already, or the ranks do not fit.
     """
-    if line.flags.record is not None or "record" in line.section:
+    if line.flags.record is not None:
         raise ConfigError("compare records runs itself, got --cp-record: use --gradients")
     size = line.sizes["context_parallel_size"]
     ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
@@ -121,7 +121,7 @@ def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     against = known.reference
     if against == "auto":
         has_engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-        against = "te" if has_engine and line.of_plugin("platform") != "cpu" else "cp1"
+        against = "te" if has_engine and line.flags.platform != "cpu" else "cp1"
     alone = ["--context-parallel-size", "1"] if against == "cp1" else []
     both = ["--train-iters", str(known.iters), "--log-interval", "1"]
     found = []

@@ -63,7 +63,7 @@ def runs_of(line: CommandLine, reference: str) -> dict[str, Run]:
 
     Raises: ConfigError: Nothing is split.
     """
-    algo, kernel = line.of_plugin("algo"), line.of_plugin("kernel", "auto")
+    algo, kernel = line.flags.algo, line.flags.kernel
     if line.sizes["context_parallel_size"] < 2:
         raise ConfigError(
             "compare --log-probs needs 2 or more context-parallel ranks, got 1: add "
@@ -78,7 +78,7 @@ def runs_of(line: CommandLine, reference: str) -> dict[str, Run]:
     ours = Run(f"{line.ranks} ranks, {algo}", tuple(line.rest), line.section)
     if reference == "te":
         first = by("Transformer Engine's context parallelism", "", algo=MEGATRON)
-    elif line.of_plugin("layers") or algo in registry.available("linear"):
+    elif line.flags.layers or algo in registry.available("linear"):
         first = Run("CP 1", (*line.rest, *alone), line.section)
         return {"reference": first, "ours": ours}
     elif any(line.given(name, 0) for name in _OF_DOCUMENTS):

@@ -14,16 +14,13 @@ from typing import Any, Self
 import torch
 
 from megatron_cp_plugin.commands import parser_of
+from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import launch
-from megatron_cp_plugin.integration.args import (
-    MEGATRON,
-    OneLineParser,
-    PluginFlags,
-    split_flags,
-)
+from megatron_cp_plugin.integration.args import OneLineParser, PluginFlags, split_flags
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
+from megatron_cp_plugin.registry import AUTO
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -112,7 +109,7 @@ class CommandLine:
         words: All of them.
         path: The run file; None: there is none.
         rest: The other flags, without --config.
-        flags: The plugin's.
+        flags: The plugin's, of the run file too.
         of_megatron: Megatron's.
         content: The run file as it is written; {}: there is none.
     """
@@ -126,10 +123,10 @@ class CommandLine:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Self:
-        """Reads it. Raises: ConfigError if it cannot be read."""
+        """Reads it. Raises: as `launch.own_flags`."""
         path, rest = launch.split_run_file(words)
-        content = launch.read_run_file(path)
-        return cls(words, path, rest, *split_flags(rest), content)
+        flags, content = launch.own_flags(path, rest), launch.read_run_file(path)
+        return cls(words, path, rest, flags, split_flags(rest)[1], content)
 
     @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:
@@ -144,7 +141,7 @@ class CommandLine:
                 f"{command} starts its own ranks, got those of torchrun: call it without"
             )
         found = cls.of(words)
-        if found.of_plugin("algo", MEGATRON) == MEGATRON:
+        if found.flags.algo is None:
             raise ConfigError(
                 f"{command} needs an algorithm of the plugin, got none: add "
                 "--context-parallel-algo zigzag"
@@ -152,9 +149,18 @@ class CommandLine:
         return found
 
     def check(self) -> None:
-        """Raises: ContextParallelError for settings of the plugin that a rank would refuse."""
+        """Raises: ConfigError for a layout by documents where no flag brings documents."""
         packs = any(self.given(flag[2:].replace("-", "_"), False) for flag in launch.PACKING)
-        launch.check_documents(self.path, self.rest, packs)
+        algo, path = self.flags.algo, self.path
+        named = algo not in (None, AUTO)
+        if packs or not named or not isinstance(self.flags.config(1).layout, Balanced):
+            return
+        in_words = path is None or split_flags(self.rest)[0].options
+        raise ConfigError(
+            f"{'' if in_words else f'{path}: context_parallel: '}layout=documents needs documents, "
+            "got neither --sft nor --dataloader-inter-document-masking: add one of them, or leave "
+            "layout out"
+        )
 
     @property
     def section(self) -> Mapping[str, Any]:
@@ -172,15 +178,9 @@ class CommandLine:
         """The number of ranks that these flags need; 1 if a size is wrong: a rank refuses it."""
         return max(1, prod(self.sizes.values()))
 
-    def of_plugin(self, name: str, default: Any = None) -> Any:
-        """The value of a flag of the plugin, else of the run file."""
-        given = getattr(self.flags, name)
-        is_unset = given == {"kernel": "auto", "layers": ()}.get(name)
-        return self.section.get(name, default) if is_unset else given
-
     def by(self, algo: str) -> list[str]:
         """Megatron's flags with another algorithm, on the same platform."""
-        platform = self.of_plugin("platform")
+        platform = self.flags.platform
         of_platform = ["--cp-platform", platform] if platform else []
         return [*self.of_megatron, "--context-parallel-algo", algo, *of_platform]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError, nearest
 from megatron_cp_plugin.integration.args import (
     ALGORITHM,
@@ -29,7 +28,6 @@ from megatron_cp_plugin.integration.args import (
 )
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, whole_program
-from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.terminal import check_folder, say_nothing_of_cuda
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
@@ -188,21 +186,6 @@ def own_flags(path: str | None, words: Sequence[str]) -> PluginFlags:
             raise
         raise ConfigError(f"{path}: context_parallel: {error}") from None
     return both
-
-
-def check_documents(path: str | None, words: Sequence[str], packs: bool) -> None:
-    """Refuses a layout by documents where no flag brings documents.
-
-    Args: packs: Whether one does.
-    """
-    flags = own_flags(path, words)
-    if packs or flags.algo in (None, AUTO) or not isinstance(flags.config(1).layout, Balanced):
-        return
-    of_file = "" if split_flags(words)[0].options or path is None else f"{path}: context_parallel: "
-    raise ConfigError(
-        f"{of_file}layout=documents needs documents, got neither --sft nor "
-        "--dataloader-inter-document-masking: add one of them, or leave layout out"
-    )
 
 
 def with_run_file(path: str | None, words: list[str]) -> list[str]:

@@ -16,7 +16,8 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError, KernelUnavailableError
 from megatron_cp_plugin.integration import checks, rules
 from megatron_cp_plugin.integration.checks import check_arguments, describe, describe_graphs
-from megatron_cp_plugin.integration.rules import FEATURES, Rule, check
+from megatron_cp_plugin.integration.features import FEATURES, Rule
+from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels.selfcheck import check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention

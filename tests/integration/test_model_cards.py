@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.integration.rules import Stage, refusals
+from megatron_cp_plugin.integration.features import Stage
+from megatron_cp_plugin.integration.rules import refusals
 from megatron_cp_plugin.integration.settings import Settings
 from tests.integration.megatron_job import run_warm
 from tests.integration.model_cards_job import small

@@ -17,7 +17,8 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration import rules
-from megatron_cp_plugin.integration.rules import FEATURES, RULES, Rule, check, replaced
+from megatron_cp_plugin.integration.features import FEATURES, Rule
+from megatron_cp_plugin.integration.rules import RULES, check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 
 # A value for each setting that asks for the refused feature.
