@@ -13,11 +13,11 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_130,
-    "core": 14_060,
-    "algorithms": 1_880,
+    "core": 14_000,
+    "algorithms": 1_820,
     "kernels": 3_680,
     "integration": 8_395,
-    "planner": 7_040,
+    "planner": 7_020,
     "harness": 2_300,
     "scripts": 7_250,
     "tests": 41_600,
