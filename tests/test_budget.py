@@ -13,10 +13,10 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_130,
-    "core": 14_000,
+    "core": 14_070,
     "algorithms": 1_820,
     "kernels": 3_680,
-    "integration": 8_395,
+    "integration": 8_340,
     "planner": 7_020,
     "harness": 2_300,
     "scripts": 7_250,

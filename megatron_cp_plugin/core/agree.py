@@ -9,12 +9,13 @@ Ranks that disagree would compute a wrong result, or wait for messages of anothe
 the process over gloo and hangs over NCCL.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from textwrap import shorten
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -41,22 +42,17 @@ def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
     return of_ranks
 
 
-def check_same(
-    need: str, of_ranks: Sequence[object], advice: str, words: Sequence[object] = ()
-) -> None:
+def check_same(need: str, of_ranks: Sequence[object], advice: str) -> None:
     """Refuses values that differ between ranks, with the same message on all ranks.
 
-    Args:
-        need: what all ranks need, in words.
-        words: description of each rank's value, by rank; (): `of_ranks`.
+    Args: need: what all ranks need, in words.
 
     Raises: ContextParallelError.
     """
-    words = words or of_ranks
     for rank, other in enumerate(of_ranks):
         if other != of_ranks[0]:
             raise ContextParallelError(
-                f"{need}, got {words[0]} on rank 0 and {words[rank]} on rank {rank}: {advice}"
+                f"{need}, got {of_ranks[0]} on rank 0 and {other} on rank {rank}: {advice}"
             ) from None
 
 
@@ -97,15 +93,15 @@ class SameCall:
         content: a checksum of what ranks do not share; refused if it is the same on all, see
             `content_of`; 0: none.
         refusal: says that a value differs, from its name, its words by rank, and the first rank
-            that differs from rank 0; None: in plain words.
+            that differs from rank 0.
     """
 
     values: Mapping[str, object] = MappingProxyType({})
-    content: int = 0
-    refusal: Callable[[str, Sequence[str], int], str] | None = None
+    content = 0
 
     def __init__(self, topology: Topology, function: str) -> None:
         self.topology, self.function = topology, function
+        self.refusal: Callable[[str, Sequence[str], int], str] = _other_values
 
     def __enter__(self) -> Self:
         return self
@@ -158,13 +154,20 @@ class SameCall:
                 *(each.get(name, ("None", "None")) for each in of_ranks), strict=True
             )
             for rank, text in enumerate(texts):
-                if text != texts[0] and self.refusal is not None:
+                if text != texts[0]:
                     raise ContextParallelError(self.refusal(name, words, rank)) from None
-            check_same(f"all ranks need one {name}", texts, "make the same call on all", words)
 
     def _words(self) -> str:
         settings = (f"{name} {words_of(value)}" for name, value in self.values.items())
         return f"{self.function} with {', '.join(settings)}"
+
+
+def _other_values(name: str, words: Sequence[str], rank: int) -> str:
+    """As of `SameCall.refusal`."""
+    return (
+        f"all ranks need one {name}, got {words[0]} on rank 0 and {words[rank]} on rank {rank}: "
+        "make the same call on all"
+    )
 
 
 def _number_of(text: str) -> int:
@@ -222,8 +225,16 @@ class LaterValues:
         return {name: read(found()) for name, found, read in begun}
 
     def clear(self) -> None:
-        """Forgets what was added, as after a call that failed."""
+        """Forgets what was added."""
         self._begun, self.waits = [], False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Forgets what was added in a call that failed."""
+        if kind is not None:
+            self.clear()
 
 
 def _on_host(x: Tensor) -> Callable[[], Tensor]:
@@ -240,3 +251,59 @@ def _on_host(x: Tensor) -> Callable[[], Tensor]:
         return host
 
     return value
+
+
+class Stages:
+    """Lets the stages of a pipeline compare what they share of each micro-batch.
+
+    A later stage runs after the first one, so that they cannot wait for each other: the first stage
+    leaves its values in a store when a forward pass has ended, and the last of the others to read
+    them deletes them.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, chunk: int, chunks: int, *, is_first: bool
+    ) -> None:
+        """All stages make them in the same order.
+
+        Args:
+            ranks: the pipeline's, in the job.
+            rank: the index of this one.
+            chunk, chunks: index and number of a rank's virtual stages, which are one model.
+        """
+        built = _store().add(f"megatron_cp_plugin/models/{ranks[rank]}", 1)
+        self._key = f"megatron_cp_plugin/stages/{ranks[0]}/{built - chunk}"
+        self._readers = len(ranks) * chunks - 1
+        self._is_first, self._calls = is_first, 0
+
+    def first(self) -> dict[str, list[str]]:
+        """The first stage's values of this call, as text and in words; {}: this is the first one.
+
+        Raises: CommunicationError if the first stage does not come.
+        """
+        if self._is_first:
+            return {}
+        store, key = _store(), f"{self._key}/{self._calls}"
+        self._calls += 1
+        try:
+            found: dict[str, list[str]] = json.loads(store.get(key))
+        except RuntimeError as error:
+            raise CommunicationError(
+                "a pipeline stage lost the first one in a comparison; has it died? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        if store.add(f"{key}/read", 1) == self._readers:
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+        return found
+
+    def tell(self, values: Mapping[str, object]) -> None:
+        """Leaves the first stage's values of a call that has ended for the others."""
+        if self._is_first:
+            said = {name: [repr(value), words_of(value)] for name, value in values.items()}
+            _store().set(f"{self._key}/{self._calls}", json.dumps(said))
+            self._calls += 1
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

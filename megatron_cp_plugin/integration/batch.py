@@ -99,20 +99,17 @@ class Batches:
         """
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
         followed = None
-        try:
-            with SameCall(self.runtime.topology(group), "get_batch_on_this_cp_rank") as made:
-                made.refusal = other_samples
-                self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
-                if group.size() > 1:
-                    made.values = self._values(whole)
-                if group.size() > 1 and self.runtime.follows_documents:
-                    if whole and self.spans is None and batch.get("cu_seqlens") is None:
-                        check("batch", Settings(None, self.runtime.config))
-                    starts = _documents_of(batch)
-                    followed = replace(self.spans or DocumentMask(), starts=starts)
-        except Exception:
-            self.later.clear()
-            raise
+        called = SameCall(self.runtime.topology(group), "get_batch_on_this_cp_rank")
+        with self.later, called as made:
+            made.refusal = other_samples
+            self.spans = _spans_of(batch.pop(_SPANS, None), batch.pop(_POSITIONS, None))
+            if group.size() > 1:
+                made.values = self._values(whole)
+            if group.size() > 1 and self.runtime.follows_documents:
+                if whole and self.spans is None and batch.get("cu_seqlens") is None:
+                    check("batch", Settings(None, self.runtime.config))
+                starts = _documents_of(batch)
+                followed = replace(self.spans or DocumentMask(), starts=starts)
         if group.size() == 1:
             _mark(whole, Cut(self.spans))
             return batch
@@ -206,7 +203,7 @@ class Batches:
             self.later.add(key, _checksum(tensor), int)
         ids = whole.get("position_ids")
         if ordered and ids is not None and not is_multimodal(ids):  # those of images have no order
-            self.later.add("order", _count_up(ids), partial(_check_order, ids))
+            self.later.add("order", _count_up(ids), partial(_refuse_disorder, ids))
 
 
 def is_multimodal(position_ids: Tensor) -> bool:
@@ -260,23 +257,16 @@ def _count_up(position_ids: Tensor) -> Tensor:
     return steps.all() & (position_ids[:, :1] == 0).all()
 
 
-def _check_order(position_ids: Tensor, fits: Tensor) -> None:
-    """Args: fits: of `_count_up`. Raises: ContextParallelError."""
-    if not fits:
-        raise ContextParallelError(_disorder(position_ids))
-
-
-def _disorder(position_ids: Tensor) -> str:
-    """Where position ids [b, N] go on otherwise than `_count_up` has it."""
-    for row in position_ids.tolist():
+def _refuse_disorder(position_ids: Tensor, fits: Tensor) -> None:
+    """Args: fits: of `_count_up`. Raises: ContextParallelError, which says where ids do not fit."""
+    for row in () if fits else position_ids.tolist():
         for index, position in enumerate(row):
             if position not in (0, row[index - 1] + 1) or (not index and position):
                 around = ", ".join(map(str, row[max(0, index - 2) : index + 2]))
-                return (
+                raise ContextParallelError(
                     f"{_ORDER}, got {around} from token {max(0, index - 2)} on: pass whole "
                     "samples to get_batch_on_this_cp_rank, which splits them"
                 )
-    raise AssertionError("position ids in order were refused")
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, words_of
+from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, Stages, words_of
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import describe_mismatch
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal, other_samples
@@ -122,7 +121,7 @@ class Inputs(ABC):
         self._later = later
         # Layers whose state runs along the sequence, regardless of spans.
         self._recurrent = any(is_gated_delta_net(m) or is_mamba(m) for m in model.modules())
-        self._stages = _Stages(model)
+        self._stages = _stages_of(model)
         self._layers: tuple[ContextParallelAttention, ...] = ()
         self._is_first = True
         self._topology: Topology | None = None  # whose ranks compare when the model has run
@@ -134,39 +133,36 @@ class Inputs(ABC):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A hook that runs before a model's forward pass."""
-        try:
-            with SameCall(self._runtime.topology(self._group), "the model") as made:
-                made.refusal = _other_inputs
-                first = self._stages.first()
-                bound = self._bound(model, args, kwargs)
-                call = _Call(model, bound.arguments, self._group)
-                call.group = self._group_of(model, call.given.get("packed_seq_params"))
-                made.topology = self._runtime.topology(call.group)
-                _check_cache(call)
-                call.mask = self._mask_of(call)
-                _check_spans(call, self._runtime.config, carries=self._recurrent)
-                _check_capture(call)
-                self._cut_whole(call)
-                self._check(call)
-                _check_parts(call)
-                held = _of_batch(call)
-                _check_stages(first, held)
-                self._look_at_mask(call)
-                layers = tuple(layer.settings for layer in self._layers)
-                made.values = {
-                    **held,
-                    "dtype": _dtypes(model),
-                    "set of attention layers": Digest(layers),
-                    "checks": self._later.names,
-                }
-                if self._is_first or not self._later.waits:
-                    made.values |= self._later.take()
-        except Exception:
-            self._later.clear()
-            raise
+        called = SameCall(self._runtime.topology(self._group), "the model")
+        with self._later, called as made:
+            made.refusal = _other_inputs
+            first = self._stages.first() if self._stages else {}
+            bound = self._bound(model, args, kwargs)
+            call = _Call(model, bound.arguments, self._group)
+            call.group = self._group_of(model, call.given.get("packed_seq_params"))
+            made.topology = self._runtime.topology(call.group)
+            _check_cache(call)
+            call.mask = self._mask_of(call)
+            _check_spans(call, self._runtime.config, carries=self._recurrent)
+            _check_capture(call)
+            self._cut_whole(call)
+            self._check(call)
+            _check_parts(call)
+            held = _of_batch(call)
+            _check_stages(first, held)
+            self._look_at_mask(call)
+            layers = tuple(layer.settings for layer in self._layers)
+            made.values = {
+                **held,
+                "dtype": _dtypes(model),
+                "set of attention layers": Digest(layers),
+                "checks": self._later.names,
+            }
+            if self._is_first or not self._later.waits:
+                made.values |= self._later.take()
         self._is_first = False
         self._topology = made.topology if self._later.names else None
-        self._stages.held = held
+        self._held = held
         self._runtime.mask = call.mask
         if call.mask is not None:
             call.given["packed_seq_params"] = call.mask
@@ -246,7 +242,8 @@ class Inputs(ABC):
             with SameCall(topology, "the end of the model") as made:
                 made.refusal = other_samples
                 made.values = self._later.take()
-        self._stages.tell()
+        if self._stages:
+            self._stages.tell(self._held)
 
     @abstractmethod
     def _mask_of(self, call: _Call) -> DocumentMask | None:
@@ -360,11 +357,6 @@ class CutInputs(Inputs):
             self._later.add("position_ids", positions[0], check)
 
 
-def _device(model: nn.Module) -> torch.device:
-    devices = (parameter.device for parameter in model.parameters())
-    return next(devices, torch.device("cpu"))
-
-
 def _other_inputs(name: str, words: Sequence[str], rank: int) -> str:
     """Says that ranks have other inputs, as of `SameCall.refusal`."""
     return (
@@ -373,12 +365,12 @@ def _other_inputs(name: str, words: Sequence[str], rank: int) -> str:
     )
 
 
-def _dtypes(model: nn.Module) -> tuple[torch.dtype | None, ...]:
+def _dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:
     """Of parameters, and of autocast; None: there is none."""
-    dtypes = (parameter.dtype for parameter in model.parameters())
-    device = _device(model).type
+    parameter = next(model.parameters(), torch.empty(0))
+    device = parameter.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return next(dtypes, None), cast
+    return parameter.dtype, cast
 
 
 def _of_batch(call: _Call) -> dict[str, object]:
@@ -400,84 +392,26 @@ def _of_batch(call: _Call) -> dict[str, object]:
     }
 
 
-class _Stages:
-    """Lets the stages of a pipeline compare what they share of each micro-batch.
-
-    A later stage runs after the first one, so that they cannot wait for each other: the first stage
-    leaves its values in a store when a forward pass has ended, and the last of the others to read
-    them deletes them.
-
-    Attributes: held: values of the call that runs.
-    """
-
-    held: Mapping[str, object]
-
-    def __init__(self, model: nn.Module) -> None:
-        group: Any = getattr(getattr(model, "pg_collection", None), "pp", ALONE)
-        self._tells = bool(getattr(model, "pre_process", True))
-        self._is_split = group.size() > 1
-        self._calls = 0
-        if self._is_split:
-            # Stages build their models in the same order; the virtual ones of a rank are one model.
-            ranks = dist.get_process_group_ranks(group)
-            built = _data_store().add(f"megatron_cp_plugin/models/{ranks[group.rank()]}", 1)
-            number = built - (getattr(model, "vp_stage", None) or 0)
-            self._key = f"megatron_cp_plugin/stages/{ranks[0]}/{number}"
-            chunks = getattr(model.config, "virtual_pipeline_model_parallel_size", None) or 1
-            self._readers = group.size() * chunks - 1
-
-    def first(self) -> dict[str, list[str]]:
-        """The first stage's values of this call; {}: this is the first one, or there is one.
-
-        Raises: CommunicationError if the first stage does not come.
-        """
-        if not self._is_split or self._tells:
-            return {}
-        store, key = _data_store(), f"{self._key}/{self._calls}"
-        self._calls += 1
-        try:
-            found: dict[str, list[str]] = json.loads(store.get(key))
-        except RuntimeError as error:
-            raise CommunicationError(
-                "a pipeline stage lost the first one in a comparison; has it died? "
-                f"({str(error).splitlines()[0]})"
-            ) from error
-        if store.add(f"{key}/read", 1) == self._readers:
-            store.delete_key(key)
-            store.delete_key(f"{key}/read")
-        return found
-
-    def tell(self) -> None:
-        """Leaves the values of a call that has ended for the other stages."""
-        if self._is_split and self._tells:
-            said = {name: [repr(value), words_of(value)] for name, value in self.held.items()}
-            _data_store().set(f"{self._key}/{self._calls}", json.dumps(said))
-            self._calls += 1
+def _stages_of(model: Any) -> Stages | None:
+    """The stages of a model's pipeline; None: it has one."""
+    group: Any = getattr(getattr(model, "pg_collection", None), "pp", ALONE)
+    if group.size() == 1:
+        return None
+    ranks, chunk = dist.get_process_group_ranks(group), getattr(model, "vp_stage", None) or 0
+    chunks = getattr(model.config, "virtual_pipeline_model_parallel_size", None) or 1
+    return Stages(ranks, group.rank(), chunk, chunks, is_first=getattr(model, "pre_process", True))
 
 
 def _check_stages(first: Mapping[str, list[str]], held: Mapping[str, object]) -> None:
-    """Refuses values that differ from the first stage's. Args: first: of `_Stages.first`."""
+    """Refuses values that differ from the first stage's. Args: first: as of `Stages.first`."""
     for name, value in held.items() if first else ():
-        theirs, theirs_in_words = first[name]
-        mine, unknown = repr(value), repr(None)
-        if theirs == mine or (unknown in (theirs, mine) and not isinstance(value, Digest)):
-            continue
-        none = repr(Digest(None))
-        if none not in (theirs, mine):
+        theirs, words = first[name]
+        unknown = repr(None) in (theirs, repr(value)) and not isinstance(value, Digest)
+        if theirs != repr(value) and not unknown:
             raise ContextParallelError(
-                f"all pipeline stages need one {name}, got {theirs_in_words} on the first stage "
-                f"and {words_of(value)} on this one: give every stage the same batch"
+                f"all pipeline stages need one {name}, got {words} on the first stage and "
+                f"{words_of(value)} on this one: give every stage the same batch"
             )
-        seeing, blind = ("this", "the first") if theirs == none else ("the first", "this")
-        whom = "the model" if name == "packed_seq_params" else "get_batch_on_this_cp_rank"
-        raise ContextParallelError(
-            f"all pipeline stages need the same {name}, got some on {seeing} stage and none on "
-            f"{blind} stage, which would see all earlier tokens: give {whom} {name} on every stage"
-        )
-
-
-def _data_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:

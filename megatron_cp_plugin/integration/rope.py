@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
+from megatron_cp_plugin.integration.rules import SPLIT_LATENTS
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 
@@ -160,10 +161,11 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
     those of the rank's own tokens (`integration.inputs`), and splits nothing.
 
     Raises:
-        ContextParallelError: One is of another kind.
+        ContextParallelError: One is of another kind; or tensor-parallel ranks split latents.
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:
+        _check_projection(owner)
         # Modules that Megatron captures by itself may have no hooks, and see no documents.
         captured = Settings(owner.config).graphs == "local"
         if not captured and _keep_documents not in owner._forward_pre_hooks.values():
@@ -187,6 +189,19 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
             # Nothing to cut, and its fused kernels ask the embedding for more than angles.
             continue
         owner.rotary_pos_emb = LayoutRotaryEmbedding(embedding, runtime, group.cp)
+
+
+def _check_projection(owner: Any) -> None:
+    """Refuses ranks that split the projection to latents, as Megatron's own layers do."""
+    settings, down = Settings(owner.config), getattr(owner, "linear_kv_down_proj", None)
+    if settings.tensor == 1:
+        return
+    rows = settings.kv_lora_rank + settings.qk_pos_emb_head_dim
+    if down is None or down.weight.size(0) < rows:  # Megatron always splits the fused one
+        raise ContextParallelError(
+            f"{SPLIT_LATENTS}, got one split over {settings.tensor}: use layers of Transformer "
+            "Engine without mla_down_proj_fusion, or tensor_model_parallel_size 1"
+        )
 
 
 def _keep_documents(

@@ -322,6 +322,10 @@ _LOSS = {
     "perform_rl_step": ("its log-probabilities need all logits", "leave --cp-chunked-loss out"),
 }
 _ALL_KEYS = "no rank has keys to look at", "leave one of the two out"
+SPLIT_LATENTS = (
+    "multi-latent attention needs its projection to latents whole on each tensor-parallel rank "
+    "(where it is split, Megatron loses gradients of the keys' rotated part)"
+)
 _WHOLE_WEIGHT = "its weights are whole in the forward pass of their own module only"
 
 # A table is read by rows.
@@ -426,13 +430,16 @@ RULES: tuple[Rule, ...] = (
          f"Megatron builds the layers of {_VARIANT} from Transformer Engine's modules, got "
          "--transformer-impl local: use transformer_engine, or pass layers of your own by --spec",
          ("arguments",)),
-    # The CPU platform has only local layers: comparisons there know of it.
+    # Megatron's issue 1699, which `rope.use_layout` finds in models, and its pull request 6839.
     Rule(lambda s: s.is_latent and s.transformer_impl == "local" and s.tensor > 1
-         and s.device.type == "cuda" and s.spec is None,
-         "Megatron's local layers lose gradients of multi-latent attention under tensor "
-         "parallelism, whatever computes attention, got --transformer-impl local and "
-         "tensor_model_parallel_size {s.tensor}: use --transformer-impl transformer_engine, or "
-         "--tensor-model-parallel-size 1", ("arguments",)),
+         and s.spec is None,
+         f"{SPLIT_LATENTS}, got --transformer-impl local and tensor_model_parallel_size "
+         "{s.tensor}: use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1",
+         ("arguments",)),
+    Rule(lambda s: s.is_latent and s.tensor > 1 and not s.sequence_parallel,
+         "multi-latent attention needs --sequence-parallel, without which Megatron does not sum "
+         "the gradients of the keys' rotated part over the tensor-parallel ranks, got "
+         "tensor_model_parallel_size {s.tensor}: add --sequence-parallel"),
     Rule(lambda s: s.is_gated and s.tensor > 1 and not s.sequence_parallel,
          f"{_VARIANT} needs --sequence-parallel, without which Megatron does not sum the gradients "
          "of the layers' output norms over the tensor-parallel ranks, got "

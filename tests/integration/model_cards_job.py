@@ -126,26 +126,6 @@ def small(settings: dict[str, object]) -> dict[str, object]:
     return found
 
 
-class Linear(nn.Module):
-    """A linear map that all tensor-parallel ranks have whole, which Megatron has of TE only."""
-
-    def __init__(self, inputs: int, outputs: int, **settings: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        settings["init_method"](self.weight)
-        self.weight.sequence_parallel = settings["config"].sequence_parallel
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return nn.functional.linear(x, self.weight), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> Any:
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
-
-
 def make_config(settings: dict[str, object], size: int) -> Any:
     from megatron.core.activations import squared_relu
     from megatron.core.transformer.transformer_config import (
@@ -191,17 +171,21 @@ def layers_of(config: Any) -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    from tests.integration.latent_job import Linear, with_whole
+
     variant, config.experimental_attention_variant = config.experimental_attention_variant, None
     block = get_gpt_decoder_block_spec(config, False, config.normalization)
+    if config.multi_latent_attention:
+        block = replace(block, layer_specs=[with_whole(layer) for layer in block.layer_specs])
     config.experimental_attention_variant = variant
     if variant is None:
         return block
     if variant == "dsa":
-        provider = LocalSpecProvider()
+        from megatron.core.transformer.experimental_attention_variant import absorbed_mla
+
+        absorbed_mla.TELinear, provider = Linear, LocalSpecProvider()
         provider.linear = lambda: Linear  # type: ignore[attr-defined]
         other, pattern = get_dsa_module_spec_for_backend(config, provider), [1] * config.num_layers
-        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            setattr(other.submodules, name, ColumnParallelLinear)
     else:
         parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
         other, pattern = (

@@ -53,6 +53,7 @@ DECODING = {"function": "decode_attention"}
 FUNCTIONAL = {
     "tokens": Difference({}, {"tokens": 32}),
     "length": Difference({"seq_len": 16}, {"seq_len": 32, "tokens": 32}),
+    "more tokens than the length": Difference({"seq_len": 16}, {"tokens": 32}),
     "no length": Difference({"seq_len": 16}, {"seq_len": None}),
     "documents": Difference({"cu_seqlens": [0, 5, 16]}, {"cu_seqlens": [0, 7, 16]}),
     "no documents": Difference({"cu_seqlens": [0, 5, 16]}, {"cu_seqlens": None}),
@@ -65,6 +66,7 @@ FUNCTIONAL = {
     "scale": Difference({}, {"scale": 0.1}),
     "window": Difference({"window": 5}, {"window": 6}),
     "sink": Difference({}, {"sink": torch.zeros(4)}),
+    "sink of another type": Difference({}, {"sink": [0.0]}),
     "causal": Difference({}, {"causal": False}),
     "kernel": Difference({}, {"kernel": "auto"}),
     "algorithm": Difference({}, {"algo": "allgather"}),
@@ -73,6 +75,7 @@ FUNCTIONAL = {
     "putting together": Difference({"function": "unshard"}, {"function": "attention"}),
     "positions": Difference({"function": "check_layout"}, {"function": "attention"}),
     "decay": Difference(LINEAR, {"decay": 0.5}),
+    "state": Difference(LINEAR, {"initial_state": torch.zeros(1, 4, 8, 8)}),
     "beta": Difference(LINEAR, {"beta": True}),
     "decoding": Difference(DECODING, {"scale": 0.5}),
     "decoding of a window": Difference(DECODING, {"window": 10**30}),
@@ -94,8 +97,7 @@ def call(group: Group, **settings: Any) -> Tensor | None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(batch, tokens, 4, 8, generator=generator, dtype=torch.float64).to(device, dtype)
     how = {"algo": given.pop("algo"), "group": group}
-    if isinstance(given.get("sink"), Tensor):
-        given["sink"] = given["sink"].to(x)
+    given |= {name: value.to(x) for name, value in given.items() if isinstance(value, Tensor)}
     if function == "decode_attention":
         given.pop("positions", None)
         lengths = given.pop("lengths", tokens)

@@ -297,25 +297,6 @@ def test_one_batch_of_other_samples_on_a_rank(
         )
 
 
-@pytest.mark.parametrize("other", ["shape", "evaluation"])
-def test_later_batches_of_other_shapes_or_of_an_evaluation(other: str) -> None:
-    """Elements in the same order, in other rows; the second batch without gradients."""
-    whole = {name: torch.arange(24.0).view(2, 12) for name in KEYS}
-
-    def rank(group: Any) -> tuple[int, str]:
-        batches, model = Batches(runtime("contiguous")), Trained()
-        SplitInputs(model, batches, group)
-        with torch.set_grad_enabled(other == "shape"):
-            train_on(batches, model, group, dict(whole))
-            mine = dict(whole)
-            if group.rank():
-                mine = {name: x.view(4, 6) if other == "shape" else -x for name, x in whole.items()}
-            with pytest.raises(ContextParallelError, match="got other tokens on rank 1 than on"):
-                train_on(batches, model, group, mine)
-
-    on_ranks(2, rank)
-
-
 def test_a_rank_that_ends_before_the_others_is_missed() -> None:
     """Within the timeout of the group, in words that say what was waited for."""
 

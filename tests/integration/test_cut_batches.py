@@ -127,9 +127,8 @@ def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
         assert all(bool(line) == (is_last and name != "the same") for name, line in refused.items())
         assert all("\n" not in line for line in refused.values())
         if is_last:
-            needed = "all pipeline stages need the same packed_seq_params, got some on"
-            assert f"{needed} the first stage and none on this stage, which" in refused["none"]
-            assert f"{needed} this stage and none on the first stage, which" in refused["some"]
+            assert "on the first stage and None on this one: give every" in refused["none"]
+            assert "got None on the first stage and " in refused["some"]
             assert "on this one: give every stage the same batch" in refused["others"]
         seen = 2 * len(BATCHES) if is_last else 0
         assert results.keys() == {f"{algo}, 1" for algo in SERVED} | {"distflash, 2", "ulysses, 2"}

@@ -111,7 +111,7 @@ ROWS = [
     Row(FOUR, f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}"),
     Row(FOUR, f"zigzag {RECOMPUTE} --cp-recompute-attention", size=1),
     Row(
-        f"{YARN} --qk-layernorm {TENSOR} --mtp-num-layers 1",
+        f"{YARN} --qk-layernorm {TENSOR} --spec latent_job layer",
         f"zigzag {RECOMPUTE} --cp-send-latents",
         shards=2,
     ),

@@ -17,7 +17,7 @@ from megatron_cp_plugin.integration.latent_attention import (
     normed,
     send_latents,
 )
-from megatron_cp_plugin.integration.rope import _keep_documents
+from megatron_cp_plugin.integration.rope import _keep_documents, use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.registry import create
@@ -86,6 +86,23 @@ def test_layers_that_send_latents() -> None:
     layer = layer_with(linear, 2)
     send_latents(layer)
     assert "forward" in vars(linear)
+
+
+def test_latents_that_tensor_parallel_ranks_split() -> None:
+    """Of which Megatron loses gradients; the fused projection is always split."""
+    runtime = Runtime(ContextParallelConfig("ring", 1))
+
+    def model(rows: int, tensor: int = 2, name: str = "linear_kv_down_proj") -> nn.Module:
+        layer = layer_with(nn.Linear(8, 16), 1)
+        layer.config.tensor_model_parallel_size = tensor
+        setattr(layer, name, nn.Linear(6, rows))
+        return nn.Sequential(layer)
+
+    use_layout(model(8 + 2), runtime)
+    use_layout(model(8 + 2, tensor=1), runtime)
+    for split in (model(5), model(8 + 2, name="linear_qkv_down_proj")):
+        with pytest.raises(ContextParallelError, match=r"latents whole on each .* got one split"):
+            use_layout(split, runtime)
 
 
 @pytest.mark.parametrize(

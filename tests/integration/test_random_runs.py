@@ -152,7 +152,7 @@ def choices(draw: st.DrawFn, size: int, layers: int, stages: int) -> list[str]:
 
 @st.composite
 def latents(draw: st.DrawFn) -> list[str]:
-    """Multi-latent attention, of sizes that two tensor-parallel ranks can split."""
+    """Multi-latent attention."""
     words = ["--multi-latent-attention", "--rope-type", draw(st.sampled_from(["rope", "yarn"]))]
     for name, sizes in {
         "kv-lora-rank": (8, 16),
@@ -199,7 +199,7 @@ def runs(draw: st.DrawFn, most_ranks: int) -> Run:
     model += ["--tensor-model-parallel-size", str(tensor)]
     model += ["--pipeline-model-parallel-size", str(pipeline)]
     some("--position-embedding-type rope", "--position-embedding-type none", none=1)
-    latent = draw(st.sampled_from([False] * 5 + [True]))
+    latent = tensor == 1 and draw(st.sampled_from([False] * 5 + [True]))
     if latent:
         model += draw(latents())
     if "rope" in model:

@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core import agree
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.inputs import CutInputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.megatron import attention_spans
@@ -51,10 +51,10 @@ BOUNDS = (0, 8, 16, 32)
 # What a stage is given otherwise, and what it says.
 OF_STAGES = {
     "documents": "need one packed_seq_params, got (32, (8, 16), ()) on the first stage",
-    "no documents": "got some on the first stage and none on this stage, which",
+    "no documents": "packed_seq_params, got (32, (8, 16), ()) on the first stage and None on",
     "padding": "need one packed_seq_params, got (32, (8, 16), ()) on the first stage",
-    "spans": "the same attention_spans, got some on this stage and none on the first",
-    "positions": "the same attention_spans, got some on this stage and none on the first",
+    "spans": "need one attention_spans, got None on the first stage and ((0, 32, 0, 32, 'full'",
+    "positions": "need one attention_spans, got None on the first stage and ((0, 32, 0, 32, 'full'",
     "tokens": "need one number of tokens, got 16 on the first stage and 8 on this one",
     "batch": "need one batch size, got 1 on the first stage and 2 on this one",
     "training": "need one training, got True on the first stage and False on this one",
@@ -107,7 +107,7 @@ def test_what_stages_have_otherwise_is_refused_in_any_step(
 ) -> None:
     """By all ranks of that stage. Then its next step is right, and the store is empty."""
     store = dist.HashStore()
-    monkeypatch.setattr(inputs, "_data_store", lambda: store)
+    monkeypatch.setattr(agree, "_store", lambda: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.of_world)
     config = ContextParallelConfig("ring", SIZE, options=(("layout", "thd"),))
 

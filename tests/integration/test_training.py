@@ -84,7 +84,7 @@ def test_recorded_weights_of_sharded_runs(tmp_path: Path, monkeypatch: pytest.Mo
 
 LATENT = "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 "
 LATENT += "--q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-LATENT += "--v-head-dim 12 --tensor-model-parallel-size 2"
+LATENT += "--v-head-dim 12"
 LINEAR = "--position-embedding-type none --cp-linear-model transnormer"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -96,7 +96,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
         ("ring", 4, ROPE, RECOMPUTED, 1),
         ("attention2d", 4, ROPE, "--use-distributed-optimizer --overlap-grad-reduce", 1),
         ("lasp2", 4, TINY, LINEAR, 1),
-        ("ring", 2, TINY, LATENT, 2),
+        ("ring", 2, TINY, LATENT, 1),
         # In a pipeline, whose last stage embeds tokens too.
         ("distflash", 2, ROPE, "--mtp-num-layers 1 --pipeline-model-parallel-size 2", 2),
     ],
