@@ -303,11 +303,18 @@ def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
 
 
 def _read(config: ContextParallelConfig) -> ContextParallelConfig:
-    """The same with the defaults of all options, which may differ in how they are written."""
+    """The same with the defaults of all options, however an algorithm was chosen."""
     if config.algo == registry.AUTO:
         return config
-    read = registry.read_options(config.algo, dict(config.options))
-    return replace(config, options=tuple(vars(read).items()), layers=config.algorithms)
+    options = vars(registry.read_options(config.algo, dict(config.options)))
+    return replace(
+        config,
+        options=tuple(options.items()),
+        layers=config.algorithms,
+        by_auto=False,
+        for_spans=False,
+        mean_document=None,
+    )
 
 
 def _words(config: ContextParallelConfig) -> str:

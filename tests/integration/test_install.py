@@ -1,10 +1,12 @@
 """What `install` refuses before anything is replaced."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_cp_plugin import megatron as cp_megatron
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 
@@ -40,3 +42,13 @@ def test_what_a_choice_needs(group: object, given: dict[str, Any], message: str)
         assert "\n" not in str(error.value)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def test_what_the_launcher_has_chosen_may_be_installed_again() -> None:
+    from megatron_cp_plugin.integration.install import _same
+
+    named = ContextParallelConfig("zigzag", 2, options=(("layout", "zigzag"),))
+    chosen = replace(named, options=(), by_auto=True, mean_document=8192, for_spans=True)
+    assert _same(chosen, named)
+    for other in ({"chunked_loss": 64}, {"options": (("chunks", 2),)}, {"kernel": "reference"}):
+        assert not _same(chosen, replace(named, **other))
