@@ -87,16 +87,11 @@ class CommType:
                     f"{sizes} needs {_FLAG} a2a+p2p, got {' '.join(self.types) or algo}: leave it "
                     f"out, or use --context-parallel-algo usp --cp-options ulysses={self.sizes[0]}"
                 )
-        elif not self.sizes:
-            raise ConfigError(
-                f"{_FLAG} a2a+p2p needs {_SIZES}, got none: add the number of ranks that exchange "
-                "heads and the number of such teams, or use --context-parallel-algo usp"
-            )
         elif len(self.sizes) != 2:
+            got = " ".join(map(str, self.sizes)) or "none"
             raise ConfigError(
-                f"{_FLAG} a2a+p2p has two levels, got {sizes}: give two sizes, the ranks that "
-                "exchange heads and the number of such teams, whose product is "
-                "context_parallel_size"
+                f"{_FLAG} a2a+p2p needs two {_SIZES}, got {got}: give the ranks that exchange heads "
+                "and the number of such teams, or use --context-parallel-algo usp"
             )
         elif set(inner) != {str(self.sizes[0])}:
             raise ConfigError(

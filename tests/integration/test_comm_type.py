@@ -76,10 +76,10 @@ def test_both_spellings_may_say_the_same() -> None:
             "--cp-comm-type a2a --cp-layers zigzag*2,ulysses",
             "means ulysses, got also --cp-layers zigzag, zigzag, ulysses: leave one",
         ),
-        ("--cp-comm-type a2a+p2p", "needs --hierarchical-context-parallel-sizes, got none"),
+        ("--cp-comm-type a2a+p2p", "needs two --hierarchical-context-parallel-sizes, got none"),
         (
             "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 2",
-            "has two levels, got .* 2 2 2: give two sizes, the ranks that exchange heads and",
+            "sizes, got 2 2 2: give the ranks that exchange heads and the number of such teams",
         ),
         (
             "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 --cp-options "
