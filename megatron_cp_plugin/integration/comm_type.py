@@ -90,8 +90,8 @@ class CommType:
         elif len(self.sizes) != 2:
             got = " ".join(map(str, self.sizes)) or "none"
             raise ConfigError(
-                f"{_FLAG} a2a+p2p needs two {_SIZES}, got {got}: give the ranks that exchange heads "
-                "and the number of such teams, or use --context-parallel-algo usp"
+                f"{_FLAG} a2a+p2p needs two {_SIZES}, got {got}: give the ranks that exchange "
+                "heads and the number of such teams, or use --context-parallel-algo usp"
             )
         elif set(inner) != {str(self.sizes[0])}:
             raise ConfigError(
