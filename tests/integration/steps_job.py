@@ -354,7 +354,7 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
     from megatron_cp_plugin.integration.batch import Batches
     from megatron_cp_plugin.integration.inputs import SplitInputs
     from megatron_cp_plugin.integration.spec import follow
-    from tests.integration.cut_batches_job import make_config
+    from tests.integration.cut_batches_job import VOCABULARY, make_config
 
     draw = torch.Generator().manual_seed(1)
     ids, labels = (torch.randint(1, 98, (1, 32), generator=draw).to(steps.device) for _ in range(2))
@@ -378,7 +378,7 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
         whole: dict[str, Any] = {"tokens": ids, "labels": labels, "position_ids": places}
         whole["loss_mask"] = torch.ones_like(ids).float()
         if difference in whole:
-            whole[difference] = whole[difference].flip(1) * 2
+            whole[difference] = whole[difference].flip(1) * 2 % VOCABULARY
         if difference == "order":
             whole["position_ids"] = places.flip(1)
         if difference == "shape":
