@@ -2,8 +2,8 @@
 
 Each rank sends every other one a number that depends on the kind of the call, on how many came
 before, and on all values that the ranks share; a rank that refuses the call sends that instead. The
-hosts send these 16 bytes, and wait for no GPU. Where numbers differ the ranks gather what they
-stand for, and all refuse the call in one line.
+hosts exchange these 16 bytes, one host in its memory, and wait for no GPU. Where numbers differ the
+ranks gather what they stand for, and all refuse the call in one line.
 
 Ranks that disagree would compute a wrong result, or wait for messages of another size, which ends
 the process over gloo and hangs over NCCL.

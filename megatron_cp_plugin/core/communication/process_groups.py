@@ -30,6 +30,7 @@ from megatron_cp_plugin.core.comm import (
     is_nccl,
     others_lost,
 )
+from megatron_cp_plugin.core.communication.board import Board, shared_board
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.topology import Topology
@@ -172,11 +173,20 @@ class ProcessGroupTopology(Topology):
     def gather[T](self, mine: T) -> list[T]:
         return gathered(mine, self._hosts)
 
+    @cached_property
+    def _board(self) -> Board | None:
+        return (
+            shared_board(self.rank, self.size, self.gather) if len(set(self.nodes)) == 1 else None
+        )
+
     def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
-        sent = torch.tensor([mine] * self.size, device="cpu")
-        found = torch.empty_like(sent)
+        group = self._hosts
         try:
-            dist.all_to_all_single(found, sent, group=self._hosts)
+            if self._board is not None:
+                return self._board.compare(*mine, _timeout_of(group).total_seconds())
+            sent = torch.tensor([mine] * self.size, device="cpu")
+            found = torch.empty_like(sent)
+            dist.all_to_all_single(found, sent, group=group)
         except RuntimeError as error:
             raise others_lost(self.rank, self.size, "in a comparison", error) from error
         return [(first, second) for first, second in found.tolist()]
