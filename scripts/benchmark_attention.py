@@ -59,8 +59,6 @@ from megatron_cp_plugin.core.kernel import (
     Problem,
     SoftmaxKernel,
     Statistics,
-    run_backward,
-    run_forward,
 )
 from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
@@ -222,12 +220,12 @@ class Bench:
             call = KernelCall(q, k, v, scale, causal=True, packing=packing)
 
         def forward() -> tuple[Tensor, Tensor]:
-            return run_forward(kernel, call)
+            return kernel.forward(call)
 
         out, lse = forward()
 
         def backward() -> tuple[Tensor, ...]:
-            return run_backward(kernel, call, dout, Statistics(lse, out=out))
+            return kernel.backward(call, dout, Statistics(lse, out=out))
 
         if not self.reference:
             self.reference = [out, *backward()]
@@ -401,6 +399,8 @@ def measure(
     shape = device, dtype, n_heads, kv_heads, dim
     problem = Problem(*shape, documents=packed, value_dim=value_dim)
     best = resolve("auto", problem)
+    if packed and not best.packs:  # on a CPU
+        best = resolve("reference", problem)
     others = [
         resolve(name, problem)
         for name in (("cudnn",) if bench.cuda and not packed else ())

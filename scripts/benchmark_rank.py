@@ -65,8 +65,6 @@ from megatron_cp_plugin.core.kernel import (
     Packing,
     Problem,
     Statistics,
-    run_backward,
-    run_forward,
 )
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -364,17 +362,19 @@ class Limit:
         shape = q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3]
         problem = Problem(*shape, documents=documents, value_dim=v.shape[3], windows=windows)
         kernel = resolve("auto", problem)
+        if documents and not kernel.packs:  # on a CPU
+            kernel = resolve("reference", problem)
         if mask.slices is not None or (windows and not kernel.windows):
             mask = Mask()
         call = KernelCall(q, k, v, q.shape[3] ** -0.5, mask.causal, window=mask.window or 0)
         if documents:
             ends = (0, *mask.documents, tokens)
             call = call._replace(packing=Packing.adjacent(ends, ends))
-        out, lse = run_forward(kernel, call)
+        out, lse = kernel.forward(call)
         statistics = Statistics(lse, out=out)
         return (
-            partial(run_forward, kernel, call),
-            partial(run_backward, kernel, call, dout, statistics),
+            partial(kernel.forward, call),
+            partial(kernel.backward, call, dout, statistics),
             visible_pairs(tokens, mask),
         )
 

@@ -8,8 +8,6 @@ from megatron_cp_plugin.core.kernel import (
     Packing,
     SoftmaxKernel,
     Statistics,
-    run_backward,
-    run_forward,
 )
 
 
@@ -26,7 +24,7 @@ def forward_of(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See SoftmaxKernel.forward and KernelCall."""
-    return run_forward(kernel, KernelCall(q, k, v, scale, causal, packing, into, window))
+    return kernel.forward(KernelCall(q, k, v, scale, causal, packing, into, window))
 
 
 def backward_of(
@@ -45,4 +43,4 @@ def backward_of(
 ) -> Gradients:
     """See SoftmaxKernel.backward and KernelCall."""
     call = KernelCall(q, k, v, scale, causal, packing, into, window)
-    return run_backward(kernel, call, dout, statistics)
+    return kernel.backward(call, dout, statistics)

@@ -98,23 +98,18 @@ def _named(slices: Slices, tokens: int) -> Tensor:
 
 
 def table_of(tiles: Sequence[Tile]) -> TileTable:
-    """These tiles, none of which has `document_bounds`."""
+    """These tiles."""
     q, kv = (
         Ranges(np.array([(x.start, x.stop, x.step or 1) for x in side]).T)
         for side in ([tile.q for tile in tiles], [tile.kv for tile in tiles])
     )
-    causal, reverse, joined = np.array([(tile.causal, tile.reverse, False) for tile in tiles]).T
-    window = np.array([tile.window for tile in tiles])
-    return TileTable(q, kv, causal, reverse, window, joined)
+    causal, reverse = np.array([(tile.causal, tile.reverse) for tile in tiles]).T
+    return TileTable(q, kv, causal, reverse, np.array([tile.window for tile in tiles]))
 
 
 def _pairs_of(tile: Tile) -> Tensor:
     """[rows,cols] of a tile that its kernel call computes."""
     pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int16)
-    if tile.document_bounds:
-        edges = torch.tensor(tile.document_bounds)
-        own = torch.bucketize(torch.arange(tile.rows), edges, right=True)
-        pairs *= own[:, None] == own
     return pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
 
 

@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
+from megatron_cp_plugin.core.masks.tile_batches import TileBatches
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.core.topology import Topology
@@ -69,8 +70,6 @@ def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str,
             pairs = pairs.triu() if tile.reverse else pairs.tril(tile.cols - tile.rows)
         if tile.window:
             pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1)
-        for start in tile.document_bounds:
-            pairs[start:, :start] = 0
         assert pairs.sum() == tile.area > 0
         found[rows[tile.q][:, None], cols[tile.kv]] += pairs
     return found
@@ -314,5 +313,6 @@ def test_rollouts_of_one_prefix_are_two_kernel_calls() -> None:
     prefix, rollouts = Span(0, 100), Span(100, 500)
     (full,) = plan_tiles([rollouts], [prefix], mask)
     assert (full.rows, full.cols, full.causal) == (400, 100, False)
-    (own,) = plan_tiles([rollouts], [rollouts], mask)
-    assert own.document_bounds == tuple(range(0, 401, 50))
+    own = plan_tiles([rollouts], [rollouts], mask)
+    (call,) = TileBatches(own, 4).calls(packed=True)
+    assert call.packing.edges[0].tolist() == [[*range(0, 400, 50)], [*range(50, 401, 50)]]

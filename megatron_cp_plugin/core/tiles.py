@@ -11,7 +11,6 @@ grow by one a row, so a few rectangles and triangles cover what is between them 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -126,10 +125,8 @@ class Tile:
             equals cols this is the ordinary causal square.
         reverse: rows and columns are taken in reverse order, so that causal means j >= i instead:
             the lower edge of a window, with kernels that know only the upper one.
-        document_bounds: where whole documents begin and end, one after the other: attention is
-            causal within each, of rows and columns of the same range. (): no such documents.
-        window: row i, of each document, sees no column j <= i + cols - rows - window; 0: it sees
-            the first column too. For kernels that know windows, in place of `reverse`.
+        window: row i sees no column j <= i + cols - rows - window; 0: it sees the first column
+            too. For kernels that know windows, in place of `reverse`.
     """
 
     q: slice
@@ -138,15 +135,12 @@ class Tile:
     cols: int
     causal: bool
     reverse: bool = False
-    document_bounds: tuple[int, ...] = ()
     window: int = 0
 
     @property
     def area(self) -> int:
         """Number of (query, key) pairs that the tile computes."""
-        lengths = np.diff(self.document_bounds) if self.document_bounds else None
-        rows, cols = (self.rows, self.cols) if lengths is None else (lengths, lengths)
-        return int(np.sum(pairs_within(rows, cols, self.causal, self.window)))
+        return int(pairs_within(self.rows, self.cols, self.causal, self.window))
 
 
 def pairs_within(
@@ -165,10 +159,7 @@ class TileTable:
 
     Attributes:
         q, kv: the rows and the columns of each.
-        causal, reverse: bool [n]; window: int64 [n]. A tile of several documents has one entry for
-            each.
-        joined: bool [n]: whether the entry belongs to the same tile as the entry before, of whole
-            documents.
+        causal, reverse: bool [n]; window: int64 [n].
     """
 
     q: Ranges
@@ -176,41 +167,22 @@ class TileTable:
     causal: Flags
     reverse: Flags
     window: Numbers
-    joined: Flags
 
     @classmethod
     def together(cls, *tables: Self) -> Self:
         """The tiles of several tables, one table after another."""
         q, kv = (joined(x) for x in ([x.q for x in tables], [x.kv for x in tables]))
-        flags = zip(*((x.causal, x.reverse, x.window, x.joined) for x in tables), strict=True)
+        flags = zip(*((x.causal, x.reverse, x.window) for x in tables), strict=True)
         return cls(q, kv, *map(np.concatenate, flags))
 
     @cached_property
     def _tiles(self) -> tuple[Tile, ...]:
-        return tuple(self._made())
-
-    def _made(self) -> Iterator[Tile]:
-        flags = self.causal, self.reverse, self.window
-        columns = (*self.q.table, self.rows, *self.kv.table, self.cols, *flags)
-        numbers = list(zip(*(column.tolist() for column in columns), strict=True))
-        for start, stop in pairwise(self.bounds):
-            q, _, q_step, rows, kv, _, kv_step, cols, causal, reverse, window = numbers[start]
-            _, q_stop, _, _, _, kv_stop, *_ = numbers[stop - 1]
-            places = _slice(q, q_stop, q_step), _slice(kv, kv_stop, kv_step)
-            if stop == start + 1:
-                yield Tile(*places, rows, cols, causal, reverse, window=window)
-            else:
-                bounds = (0, *np.cumsum(self.rows[start:stop]).tolist())
-                sizes = bounds[-1], bounds[-1]
-                yield Tile(*places, *sizes, True, document_bounds=bounds, window=window)
-
-    @cached_property
-    def bounds(self) -> list[int]:
-        """Where each tile begins in the arrays, and where the last one ends."""
-        return [*np.flatnonzero(~self.joined).tolist(), len(self.joined)]
+        places = (map(_slice, *side.table.tolist()) for side in (self.q, self.kv))
+        columns = self.rows, self.cols, self.causal, self.reverse, self.window
+        return tuple(map(Tile, *places, *(column.tolist() for column in columns)))
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(~self.joined))
+        return len(self.q)
 
     def __iter__(self) -> Iterator[Tile]:
         return iter(self._tiles)
@@ -230,14 +202,9 @@ class TileTable:
         """Area of each tile, as `Tile.area`."""
         return pairs_within(self.rows, self.cols, self.causal, self.window)
 
-    @property
-    def single(self) -> Self:
-        """The same tiles, one for each document."""
-        return replace(self, joined=np.zeros_like(self.joined))
-
     def some(self, wanted: Flags | Numbers | slice) -> Self:
         """Some of the tiles, possibly in another order."""
-        flags = self.causal[wanted], self.reverse[wanted], self.window[wanted], self.joined[wanted]
+        flags = self.causal[wanted], self.reverse[wanted], self.window[wanted]
         return type(self)(self.q.some(wanted), self.kv.some(wanted), *flags)
 
     def moved(self, rows: int, cols: int) -> Self:
@@ -254,7 +221,7 @@ class TileTable:
 
 
 _NO = np.zeros(0, np.bool_)
-NO_TILES = TileTable(Ranges.of(()), Ranges.of(()), _NO, _NO, np.zeros(0, np.int64), _NO)
+NO_TILES = TileTable(Ranges.of(()), Ranges.of(()), _NO, _NO, np.zeros(0, np.int64))
 
 
 def _shift(starts: Numbers, some: Sequence[tuple[int, int]]) -> Numbers:
@@ -323,7 +290,6 @@ def plan_pairs(
         found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), cover)
     if plain:
         pair, tiles = cover(_stairs([pairs[number] for number in plain], mask.bands))
-        tiles = _with_documents_joined(pair, tiles)
         edges = np.searchsorted(pair, np.arange(len(plain) + 1)).tolist()
         for number, start, stop in zip(plain, edges, edges[1:], strict=False):
             found[number] = tiles.some(slice(start, stop))
@@ -339,10 +305,10 @@ def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
 
 def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> TileTable:
     """Tiles of two blocks with spans that have steps."""
-    pair, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
+    _, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
     q = stretched(tiles.q, blocks.q.packed, blocks.rows)
     kv = stretched(tiles.kv, blocks.kv.packed, blocks.cols)
-    return _with_documents_joined(pair, replace(tiles, q=q, kv=kv))
+    return replace(tiles, q=q, kv=kv)
 
 
 class _Stairs(NamedTuple):
@@ -471,7 +437,7 @@ def _split_runs(stairs: _Stairs) -> _Stairs:
     return found._replace(rows=np.where(long[run], np.minimum(found.rows, width[run]), found.rows))
 
 
-# Number of each tile's pair of blocks; and the tiles, none of them joined.
+# Number of each tile's pair of blocks; and the tiles.
 _Tiles = tuple[Numbers, TileTable]
 
 
@@ -512,7 +478,7 @@ def _with_windows(stairs: _Stairs) -> _Tiles:
     window = np.where(hides_nothing, widest[pair], window)
     q, kv = Ranges.between(row, row + total), Ranges.between(first, first + cols)
     no = np.zeros(len(rows), np.bool_)
-    tiles = TileTable(q, kv, has_upper | hides_nothing, no, window, no)
+    tiles = TileTable(q, kv, has_upper | hides_nothing, no, window)
     pair, tiles = pair[served & begins], tiles.some(served & begins)
     if served.all():
         return pair, tiles
@@ -544,25 +510,7 @@ def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
     stop += np.where(is_upper, rows[run], 0)
     q_stop = row[run] + np.where(is_below, triangle[run], rows[run])
     q, kv = Ranges.between(row[run], q_stop), Ranges.between(start, stop)
-    no = np.zeros(len(run), np.bool_)
-    return pair[run], TileTable(q, kv, kind != 1, is_below, np.zeros(len(run), np.int64), no)
-
-
-def _with_documents_joined(pair: Numbers, tiles: TileTable) -> TileTable:
-    """Joins successive causal tiles that are whole documents.
-
-    Args: pair: number of each tile's pair of blocks.
-    """
-    q, kv, causal, window, rows = tiles.q, tiles.kv, tiles.causal, tiles.window, tiles.rows
-    # A document of one token counts as causal.
-    whole = (rows == tiles.cols) & (causal | (rows == 1)) & ~tiles.reverse
-    whole &= (q.step == 1) & (kv.step == 1)
-    joined = np.zeros(len(rows), np.bool_)
-    joined[1:] = whole[1:] & whole[:-1] & (pair[1:] == pair[:-1]) & (window[1:] == window[:-1])
-    joined[1:] &= (q.stop[:-1] == q.start[1:]) & (kv.stop[:-1] == kv.start[1:])
-    causal = causal | joined
-    causal[:-1] |= joined[1:]
-    return replace(tiles, causal=causal, joined=joined)
+    return pair[run], TileTable(q, kv, kind != 1, is_below, np.zeros(len(run), np.int64))
 
 
 def visible_pairs(seq_len: int, mask: Mask) -> int:

@@ -48,7 +48,7 @@ def largest_scores(
     rows, columns = q.unflatten(2, (kv_heads, -1)).transpose(1, 2), whole.permute(0, 2, 3, 1)
     found = torch.full(q.shape[2:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     own = layout.spans(group.rank(), size, seq_len)
-    for tile in plan_tiles(own, (Span(0, seq_len),), mask, rectangular=True).single:
+    for tile in plan_tiles(own, (Span(0, seq_len),), mask, rectangular=True):
         of_q, of_k = rows[:, :, tile.q], columns[..., tile.kv]
         if tile.reverse:
             of_q, of_k = of_q.flip(2), of_k.flip(3)

@@ -3,6 +3,8 @@
 The oracle of the tests, and what "auto" takes where nothing faster runs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,6 @@ from megatron_cp_plugin.core.kernel import (
     Problem,
     SoftmaxKernel,
     Statistics,
-    backward_by_sequence,
-    forward_by_sequence,
 )
 from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype
 
@@ -110,3 +110,41 @@ def _masked_scores(call: KernelCall) -> Tensor:
         before = torch.ones(rows, cols, dtype=torch.bool, device=q.device)
         scores = scores.masked_fill(before.tril(cols - rows - call.window), -torch.inf)
     return scores
+
+
+def forward_by_sequence(kernel: SoftmaxKernel, call: KernelCall) -> tuple[Tensor, Tensor]:
+    """The forward of packed sequences, with one call for each sequence."""
+    assert call.packing is not None
+    q, k, v, packing = call.q, call.k, call.v, call.packing
+    pieces = [
+        kernel.forward(call._replace(q=q[:, rows], k=k[:, cols], v=v[:, cols], packing=None))
+        for rows, cols in zip(packing.q, packing.kv, strict=True)
+    ]
+    outs, lses = zip(*pieces, strict=True)
+    return _together(outs, packing.q, 1), _together(lses, packing.q, 2)
+
+
+def backward_by_sequence(
+    kernel: SoftmaxKernel, call: KernelCall, dout: Tensor, statistics: Statistics
+) -> Gradients:
+    """The backward of packed sequences, with one call for each sequence."""
+    assert call.packing is not None
+    q, k, v, packing, found = call.q, call.k, call.v, call.packing, list[Gradients]()
+    for rows, cols in zip(packing.q, packing.kv, strict=True):
+        one = call._replace(q=q[:, rows], k=k[:, cols], v=v[:, cols], packing=None)
+        found.append(kernel.backward(one, dout[:, rows], statistics.rows(rows)))
+    places = packing.q, packing.kv, packing.kv
+    dq, dk, dv = (
+        _together(gradients, place, 1)
+        for gradients, place in zip(zip(*found, strict=True), places, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _together(pieces: Sequence[Tensor], places: Sequence[slice], dim: int) -> Tensor:
+    """Pieces where they belong along a dimension; no numbers between them."""
+    shape = [*pieces[0].shape[:dim], places[-1].stop, *pieces[0].shape[dim + 1 :]]
+    whole = pieces[0].new_full(shape, torch.nan)
+    for piece, place in zip(pieces, places, strict=True):
+        whole.narrow(dim, place.start, piece.shape[dim]).copy_(piece)
+    return whole

@@ -16,8 +16,6 @@ from megatron_cp_plugin.core.kernel import (
     Problem,
     SoftmaxKernel,
     Statistics,
-    run_backward,
-    run_forward,
 )
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
@@ -132,7 +130,7 @@ def _tiles(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Resul
         yield "a window", tile(few, causal=True, window=100)
         yield "the edge of a window", tile(few, causal=False, window=_TOKENS - few + 1)
         yield "packed windows", tile(_RECTANGLES, causal=True, window=30)
-    if problem.documents or (problem.windows and kernel.packs):
+    if kernel.packs and (problem.documents or problem.windows):
         yield "documents", tile(_SQUARES, causal=True)
         yield "packed full tiles", tile(_RECTANGLES, causal=False)
         if rectangular:
@@ -157,9 +155,9 @@ def _tile(
     want_out, want_lse = Reference().forward(wide)
     want = Reference().backward(wide, dout.double(), Statistics(want_lse, out=want_out))
     with _as_in_the_run(problem):
-        out, lse = run_forward(kernel, call)
+        out, lse = kernel.forward(call)
         of_rules = Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))
-        found = [run_backward(kernel, call, dout, statistics) for statistics in of_rules]
+        found = [kernel.backward(call, dout, statistics) for statistics in of_rules]
         placed = () if packing else _placed_results(kernel, call, dout, out, lse)
     results = [
         ("out", _parts(out, packed_q), _parts(want_out, packed_q)),

@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.comm import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
-from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, runs
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import RecordedKernel as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
@@ -567,10 +567,14 @@ def _whatever_heads(placement: BlockPlacement) -> Hashable:
 def _met(tiles: TileTable) -> _Met:
     if not len(tiles):
         return _Met((), 0, 0)
-    edges = np.array(tiles.bounds)
-    first, last = edges[:-1], edges[1:] - 1
+    # Documents that follow each other are one call.
+    whole = (tiles.rows == tiles.cols) & (tiles.causal | (tiles.rows == 1)) & ~tiles.reverse
+    follows = whole[1:] & whole[:-1]
+    for x in (tiles.q, tiles.kv):
+        follows &= x.stop[:-1] == x.start[1:]
+    first, last = runs(~follows, len(tiles))
     rows, columns = (x.stop[last] - x.start[first] for x in (tiles.q, tiles.kv))
     areas = np.add.reduceat(tiles.areas, first).astype(float)
-    of_each = (x.tolist() for x in (rows, columns, areas, tiles.causal[first]))
+    of_each = (x.tolist() for x in (rows, columns, areas, tiles.causal[first] | (last > first)))
     extents = (int(x.stop.max() - x.start.min()) for x in (tiles.q, tiles.kv))
     return _Met(tuple(map(_Tiles._make, zip(*of_each, strict=True))), *extents)

@@ -160,7 +160,7 @@ def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[Step
             continue
         queries = plan.positions(compute.queries).elements
         keys = plan.positions(compute.keys).elements
-        for tile in plan.tiles(compute).single:
+        for tile in plan.tiles(compute):
             rows, columns = queries[tile.q], keys[tile.kv]
             seen = np.ones((len(rows), len(columns)), np.bool_)
             if tile.causal:

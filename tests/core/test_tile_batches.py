@@ -27,7 +27,6 @@ def pairs_of(calls, shape) -> torch.Tensor:
     found = torch.zeros(shape, dtype=torch.int64)
     for call in calls:
         if isinstance(call, Tile):
-            assert not call.document_bounds
             pairs = torch.ones(call.rows, call.cols, dtype=torch.int64)
             pairs = pairs.tril(call.cols - call.rows) if call.causal else pairs
             if call.window:
@@ -104,7 +103,7 @@ def test_calls_compute_the_pairs_of_their_tiles(
         for keys in (*blocks, everything):
             tiles = plan_tiles(queries, keys, mask, **kinds)
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
-            want = pairs_of([one for tile in tiles for one in whole_documents(tile)], (rows, cols))
+            want = pairs_of(tiles, (rows, cols))
             for packed, gaps, forward in WAYS:
                 way = {"packed": packed, "gaps": gaps, "forward": forward}
                 calls = TileBatches(tiles, heads).calls(**way)
@@ -118,17 +117,6 @@ def test_calls_compute_the_pairs_of_their_tiles(
                     found[part.rows] += of_part
                 assert torch.equal(found, want)
                 assert reached == rows
-
-
-def whole_documents(tile: Tile) -> list[Tile]:
-    """A tile of several documents as one for each."""
-    if not tile.document_bounds:
-        return [tile]
-    found = []
-    for a, b in zip(tile.document_bounds, tile.document_bounds[1:], strict=False):
-        q, kv = (slice(x.start + a, x.start + b) for x in (tile.q, tile.kv))
-        found.append(Tile(q, kv, b - a, b - a, causal=True, window=tile.window))
-    return found
 
 
 def batches(tiles: list[Tile], heads: int) -> TileBatches:

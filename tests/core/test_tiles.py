@@ -130,7 +130,7 @@ def test_windows_that_make_no_sense_are_refused(causal, window):
 def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
     """How often each (row, column) of two blocks is computed."""
     found = torch.zeros(shape, dtype=torch.int64)
-    for tile in tiles.single:
+    for tile in tiles:
         pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
         pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1) if tile.window else pairs
@@ -207,15 +207,13 @@ def test_ranks_that_are_alike_have_the_very_same_tiles() -> None:
 
 
 def test_tables() -> None:
-    """Tiles of documents that follow each other are one."""
+    """Each document has a tile."""
     documents = tuple(range(0, 64, 4))[1:]
     blocks = Contiguous().spans(0, 1, 64), Contiguous().spans(0, 1, 64)
     table = plan_tiles(*blocks, Mask(documents=documents), rectangular=True)
-    (tile,) = table
-    assert tile.document_bounds == tuple(range(0, 68, 4))
-    assert (len(table), len(table.single)) == (1, 16)
-    assert tile.area == table.areas.sum() == 160
+    assert len(table) == 16
+    assert [one.area for one in table] == table.areas.tolist() == [10] * 16
     for rows, cols in ((8, 2), (0, 2), (8, 0)):
-        moved = [(one.q, one.kv) for one in table.moved(rows, cols)]
-        assert moved == [(slice(rows, rows + 64), slice(cols, cols + 64))]
+        first, *_ = table.moved(rows, cols)
+        assert (first.q, first.kv) == (slice(rows, rows + 4), slice(cols, cols + 4))
     assert not NO_TILES

@@ -7,8 +7,6 @@ from megatron_cp_plugin.core.kernel import (
     Packing,
     Problem,
     Statistics,
-    backward_by_sequence,
-    forward_by_sequence,
 )
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
@@ -16,7 +14,11 @@ from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.chunked import Chunked
 from megatron_cp_plugin.kernels.linear import resolve_linear
-from megatron_cp_plugin.kernels.reference import Reference
+from megatron_cp_plugin.kernels.reference import (
+    Reference,
+    backward_by_sequence,
+    forward_by_sequence,
+)
 from megatron_cp_plugin.kernels.selfcheck import (
     accuracy,
     check_kernel,

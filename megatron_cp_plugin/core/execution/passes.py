@@ -22,8 +22,6 @@ from megatron_cp_plugin.core.kernel import (
     KernelSum,
     SoftmaxKernel,
     Statistics,
-    run_backward,
-    run_forward,
 )
 from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
@@ -56,7 +54,7 @@ def attend_block(
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
             packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
-            total.add(rows, *run_forward(kernel, packed))
+            total.add(rows, *kernel.forward(packed))
             continue
         tile_q, tile_k, tile_v = q, k, v
         if each.rows < q.shape[1]:
@@ -181,7 +179,7 @@ def differentiate_block(
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
             packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
             of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
-            dq, dk, dv = run_backward(kernel, packed, *of_rows)
+            dq, dk, dv = kernel.backward(packed, *of_rows)
             del taken, packed, of_rows
             for rows in queries.given:
                 sums.dq.add(rows, dq)

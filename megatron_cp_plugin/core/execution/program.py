@@ -33,7 +33,6 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
-from megatron_cp_plugin.core.ranges import Numbers
 from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.
@@ -577,18 +576,9 @@ def _halves(work: TileBatches) -> tuple[TileBatches, TileBatches] | None:
     if not _LEAST < areas[cut - 1] / areas[-1] < 1 - _LEAST:
         return None
     first, second = (
-        TileBatches(_apart(tiles, np.sort(some)), work.heads) for some in np.split(order, [cut])
+        TileBatches(tiles.some(np.sort(some)), work.heads) for some in np.split(order, [cut])
     )
     return first, second
-
-
-def _apart(tiles: TileTable, some: Numbers) -> TileTable:
-    """Some of the tiles, ascending; of a tile of several documents perhaps a part."""
-    found = tiles.some(some)
-    joined = found.joined.copy()
-    joined[0] = False
-    joined[1:] &= some[1:] == some[:-1] + 1
-    return replace(found, joined=joined)
 
 
 @lru_cache(maxsize=256)

@@ -7,9 +7,8 @@ because a call for each would cost more than the copies.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -139,19 +138,14 @@ class TileBatches:
             gaps: the kernel takes sequences with other rows between them.
             forward: results are for queries alone.
         """
-        if packed and len(self.tiles.joined) > 1:
+        if packed and len(self.tiles) > 1:
             return tuple(_packed_call(self.tiles, self._units, self.heads, gaps, forward))
-        return tuple(_singly(self.tiles))
+        return tuple(self.tiles)
 
     @cached_property
     def _units(self) -> tuple["_Units", ...]:
         """Units of tiles of each kind, the same in both passes."""
         return tuple(_units_of(self.tiles))
-
-
-def _singly(tiles: TileTable) -> Iterator[KernelCall]:
-    for tile, (start, stop) in zip(tiles, pairwise(tiles.bounds), strict=True):
-        yield tile if stop == start + 1 else _call(tiles, np.arange(start, stop))
 
 
 def _packed_call(
@@ -177,6 +171,9 @@ def _packed_call(
 
 
 def _units_of(tiles: TileTable) -> Iterator["_Units"]:
+    # A document of one token goes with the other documents, which are causal.
+    of_one = (tiles.rows == 1) & (tiles.cols == 1) & ~tiles.reverse
+    tiles = replace(tiles, causal=tiles.causal | (of_one & tiles.causal.any()))
     kinds = 4 * tiles.window + 2 * tiles.causal + tiles.reverse
     for kind in dict.fromkeys(kinds.tolist()):
         of_kind = tiles.some(kinds == kind)
@@ -194,7 +191,7 @@ class _Units:
     """
 
     def __init__(self, tiles: TileTable) -> None:
-        self.tiles = tiles = tiles.some(np.lexsort((tiles.kv.start, tiles.q.start))).single
+        self.tiles = tiles = tiles.some(np.lexsort((tiles.kv.start, tiles.q.start)))
         plain = (tiles.q.step == 1) & (tiles.kv.step == 1) & ~tiles.reverse
         follows = plain[1:] & plain[:-1]
         for x in (tiles.q, tiles.kv):
@@ -223,7 +220,7 @@ def _larger(tiles: TileTable) -> TileTable:
     q, kv = _widened(tiles.q, tiles.kv)
     kv, q = _widened(kv, q)
     no = np.zeros(len(q), np.bool_)
-    return TileTable(q, kv, no, no, np.zeros(len(q), np.int64), no)
+    return TileTable(q, kv, no, no, np.zeros(len(q), np.int64))
 
 
 def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
