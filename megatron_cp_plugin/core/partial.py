@@ -324,12 +324,23 @@ class Accumulator(_Partials):
                 _merge_rows(*wide, rows, out, lse)
             self._total, self._owned = wide, True
 
-    def result(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """The result in a wide dtype."""
+        return self.result(self._wide)
+
+    def result(
+        self, dtype: torch.dtype | None = None, plus: Tensors | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64.
 
-        Args: dtype: of a result that has no place.
+        Args:
+            dtype: of a result that has no place.
+            plus: a last partial, of all rows.
         """
         dtype = dtype or self._like.dtype
+        if plus is not None:
+            self.add(slice(0, self._like.shape[1]), *plus)
         if len(self._waiting) == 1:
             ((rows, (last_out, last_lse)),) = self._waiting
             if isinstance(rows, slice) and last_out.shape[1] == self._like.shape[1]:

@@ -478,34 +478,6 @@ class Pass(ABC):
     def end(self) -> Waits:
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
-    def _results_of(
-        self, block: BlockId, take: Callable[[BlockId], Tensors | None]
-    ) -> list[Packed]:
-        """Takes this rank's own results for another rank's block: those for the block by itself,
-        and the block's rows of those for joint blocks.
-
-        Args: take: takes the results for a block, if there are any.
-        """
-        found = []
-        if (tensors := take(block)) is not None:
-            found.append(Packed(self._program.rows[block], tensors))
-        for joint, number in self._program.joined.get(block, ()):
-            if joint.block not in self._of_joints and (whole := take(joint.block)) is not None:
-                held = ((0, whole[0].shape[1]),)
-                self._of_joints[joint.block] = [
-                    tuple([packed(x, token_dim(x), rows, held) for x in whole])
-                    for rows in joint.rows
-                ]
-            if joint.block in self._of_joints:
-                parts = self._of_joints[joint.block]
-                found.append(Packed(self._program.rows[block], parts[number]))
-        return found
-
-    def _passed_on(self, before: Packed | None) -> Tensors:
-        """The sum that came, unchanged, because the mask leaves this rank nothing to add."""
-        assert before is not None
-        return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
-
     def _take_heads(self, step: Step, of_queries: Tensors) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
         queries, keys, some = of_queries, (self.k, self.v), step.within

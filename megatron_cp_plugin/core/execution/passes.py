@@ -6,13 +6,24 @@ B batch, S local tokens, T tokens of a base block, H query heads, G KV heads, D 
 values.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import FEW, Rows, between, common, numbers_of, row_count
+from megatron_cp_plugin.core.blocks.rows import (
+    FEW,
+    Rows,
+    between,
+    common,
+    numbers_of,
+    packed,
+    row_count,
+    token_dim,
+)
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
@@ -32,7 +43,7 @@ from megatron_cp_plugin.core.partial import (
     part_of,
     rows_at,
 )
-from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Move, Side
+from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Side
 from megatron_cp_plugin.core.tiles import Tile
 
 
@@ -53,8 +64,8 @@ def attend_block(
             queries, keys = each.sides(q.device)
             (rows,) = queries.given
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
-            total.add(rows, *kernel.forward(packed))
+            several = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
+            total.add(rows, *kernel.forward(several))
             continue
         tile_q, tile_k, tile_v = q, k, v
         if each.rows < q.shape[1]:
@@ -177,10 +188,10 @@ def differentiate_block(
         if isinstance(each, Batch):
             queries, keys = each.sides(q.device)
             taken = rows_at(q, queries.taken), rows_at(k, keys.taken), rows_at(v, keys.taken)
-            packed = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
+            several = KernelCall(*taken, scale, each.causal, each.packing, window=each.window)
             of_rows = rows_at(dout, queries.taken), statistics.rows(queries.taken)
-            dq, dk, dv = kernel.backward(packed, *of_rows)
-            del taken, packed, of_rows
+            dq, dk, dv = kernel.backward(several, *of_rows)
+            del taken, several, of_rows
             for rows in queries.given:
                 sums.dq.add(rows, dq)
             for cols in keys.given:
@@ -215,7 +226,60 @@ def differentiate_block(
         sums.dkv.add(each.kv, dk, dv)
 
 
-class Forward(Pass):
+class _Summing(Pass):
+    """What both passes do with sums for other ranks' blocks."""
+
+    _found: dict[BlockId, Accumulator] | dict[BlockId, GradientSum]
+
+    @abstractmethod
+    def sum_of(self, side: Side, rows: Rows) -> Accumulator | GradientSum:
+        """A new sum of results for some rows of a block."""
+
+    def results_for(self, message: Message, before: Packed | None) -> Tensors:
+        move, block, _ = message
+        rows, dtype = move.block.rows, self._wide if move.wide else self.q.dtype
+        if block in self._program.joined:
+            total, parts = None, self._from_joints(block, dtype)
+            if len(parts) == 1 and parts[0].rows == rows:
+                return parts[0].tensors
+        elif (total := self._found.pop(block, None)) is None:
+            # The sum that came, unchanged: the mask leaves this rank nothing to add.
+            assert before is not None
+            return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
+        elif (held := self._program.rows[block]) != rows:
+            total, parts = None, [Packed(held, tuple(total.held))]
+        if total is None:
+            total = self.sum_of(block[1], rows)
+            for each in parts:
+                _add(total, each, rows, lent=False)
+        plus = None
+        if before is not None and before.rows == rows:
+            plus = before.tensors
+        elif before is not None:
+            _add(total, before, rows, lent=self.lent)
+        return tuple([x.contiguous() for x in total.result(dtype, plus)])
+
+    def _from_joints(self, block: BlockId, dtype: torch.dtype) -> list[Packed]:
+        """Takes this rank's own results for another rank's block: those for the block by itself,
+        and the block's rows of those for joint blocks.
+        """
+        found, held = list[Packed](), self._program.rows[block]
+        if (total := self._found.pop(block, None)) is not None:
+            found.append(Packed(held, total.result(dtype)))
+        for joint, number in self._program.joined[block]:
+            if (total := self._found.pop(joint.block, None)) is not None:
+                whole = total.result(dtype)
+                every = ((0, whole[0].shape[1]),)
+                self._of_joints[joint.block] = [
+                    tuple([packed(x, token_dim(x), rows, every) for x in whole])
+                    for rows in joint.rows
+                ]
+            if joint.block in self._of_joints:
+                found.append(Packed(held, self._of_joints[joint.block][number]))
+        return found
+
+
+class Forward(_Summing):
     """The outputs, each merged from partial outputs of all blocks of keys.
 
     Attributes:
@@ -243,7 +307,7 @@ class Forward(Pass):
             self._targets = {"out": out, "lse": lse}
         # Merges of the base block's outputs, by the first head of each open group.
         self._totals: dict[int, Accumulator] = {}
-        self._found: dict[int, Accumulator] = {}  # for other ranks' queries, by their owner
+        self._found: dict[BlockId, Accumulator] = {}  # for other ranks' queries
 
     def begin(self, part: Round, base: Named) -> None:
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
@@ -281,7 +345,7 @@ class Forward(Pass):
         elif queries is None:
             total = self._totals[task.heads.q.start]
         else:  # another rank's queries
-            total = self._found.setdefault(task.query[0], Accumulator(q, v.shape[3]))
+            total = self._found.setdefault(task.query, Accumulator(q, v.shape[3]))
         return total, q, k, v
 
     def leave(self, rows: slice, found: object) -> None:
@@ -289,37 +353,8 @@ class Forward(Pass):
         assert isinstance(found, Accumulator)
         self._leaving.add(rows, found.result(self._wide if self._program.wide else None))
 
-    def results_for(self, message: Message, before: Packed | None) -> Tensors:
-        move, block, _ = message
-        if block in self._program.joined:
-            return self._from_joints(move, block)
-        total, rows = self._found.pop(block[0], None), move.block.rows
-        if total is None:
-            return self._passed_on(before)
-        held = self._program.rows[block]
-        if held != rows:
-            found = Packed(held, total.result(self._wide))
-            total = Accumulator(_like(self.queries[0], rows), self.v.shape[3])
-            _add(total, found, rows, lent=False)
-        if before is not None:
-            _add(total, before, rows, lent=self.lent)
-        out, lse = total.result(self._wide if move.wide else None)
-        return out.contiguous(), lse.contiguous()
-
-    def _taken(self, block: BlockId, *, wide: bool) -> Tensors | None:
-        total = self._found.pop(block[0], None)
-        return None if total is None else total.result(self._wide if wide else None)
-
-    def _from_joints(self, move: Move, block: BlockId) -> Tensors:
-        """Results for a block that was part of joint blocks."""
-        rows = move.block.rows
-        parts = self._results_of(block, partial(self._taken, wide=move.wide))
-        if len(parts) == 1 and parts[0].rows == rows:
-            return parts[0].tensors
-        total = Accumulator(_like(self.queries[0], rows), self.v.shape[3])
-        for each in parts:
-            _add(total, each, rows, lent=False)
-        return total.result(self._wide if move.wide else None)
+    def sum_of(self, side: Side, rows: Rows) -> Accumulator:
+        return Accumulator(_like(self.queries[0], rows), self.v.shape[3])
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         own, total = between(0, self.q.shape[1]), self._totals[heads.q.start]
@@ -353,7 +388,7 @@ class Forward(Pass):
         return self._send(found, "out", "lse") if leaving is None else leaving.post()
 
 
-class Backward(Pass):
+class Backward(_Summing):
     """Gradients, summed over all blocks that meet."""
 
     sides = (QUERIES, KEYS)
@@ -469,41 +504,9 @@ class Backward(Pass):
             self._found[block] = new
         return new
 
-    def results_for(self, message: Message, before: Packed | None) -> Tensors:
-        move, block, _ = message
-        if block in self._program.joined:
-            return self._from_joints(move, block)
-        total, rows = self._found.pop(block, None), move.block.rows
-        if total is None:
-            return self._passed_on(before)
-        held, dtype = self._program.rows[block], self._wide if move.wide else self.q.dtype
-        if held == rows and (before is None or before.rows == rows):
-            return total.result(dtype, plus=None if before is None else before.tensors)
-        found = Packed(held, tuple(total.held))
-        total = GradientSum(*[_like(x, rows) for x in self._of_side(block[1])])
-        _add(total, found, rows, lent=False)
-        if before is not None:
-            _add(total, before, rows, lent=self.lent)
-        return total.result(dtype)
-
-    def _taken(self, block: BlockId, *, wide: bool) -> Tensors | None:
-        total = self._found.pop(block, None)
-        return None if total is None else total.result(self._wide if wide else self.q.dtype)
-
-    def _from_joints(self, move: Move, block: BlockId) -> Tensors:
-        """Results for a block that was part of joint blocks."""
-        rows = move.block.rows
-        parts = self._results_of(block, partial(self._taken, wide=move.wide))
-        if len(parts) == 1 and parts[0].rows == rows:
-            return parts[0].tensors
-        total = GradientSum(*[_like(x, rows) for x in self._of_side(block[1])])
-        for each in parts:
-            _add(total, each, rows, lent=False)
-        return total.result(self._wide if move.wide else self.q.dtype)
-
-    def _of_side(self, side: Side) -> Tensors:
-        """Tensors of the rank's own block that have the shapes of the gradients of a side."""
-        return self.keys if side else self.queries[:1]
+    def sum_of(self, side: Side, rows: Rows) -> GradientSum:
+        like = self.keys if side else self.queries[:1]
+        return GradientSum(*[_like(x, rows) for x in like])
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         _, total, _ = self._sums[(heads.kv if side else heads.q).start, side]
