@@ -213,8 +213,7 @@ class Pending[T]:
 class Communicator(ABC):
     """A channel of messages among P ranks.
 
-    All ranks post the same operations in the same order. A rank also posts operations in which it
-    does nothing, or it calls `skip` for them.
+    All ranks post the same operations in the same order, also those in which they do nothing.
 
     Attributes:
         rank, size: within the group.
@@ -248,12 +247,6 @@ class Communicator(ABC):
 
         After this call only work that is already queued may read blocks received before.
         """
-
-    def connect(self) -> None:  # noqa: B027  (most are connected)
-        """Connects all ranks, so that ranks may `skip` the first exchange; all ranks call it."""
-
-    def skip(self, count: int) -> None:  # noqa: B027  (most need not know)
-        """Leaves out the next exchanges, in which this rank does nothing and others may."""
 
     def mark(self) -> None:  # noqa: B027  (most need not know)
         """Marks a point in the work of the current stream: see `exchange`, `early`."""
@@ -400,15 +393,11 @@ class ProcessGroupCommunicator(Communicator):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        if not self._connected:
-            self.connect()
-        return existing(self._reference)
-
-    def connect(self) -> None:
-        """See Communicator.connect: NCCL connects ranks in the first operation of all of them."""
-        if not self._connected:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=existing(self._reference))
+        group = existing(self._reference)
+        if not self._connected:  # NCCL connects ranks in the first operation of all of them
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
             self._connected = True
+        return group
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         group, ranks = self._group, self._ranks

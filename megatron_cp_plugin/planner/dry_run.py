@@ -229,11 +229,6 @@ class _Channel(Communicator):
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return self._posting("exchange", sends, receives, None)
 
-    def skip(self, count: int) -> None:
-        # Exchanges of others, which begin once this rank is so far; it does not wait for them.
-        for _ in range(count):
-            self._posting("exchange", (), (), None)
-
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         return self._posting("all_gather", (), (), x.new_empty((self.size, *x.shape)), x, x)
 

@@ -154,9 +154,6 @@ class _VirtualCommunicator(Communicator):
 
         return Pending(finish)
 
-    def skip(self, count: int) -> None:
-        self._operations += count
-
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         return self._all_to_all(x.expand(self.size, *x.shape))
 

@@ -14,11 +14,7 @@ from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
-from megatron_cp_plugin.core.execution.program import (
-    exchanging_program,
-    program,
-    without_idle,
-)
+from megatron_cp_plugin.core.execution.program import exchanging_program, program
 from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
     Named,
@@ -144,10 +140,7 @@ class Transport:
         """
         if not sends(plan):
             return None
-        way = Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
-        for channel in self.channels(way):
-            channel.connect()
-        return way
+        return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
 
     def channels(self, way: Way) -> Channels:
         """Channels for the messages of a plan."""
@@ -324,8 +317,6 @@ def executor_of(
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
-    if way is not None and way.slots is None:
-        parts = without_idle(parts)
     open_channels = None if way is None else partial(transport.channels, way)
     common = open_channels, steps, topology, transport
     return Executor(call, parts, of_heads, *common, filled, keep)

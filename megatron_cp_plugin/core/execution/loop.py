@@ -184,8 +184,6 @@ class Pass(ABC):
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
             for of_results, room in _largest(part.program.receivable, *self._sizes):
                 channels[of_results].reserve(room)
-            for (of_results, slow), count in part.program.idle.items():
-                channels[2 * slow + of_results].skip(count)
 
     def run(self) -> None:
         """Goes through all rounds and steps."""
@@ -344,8 +342,6 @@ class Pass(ABC):
         beside = expected_beside(exchange, *self._sizes) if exchange.beside else NOTHING_BESIDE
         pending = channel.exchange(sends, receives, beside, early=early)
         posted = Posted(pending, tuple(arriving), sends)
-        if exchange.idle:
-            channel.skip(exchange.idle)
         under_way = self._results if result else self._inputs
         under_way.setdefault(exchange.needed, []).append(posted)
 

@@ -238,16 +238,19 @@ class _Summing(Pass):
     def results_for(self, message: Message, before: Packed | None) -> Tensors:
         move, block, _ = message
         rows, dtype = move.block.rows, self._wide if move.wide else self.q.dtype
+        total, parts = None, list[Packed]()
         if block in self._program.joined:
-            total, parts = None, self._from_joints(block, dtype)
+            parts = self._from_joints(block, dtype)
             if len(parts) == 1 and parts[0].rows == rows:
                 return parts[0].tensors
-        elif (total := self._found.pop(block, None)) is None:
-            # The sum that came, unchanged: the mask leaves this rank nothing to add.
-            assert before is not None
-            return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
-        elif (held := self._program.rows[block]) != rows:
-            total, parts = None, [Packed(held, tuple(total.held))]
+        else:
+            total = self._found.pop(block, None)
+            if total is None:  # the mask leaves this rank nothing to add to the sum that came
+                assert before is not None
+                return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
+            held = self._program.rows[block]
+            if held != rows:
+                total, parts = None, [Packed(held, tuple(total.held))]
         if total is None:
             total = self.sum_of(block[1], rows)
             for each in parts:

@@ -6,7 +6,7 @@ ranks' blocks.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -138,8 +138,6 @@ class Exchange:
     Attributes:
         needed: the step before which (results: after whose computation) they must be there.
         slow: the messages may take several steps, on a channel of their own.
-        idle: number of exchanges on its channel that follow, in which the rank does nothing, and
-            that the program leaves out.
         beside: what each target receives in it, in a plan of all ranks: writes to memory of the
             target need the place of each message among all.
         joins: blocks of one side are to lie next to each other in memory.
@@ -149,7 +147,6 @@ class Exchange:
     slow: bool
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    idle: int = 0
     beside: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
     joins: bool = False
 
@@ -256,8 +253,6 @@ class Program:
             in two steps.
         relay: results for a block go from rank to rank.
         merged: see Plan.
-        idle: number of exchanges left out before the first one of a channel, by (carries results,
-            is slow).
     """
 
     rounds: tuple[Round, ...]
@@ -274,7 +269,6 @@ class Program:
     shared: frozenset[Side] = frozenset()
     relay: bool = False
     merged: bool = False
-    idle: Mapping[tuple[bool, bool], int] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
@@ -362,43 +356,6 @@ def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) 
         relay=plan.relay,
         merged=plan.merged,
     )
-
-
-def without_idle(parts: Program) -> Program:
-    """The same without the exchanges, and without the steps, in which the rank does nothing.
-
-    For channels that send messages. Copy engines need all exchanges, because these take receive
-    buffers in turns.
-    """
-    steps = [step for one in parts.rounds for step in one.steps]
-    # By channel: exchanges left out before the first one, and after each.
-    idle: dict[tuple[bool, bool], list[int]] = {}
-    needed = set[int]()
-    for step in steps:
-        for result, exchanges in enumerate((step.inputs, step.results)):
-            for one in exchanges:
-                counts = idle.setdefault((bool(result), one.slow), [0])
-                if one.sends or one.receives:
-                    counts.append(0)
-                    needed.add(one.needed)
-                else:
-                    counts[-1] += 1
-    before = {channel: count for channel, counts in idle.items() if (count := counts.pop(0))}
-    after = {channel: iter(counts) for channel, counts in idle.items()}
-
-    def kept(exchanges: Iterable[Exchange], *, result: bool) -> tuple[Exchange, ...]:
-        some = [one for one in exchanges if one.sends or one.receives]
-        return tuple([replace(one, idle=next(after[result, one.slow])) for one in some])
-
-    def of(part: Round) -> Iterator[Step]:
-        for step in part.steps:
-            inputs, results = kept(step.inputs, result=False), kept(step.results, result=True)
-            acts = step.first or step.last or step.tasks or step.dropped or step.joints
-            if acts or inputs or results or step.number in needed:
-                yield step._replace(inputs=inputs, results=results)
-
-    rounds = tuple([one._replace(steps=tuple(of(one))) for one in parts.rounds])
-    return replace(parts, rounds=rounds, idle=before)
 
 
 def gathering_program(
