@@ -29,19 +29,19 @@ class PlanError(Exception):
 At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, *, rectangular: bool = True) -> None:
     """Raises: PlanError that says what is wrong, if anything is."""
     # All that a rank waits for in a step was posted by all ranks in earlier steps. So no rank can
     # wait for one that waits for it: of all ranks that wait, those in the earliest step have all.
     for move in plan.moves:
         if move.needed <= move.posted:
             raise PlanError(f"rank {move.target} waits before rank {move.source} posts: {move}")
-    _check_pairs(plan)
+    _check_pairs(plan, rectangular)
     _check_inputs(plan)
     _check_results(plan)
 
 
-def _check_pairs(plan: Plan) -> None:
+def _check_pairs(plan: Plan, rectangular: bool) -> None:
     visible = _visible(plan)
     found: dict[tuple[int, int, int], Tensor] = {}
     for compute in plan.computes:
@@ -49,7 +49,7 @@ def _check_pairs(plan: Plan) -> None:
         if group not in found:
             found[group] = torch.zeros_like(visible)
         rows, cols = (torch.tensor(_positions(plan, x)) for x in (compute.queries, compute.keys))
-        for tile in plan.tiles(compute):
+        for tile in plan.tiles(compute, rectangular=rectangular):
             mine, seen = rows[tile.q], cols[tile.kv]
             if tile.reverse:
                 mine, seen = mine.flip(0), seen.flip(0)

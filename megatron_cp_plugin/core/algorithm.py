@@ -224,8 +224,7 @@ class Algorithm(Registered):
         """Makes the executor of a rank's part in one pass of a call."""
         shape = call.shape
         placement = self.placement(shape, call.mask, phase)
-        rectangular = call.kernel.rectangular_causal
-        steps = self._steps(placement, shape, call.mask, phase, rectangular=rectangular)
+        steps = self._steps(placement, shape, call.mask, phase)
         transport = self._transport(placement)
         return executor_of(placement, steps, call, self.topology, transport)
 
@@ -234,15 +233,7 @@ class Algorithm(Registered):
         wanted: Wanted = getattr(self.options, "transport", "auto")
         return Transport(self.name, steps_among(placement, self.topology), wanted)
 
-    def _steps(
-        self,
-        placement: Placement,
-        shape: Shape,
-        mask: Mask,
-        phase: Phase,
-        *,
-        rectangular: bool = True,
-    ) -> Plan:
+    def _steps(self, placement: Placement, shape: Shape, mask: Mask, phase: Phase) -> Plan:
         """The plan of the steps, as far as this rank needs it.
 
         One rank's part is enough for collective operations, whose order does not depend on other
@@ -253,7 +244,7 @@ class Algorithm(Registered):
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)
         rank = None if of_all else among.rank
-        return self._checked_plan(blocks, shape.seq_len, mask, phase, rectangular, rank)
+        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""
@@ -276,17 +267,14 @@ class Algorithm(Registered):
         mask: Mask,
         phase: Phase = "forward",
         *,
-        rectangular: bool = True,
         rank: int | None = None,
     ) -> Plan:
         """The plan of one pass: what all ranks compute and send.
 
-        Args:
-            rectangular: as in `plan_tiles`.
-            rank: only the part of this rank, see `plan_of`.
+        Args: rank: only the part of this rank, see `plan_of`.
         """
         placement = self.placement(shape, mask, phase)
-        setting = shape.seq_len, mask, phase, rectangular, rank
+        setting = shape.seq_len, mask, phase, rank
         if isinstance(placement, HeadPlacement):
             return plan_of(placement, *setting)
         return self._checked_plan(placement, *setting)
@@ -297,22 +285,20 @@ class Algorithm(Registered):
         seq_len: int,
         mask: Mask,
         phase: Phase,
-        rectangular: bool,
         rank: int | None,
     ) -> Plan:
         """The plan of a placement that serves all calls. Args: as of `plan_of`.
 
         Placements of other packages are checked; this package's tests check its own.
         """
-        setting = mask, phase, rectangular
         foreign = not type(placement).__module__.startswith(f"{_PACKAGE}.")
         steps = foreign and not placement.assembled
         if steps and phase not in self._checked:
             # The first plan is checked for all ranks, so that all ranks refuse a plan that is wrong
             # on one.
             check_placement(self.name, placement, seq_len, mask)
-            check_steps(self.name, plan_of(placement, seq_len, *setting, None))
-        plan = plan_of(placement, seq_len, *setting, rank)
+            check_steps(self.name, plan_of(placement, seq_len, mask, phase))
+        plan = plan_of(placement, seq_len, mask, phase, rank)
         if steps:
             check_steps(self.name, plan)
             self._checked.add(phase)

@@ -52,18 +52,18 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
         made = create(choice.algo, topology, dict(choice.options)).within(mask.followed)
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
         made.check(made.options, size=world.size, causal=mask.causal, **heads)
-        plans = [made.plan(shape, mask, phase, rectangular=rectangular) for phase in PHASES]
+        plans = [made.plan(shape, mask, phase) for phase in PHASES]
     except ContextParallelError:
         return
     for plan in plans:
-        check(plan)
+        check(plan, rectangular=rectangular)
         placement = made.placement(shape, mask, plan.phase)
         if isinstance(placement, BlockPlacement) and not placement.assembled:
             # As of placements of others at their first use.
             check_placement(made.name, placement, seq_len, mask)
             check_steps(made.name, plan)
         rank = topology.rank
-        part = made.plan(shape, mask, plan.phase, rectangular=rectangular, rank=rank)
+        part = made.plan(shape, mask, plan.phase, rank=rank)
         # What is exchanged before and after all steps, but between ranks that split the heads.
         outer = outside(plan) if plan.shares == 1 else ()
         assert_is_of_rank(part, plan, rank, outer)

@@ -306,7 +306,8 @@ def executor_of(
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
     way = transport.way(steps, blocks.most_held)
     covers = steps.merged and len(set(transport.topology.nodes)) > 1
-    parts = program(steps, transport.topology.rank, call.kernel.windows, covers)
+    kinds = call.kernel.rectangular_causal, call.kernel.windows
+    parts = program(steps, transport.topology.rank, *kinds, covers)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
         (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)

@@ -226,19 +226,20 @@ def differentiate_block(
         sums.dkv.add(each.kv, dk, dv)
 
 
-class _Summing(Pass):
+class _Summing[S: Accumulator | GradientSum](Pass):
     """What both passes do with sums for other ranks' blocks."""
 
-    _found: dict[BlockId, Accumulator] | dict[BlockId, GradientSum]
+    _found: dict[BlockId, S]
 
     @abstractmethod
-    def sum_of(self, side: Side, rows: Rows) -> Accumulator | GradientSum:
+    def sum_of(self, side: Side, rows: Rows) -> S:
         """A new sum of results for some rows of a block."""
 
     def results_for(self, message: Message, before: Packed | None) -> Tensors:
         move, block, _ = message
         rows, dtype = move.block.rows, self._wide if move.wide else self.q.dtype
-        total, parts = None, list[Packed]()
+        total: S | None = None
+        parts: list[Packed] = []
         if block in self._program.joined:
             parts = self._from_joints(block, dtype)
             if len(parts) == 1 and parts[0].rows == rows:
@@ -250,7 +251,8 @@ class _Summing(Pass):
                 return tuple([x.clone() for x in before.tensors]) if self.lent else before.tensors
             held = self._program.rows[block]
             if held != rows:
-                total, parts = None, [Packed(held, tuple(total.held))]
+                parts = [Packed(held, tuple(total.held))]
+                total = None
         if total is None:
             total = self.sum_of(block[1], rows)
             for each in parts:
@@ -282,7 +284,7 @@ class _Summing(Pass):
         return found
 
 
-class Forward(_Summing):
+class Forward(_Summing[Accumulator]):
     """The outputs, each merged from partial outputs of all blocks of keys.
 
     Attributes:
@@ -310,7 +312,7 @@ class Forward(_Summing):
             self._targets = {"out": out, "lse": lse}
         # Merges of the base block's outputs, by the first head of each open group.
         self._totals: dict[int, Accumulator] = {}
-        self._found: dict[BlockId, Accumulator] = {}  # for other ranks' queries
+        self._found = {}  # for other ranks' queries
 
     def begin(self, part: Round, base: Named) -> None:
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
@@ -391,7 +393,7 @@ class Forward(_Summing):
         return self._send(found, "out", "lse") if leaving is None else leaving.post()
 
 
-class Backward(_Summing):
+class Backward(_Summing[GradientSum]):
     """Gradients, summed over all blocks that meet."""
 
     sides = (QUERIES, KEYS)
@@ -419,7 +421,7 @@ class Backward(_Summing):
         self._summed = part.program.shared
         if self._summed and (part.call.mask.special or not part.call.kernel.sums):
             self._summed = frozenset()
-        self._found: dict[BlockId, GradientSum] = {}  # for other ranks' blocks
+        self._found = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]

@@ -6,9 +6,9 @@ ranks' blocks.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple, Self
 
@@ -272,10 +272,14 @@ class Program:
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
-def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) -> Program:
+def program(
+    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, covers: bool = False
+) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
-    Args: covers: results travel for longer than memory takes to sum gradients in two parts.
+    Args:
+        rectangular, windows: as in `plan_tiles`.
+        covers: results travel for longer than memory takes to sum gradients in two parts.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -289,7 +293,8 @@ def program(plan: Plan, rank: int, windows: bool = False, covers: bool = False) 
     retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
     rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
     exchanges, joints = _exchanges(plan, rank), _joints(plan, rank, rows)
-    tasks = _tasks(plan, rank, rows, joints, windows)
+    tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
+    tasks = _tasks(plan, rank, rows, joints, tiles_of)
     last_use, single = _last_uses(plan, rank, rows)
     expects = {step: some for (result, step), some in exchanges.items() if result}
     packs = dict[int, tuple[Exchange, ...]]()
@@ -473,12 +478,16 @@ def _joints(plan: Plan, rank: int, held: Mapping[BlockId, Rows]) -> _Joints:
 
 
 def _tasks(
-    plan: Plan, rank: int, held: Mapping[BlockId, Rows], joints: _Joints, windows: bool
+    plan: Plan,
+    rank: int,
+    held: Mapping[BlockId, Rows],
+    joints: _Joints,
+    tiles_of: Callable[[Compute], TileTable],
 ) -> dict[int, tuple[Task, ...]]:
     """The tasks of a rank, by step."""
     tasks: dict[int, tuple[Task, ...]] = {}
     for compute in plan.computes:
-        if compute.rank == rank and (tiles := plan.tiles(compute, windows=windows)):
+        if compute.rank == rank and (tiles := tiles_of(compute)):
             query, rows = _held(compute, QUERIES, held, joints)
             key, cols = _held(compute, KEYS, held, joints)
             task = Task(query, key, _work(tiles, rows, cols, compute.heads.heads), compute.heads)

@@ -274,7 +274,8 @@ def gathering_teams(
         teams[side] = GatheringTeam(inward, outward, *order)
     kernel = call.kernel
     computes = (compute for compute in steps.computes if compute.rank == rank)
-    tiles = next((steps.tiles(one, windows=kernel.windows) for one in computes), NO_TILES)
+    kinds = {"rectangular": kernel.rectangular_causal, "windows": kernel.windows}
+    tiles = next((steps.tiles(one, **kinds) for one in computes), NO_TILES)
     if tiles:
         # Where tiles need few rows, only these are put in order.
         wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)

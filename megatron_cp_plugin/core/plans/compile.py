@@ -64,7 +64,6 @@ def plan_of(
     seq_len: int,
     mask: Mask,
     phase: Phase,
-    rectangular: bool = True,
     rank: int | None = None,
 ) -> Plan:
     """The plan of one pass. It is made once, because the host limits training steps of short
@@ -72,16 +71,15 @@ def plan_of(
 
     Args:
         seq_len: tokens of all ranks.
-        rectangular: as in `plan_tiles`.
         rank: the plan has only this rank's part: its computations, sends and receives, and all
             ranks' exchanges before the first step and after the last. None: the plan of all ranks.
     """
     if isinstance(placement, BlockPlacement):
         returning = phase == "backward" and placement.retained_by(0) is not None
         routes = _routes(placement, seq_len, mask, rank, returning)
-        return _Writer(routes, phase).plan(rectangular)
+        return _Writer(routes, phase).plan()
     team = None if rank is None else rank // placement.members
-    of_teams = plan_of(placement.of_teams, seq_len, mask, phase, rectangular, team)
+    of_teams = plan_of(placement.of_teams, seq_len, mask, phase, team)
     return TeamHeads(placement, of_teams, rank).plan()
 
 
@@ -609,7 +607,7 @@ class _Writer:
         self.all_heads = together(self.groups)
         self.wide = ("dq", "dk", "dv") if self.placement.wide_gradients else ()
 
-    def plan(self, rectangular: bool) -> Plan:
+    def plan(self) -> Plan:
         routes, retained_by = self.routes, self.placement.retained_by
         steps = len(self.groups) * routes.steps
         elsewhere = [each for each in enumerate(routes.sources) if each[0] != each[1]]
@@ -633,7 +631,6 @@ class _Writer:
         return Plan(
             self.phase,
             routes.mask,
-            rectangular,
             routes.spans,
             self.groups,
             steps,

@@ -169,7 +169,6 @@ class Plan:
 
     Attributes:
         spans: positions that each rank holds.
-        rectangular: as in `plan_tiles`.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank; each rank adds its own.
         kept: what ranks keep of the forward for the backward.
@@ -181,7 +180,6 @@ class Plan:
 
     phase: Phase
     mask: Mask
-    rectangular: bool
     spans: TokenMap
     groups: tuple[HeadGroup, ...]
     steps: int
@@ -212,7 +210,9 @@ class Plan:
         """All heads of a share."""
         return together(self.groups)
 
-    def tiles(self, compute: Compute, *, windows: bool = False) -> TileTable:
+    def tiles(
+        self, compute: Compute, *, rectangular: bool = True, windows: bool = False
+    ) -> TileTable:
         """Tiles of a computation; their rows and columns are numbered in the two packed blocks.
 
         Tiles are planned on demand, for all computations of the rank together, because a rank needs
@@ -220,15 +220,15 @@ class Plan:
 
         Args:
             compute: one of the computations.
-            windows: as in `plan_tiles`.
+            rectangular, windows: as in `plan_tiles`.
         """
-        kind = self.rectangular, windows
+        kind = rectangular, windows
         pair, found = self._pair(compute), _tiles_of_pairs(self.spans, self.mask, *kind)
         if pair not in found:
             pairs = dict.fromkeys(map(self._pair, self._by_rank[compute.rank]))
             new = [one for one in pairs if one not in found]
             blocks = [(self.positions(queries), self.positions(keys)) for queries, keys in new]
-            tiles = plan_pairs(blocks, self.mask, rectangular=kind[0], windows=windows)
+            tiles = plan_pairs(blocks, self.mask, rectangular=rectangular, windows=windows)
             found.update(zip(new, tiles, strict=True))
         return found[pair]
 
