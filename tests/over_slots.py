@@ -6,13 +6,13 @@ from torch import Tensor
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error
+from tests.peer_world import run_virtual
 
 Channels = dict[tuple[str, int], SlottedCommunicator]
 

@@ -35,11 +35,11 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
+from tests.peer_world import run_virtual
 
 NAMES = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (16, 4), (12, 6), (4, 4))

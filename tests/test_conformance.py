@@ -19,7 +19,6 @@ from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import Plan
@@ -28,6 +27,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 from tests.pairwise import pairwise
+from tests.peer_world import run_virtual
 from tests.span_masks import dense, mask_of, random_lengths, random_spans, random_window
 
 HEAD_DIM = 8

@@ -11,12 +11,13 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.integration.megatron_job import run_warm
+from tests.peer_world import run_virtual
 
 JOB = Path(__file__).parent / "functional_job.py"
 README = Path(__file__).parents[1] / "README.md"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -26,6 +25,7 @@ from megatron_cp_plugin.registry import algorithm_class, create, layout_of
 from tests.any_kernel import ABILITIES
 from tests.any_placement import registered
 from tests.oracle import naive_attention
+from tests.peer_world import run_virtual
 from tests.random_tests import examples
 from tests.span_masks import dense, random_spans
 

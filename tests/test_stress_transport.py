@@ -2,10 +2,8 @@
 
 import json
 
-from megatron_cp_plugin.core.communication.virtual import (
-    VirtualPeerCommunicator,
-)
 from tests import stress_transport
+from tests.peer_world import VirtualPeerCommunicator
 
 
 def test_stress_finds_nothing_and_a_planted_fault(tmp_path, monkeypatch, capsys):

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import errors
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from tests.integration.megatron_job import run_warm
+from tests.peer_world import run_virtual
 
 JOB = Path(__file__).with_name("wrappers_job.py")
 

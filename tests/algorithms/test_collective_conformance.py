@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of, read_options
 from tests.oracle import expected_attention
+from tests.peer_world import run_virtual
 from tests.test_conformance import Case, assert_conforms, run
 
 VARIANTS = ("zigzag", "no", "overlap")

@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
+from tests.peer_world import PeerWorld
 from tests.test_conformance import Case
 
 WORK = Case("distflash")
@@ -156,7 +157,7 @@ def test_other_masks_have_the_plan_of_the_paper() -> None:
     ],
 )
 def test_where_ranks_help_by_work(options: dict[str, object], by_work: bool) -> None:
-    shape, world = Shape(1, 64, 4, 2, 8), VirtualWorld(4, peer_access=True)
+    shape, world = Shape(1, 64, 4, 2, 8), PeerWorld(4)
     mask = Mask(documents=(8, 40))
     for name in ("distflash", "distflash-paper"):
         made = create(name, world.topology(0), options).within(mask.followed)

@@ -6,16 +6,13 @@ import pytest
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.communication.virtual import (
-    VirtualTopology,
-    _VirtualCommunicator,
-    run_virtual,
-)
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, _VirtualCommunicator
 from megatron_cp_plugin.registry import create
 from tests import test_conformance as softmax
 from tests import test_linear_conformance as linear
 from tests.linear_oracle import linear_expected
 from tests.oracle import expected_attention
+from tests.peer_world import run_virtual
 
 OPERATIONS = ("exchange", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.call import Shape, head_groups
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement, check_placement
 from megatron_cp_plugin.core.plans.compile import plan_of
@@ -15,6 +14,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES, Move, Plan, check_steps, 
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
+from tests.peer_world import virtual_world
 from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_random_attention import (
@@ -43,7 +43,7 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
     seq_len, multiple = data.draw(lengths(choice, world.size))
     mask = mask_of(data.draw(masks(seq_len, multiple)), seq_len)
     shape = Shape(1, seq_len, *data.draw(st.sampled_from(HEADS)), 8)
-    virtual = VirtualWorld(
+    virtual = virtual_world(
         world.size, ranks_per_node=world.ranks_per_node, peer_access=world.peer_access
     )
     rectangular = data.draw(st.booleans())

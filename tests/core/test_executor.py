@@ -5,7 +5,6 @@ import torch
 
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.execution.executor import Transport
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
@@ -14,6 +13,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.over_slots import CASES, compare
+from tests.peer_world import PeerWorld, run_virtual
 
 
 @pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
@@ -29,7 +29,7 @@ def test_copy_engines_are_used_where_two_buffers_are_enough(
 
 
 def test_transport_peer_is_refused_where_a_rank_holds_many_blocks() -> None:
-    topology = VirtualWorld(4, peer_access=True).topology(0)
+    topology = PeerWorld(4).topology(0)
     plan = create("distflash", topology, {}).plan(Shape(1, 32, 4, 2, 8), Mask())
     with pytest.raises(ConfigError, match="mine transport peer needs ranks to hold the blocks of"):
         Transport("mine", topology, "peer").way(plan, slots=1)

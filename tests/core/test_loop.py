@@ -15,7 +15,6 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
-from megatron_cp_plugin.core.communication.virtual import VirtualPeerCommunicator, run_virtual
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -23,6 +22,7 @@ from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.over_slots import CASES, compare
 from tests.pairwise import pairwise
+from tests.peer_world import VirtualPeerCommunicator, run_virtual
 
 
 @pytest.mark.parametrize(

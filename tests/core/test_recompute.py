@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.topology import Topology
@@ -27,6 +27,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.registry import create, create_linear
+from tests.peer_world import run_virtual
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BATCH = 4, 2, 8, 12, 2
 WIDTH = HEADS * HEAD_DIM

@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.comm import Room
-from megatron_cp_plugin.core.communication.virtual import (
-    run_virtual,
-)
 from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from tests.core.test_virtual import attend, channels
+from tests.peer_world import run_virtual
 
 
 def test_peer_transport_without_peer_access_is_refused():

@@ -7,12 +7,8 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Room
-from megatron_cp_plugin.core.communication.virtual import (
-    VirtualPeerCommunicator,
-    VirtualWorld,
-    run_virtual,
-)
 from megatron_cp_plugin.core.topology import Topology
+from tests.peer_world import PeerWorld, VirtualPeerCommunicator, run_virtual
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def channels(topology: Topology, *slots: int):
 
 
 def test_receive_buffers_are_made_once():
-    channel = VirtualWorld(1).topology(0)._make_peer_channel("blocks", 2)
+    channel = PeerWorld(1).topology(0)._make_peer_channel("blocks", 2)
 
     def buffers(tokens):
         """Of the next two exchanges."""

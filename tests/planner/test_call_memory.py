@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelSum
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
@@ -33,6 +32,7 @@ from megatron_cp_plugin.planner.call_memory import Peak, peak_bytes, peak_of
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.registry import create
+from tests.peer_world import VirtualPeerCommunicator, run_virtual
 
 SHAPE = Shape(1, 100, 12, 4, 16, element_bytes=4)
 
@@ -203,7 +203,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     for function in (exchange, all_to_all, all_gather, reduce_scatter):
         monkeypatch.setattr(channel, f"_{function.__name__}", function)
     monkeypatch.setattr(virtual.VirtualWorld, "post", uncounted(virtual.VirtualWorld.post))
-    peer = virtual.VirtualPeerCommunicator
+    peer = VirtualPeerCommunicator
     monkeypatch.setattr(peer, "_post", uncounted(peer._post))
     sides = Batch.sides  # indices of rows, which all layers share
 

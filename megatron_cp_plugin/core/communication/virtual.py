@@ -3,7 +3,7 @@
 For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
-from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
+from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.topology import Topology
 
 Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
-
-_NAN = 0xFF  # a byte; so many of them are NaN in every floating dtype
 
 
 class VirtualWorld:
@@ -27,28 +25,45 @@ class VirtualWorld:
     Args:
         timeout_s: how long a rank waits for a message.
         ranks_per_node: default: all on one node.
-        peer_access: whether there are peer channels, see `VirtualPeerCommunicator`.
     """
 
     def __init__(
-        self,
-        size: int,
-        timeout_s: float = 30.0,
-        ranks_per_node: int | None = None,
-        *,
-        peer_access: bool = False,
+        self, size: int, timeout_s: float = 30.0, ranks_per_node: int | None = None
     ) -> None:
         self.size = size
         self.ranks_per_node = ranks_per_node or size
-        self.peer_access = peer_access
         self.failed = Event()
-        self.under_way: set[Address] = set()  # sends over peer channels, until they are waited for
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._mailboxes: dict[Address, SimpleQueue[Tensor]] = {}
 
     def topology(self, rank: int) -> "VirtualTopology":
         return VirtualTopology(self, tuple(range(self.size)), rank, "")
+
+    def run[T](self, body: Callable[[Topology], T]) -> list[T]:
+        """See `run_virtual`."""
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                results[rank] = body(self.topology(rank))
+            except BaseException as error:
+                errors.append(error)
+                self.failed.set()
+
+        names = {rank: f"rank {rank}" for rank in range(self.size)}
+        threads = [Thread(target=run, args=(rank,), name=name) for rank, name in names.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            # A rank that only waited for the failed one is not the cause.
+            raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
+        if self.unread():
+            raise RuntimeError(f"messages that nobody received: {self.unread()}")
+        return [results[rank] for rank in range(self.size)]
 
     def post(self, address: Address, message: Tensor) -> None:
         self._mailbox(address).put(message.detach().clone())
@@ -115,16 +130,14 @@ class VirtualTopology(Topology):
 
     @property
     def peer_access(self) -> bool:
-        return self._world.peer_access and self.size > 1
+        return False
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
-        return VirtualPeerCommunicator(
-            f"{self._path}{name}", self._world, self._members, self._global_rank, slots
-        )
+        raise NotImplementedError("threads have no copy engines")
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         members = [self._members[rank] for rank in ranks]
-        return VirtualTopology(self._world, members, self._global_rank, f"{self._path}{name}/")
+        return type(self)(self._world, members, self._global_rank, f"{self._path}{name}/")
 
 
 class _VirtualCommunicator(Communicator):
@@ -183,134 +196,15 @@ class _VirtualCommunicator(Communicator):
         return self._world.take((self.channel, turn, self._members[source], self.global_rank))
 
 
-class VirtualPeerCommunicator(SlottedCommunicator):
-    """Peer memory at its strictest: it detects reads that are too late and changes that are too
-    early.
-
-    A slot is filled with NaN when an exchange that receives into it is expected or posted; its
-    messages appear when that exchange is waited for. Sends must be waited for, and their tensors
-    must not have changed since they were posted. It is an error if ranks do not make room in the
-    same turn.
-    """
-
-    def __init__(
-        self,
-        channel: str,
-        world: VirtualWorld,
-        members: Sequence[int],
-        global_rank: int,
-        slots: int,
-    ) -> None:
-        rank = list(members).index(global_rank)
-        super().__init__(channel, rank, len(members), global_rank, slots)
-        self._world = world
-        self._members = members
-        self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def _grow(self, slot_bytes: int) -> None:
-        mine = torch.tensor([self._turn, slot_bytes], device="cpu")
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:
-            self._world.post(self._address("room", 0, self.rank, rank), mine)
-        for rank in others:
-            theirs = self._world.take(self._address("room", 0, rank, self.rank))
-            if not torch.equal(mine, theirs):
-                raise RuntimeError(
-                    f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
-                    f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
-                )
-        size = self._slots * slot_bytes
-        self._slab = torch.full((size,), _NAN, dtype=torch.uint8, device="cpu")
-
-    def _offer(self, slot: int, sources: Collection[int]) -> None:
-        if sources:
-            start = slot * self._slot_bytes
-            self._slab[start : start + self._slot_bytes] = _NAN
-
-    def _post(
-        self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
-    ) -> Pending[None]:
-        turn, posted = self._turn, list[tuple[Tensor, Tensor]]()
-        addresses = {self._address("blocks", turn, self.rank, to): to for to in writes}
-        self._world.under_way.update(addresses)
-        for address, to in addresses.items():
-            for tensor, place in writes[to]:
-                bits = _as_bytes(tensor).clone()
-                posted.append((tensor, bits))
-                self._world.post(address, torch.tensor([place], device="cpu"))
-                self._world.post(address, bits.view(-1))
-        if not self._offered:
-            self._offer(slot, {source for _, source in receives})
-
-        def finish() -> None:
-            begin = slot * self._slot_bytes + self._slab.storage_offset()
-            for buffer, source in receives:
-                address = self._address("blocks", turn, source, self.rank)
-                place, message = self._world.take(address).item(), self._world.take(address)
-                bits = _as_bytes(buffer)
-                if bits.numel() and bits.storage_offset() != begin + place:
-                    raise RuntimeError(
-                        f"rank {source} writes to byte {place} of a slot on {self.channel!r}, "
-                        f"rank {self.rank} reads byte {bits.storage_offset() - begin}"
-                    )
-                bits.copy_(message)
-            self._world.under_way.difference_update(addresses)
-            for tensor, bits in posted:
-                if not torch.equal(_as_bytes(tensor), bits):
-                    raise RuntimeError(
-                        f"rank {self.rank} changed what it sent in turn {turn} on "
-                        f"{self.channel!r} before it waited for it"
-                    )
-            posted.clear()  # which lived until now
-
-        return Pending(finish)
-
-    def _address(self, what: str, turn: int, source: int, to: int) -> Address:
-        name = f"{self.channel}, {what} in {self._slots} slots"
-        return name, turn, self._members[source], self._members[to]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, as a view; flat if the tensor is contiguous."""
-    x = tensor.detach()
-    # A view of one expanded element would keep its stride of 0, which bytes cannot have.
-    return (x.as_strided((x.numel(),), (1,)) if x.is_contiguous() else x).view(torch.uint8)
-
-
 def run_virtual[T](
     size: int,
     body: Callable[[Topology], T],
     timeout_s: float = 30.0,
     ranks_per_node: int | None = None,
-    *,
-    peer_access: bool = False,
 ) -> list[T]:
     """Runs body(topology) on `size` virtual ranks, each a thread; other settings: VirtualWorld.
 
     Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
-    were sent that nobody received, or sends over peer channels were not waited for.
+    were sent that nobody received.
     """
-    world = VirtualWorld(size, timeout_s, ranks_per_node, peer_access=peer_access)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = body(world.topology(rank))
-        except BaseException as error:
-            errors.append(error)
-            world.failed.set()
-
-    threads = [Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        # A rank that only waited for the failed one is not the cause.
-        raise next((e for e in errors if not isinstance(e, TimeoutError)), errors[0])
-    if world.unread():
-        raise RuntimeError(f"messages that nobody received: {world.unread()}")
-    if world.under_way:
-        raise RuntimeError(f"sends that were not waited for: {sorted(world.under_way)}")
-    return [results[rank] for rank in range(size)]
+    return VirtualWorld(size, timeout_s, ranks_per_node).run(body)
