@@ -39,8 +39,7 @@ from megatron_cp_plugin.core.autograd.function import (
     whole_of,
 )
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import existing
-from megatron_cp_plugin.core.communication.process_groups import topology_of
+from megatron_cp_plugin.core.communication.process_groups import existing, topology_of
 from megatron_cp_plugin.core.layout import (
     Documents,
     Layout,

@@ -8,6 +8,7 @@ from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.execution import program as module
+from megatron_cp_plugin.core.execution import team
 from megatron_cp_plugin.core.execution.program import program
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import HeadPlacement
@@ -59,10 +60,10 @@ def test_heads_of_a_step_are_counted_from_those_of_its_round() -> None:
     )
     step = program(plan, 0).rounds[0].steps[-1]
     assert (step.heads.q, step.heads.kv) == (slice(6, 8), slice(3, 4))
-    within = module._within(step, HeadGroup(slice(4, 8), slice(2, 4), True, True), 2).within
+    within = team._within(step, HeadGroup(slice(4, 8), slice(2, 4), True, True), 2).within
     assert within is not None
     assert (within.q, within.kv) == (slice(2, 4), slice(1, 2))
-    assert module._within(step, step.heads, 1).within is None
+    assert team._within(step, step.heads, 1).within is None
 
 
 def plan_for(

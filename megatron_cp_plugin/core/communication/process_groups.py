@@ -20,16 +20,10 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_cp_plugin.core.agree import gathered
-from megatron_cp_plugin.core.comm import (
-    Communicator,
-    ProcessGroupCommunicator,
-    existing,
-    group_destroyed,
-    is_nccl,
-    others_lost,
-)
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, others_lost
 from megatron_cp_plugin.core.communication.board import Board, shared_board
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -97,6 +91,94 @@ def _alone() -> Topology:
 def _peer_streams(device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """The streams of a GPU's copies to others, and of its offers."""
     return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+
+
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL sends a group's messages between GPUs.
+
+    `get_backend` does not tell for a group that was made without a backend's name, as a DeviceMesh
+    makes it, or for CPUs as well.
+    """
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
+
+
+def existing(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The process group of a weak reference.
+
+    References are weak because outputs that a program keeps hold their algorithm, which would keep
+    the threads of a destroyed group alive.
+
+    Raises: ContextParallelError if it was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise group_destroyed()
+    return group
+
+
+def group_destroyed() -> ContextParallelError:
+    """The error for the use of a destroyed process group."""
+    return ContextParallelError(
+        "context parallelism needs a process group that exists, got one that was destroyed: create "
+        "a new one"
+    )
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Over a torch.distributed process group (NCCL, gloo), whose ranks connect when it is used."""
+
+    def __init__(self, channel: str, group: dist.ProcessGroup) -> None:
+        super().__init__(channel, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
+        self._reference = ref(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._connected = not is_nccl(group) or self.size == 1
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = existing(self._reference)
+        if not self._connected:  # NCCL connects ranks in the first operation of all of them
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            self._connected = True
+        return group
+
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        group, ranks = self._group, self._ranks
+        ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
+        ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]
+        return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
+
+    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+        out = x.new_empty((self.size, *x.shape))
+        # all_gather_into_tensor takes dim 0 concatenated, and no tensor without dimensions.
+        work = dist.all_gather_into_tensor(
+            out.view(-1), x.view(-1), group=self._group, async_op=True
+        )
+        return self._after([work], out)
+
+    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        out = torch.empty_like(x[0])
+        work = dist.reduce_scatter_tensor(
+            out.view(-1), x.view(-1), group=self._group, async_op=True
+        )
+        return self._after([work], out)
+
+    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
+        return self._after([work], out)
+
+    def _after[T](self, works: Sequence[dist.Work | None], result: T) -> Pending[T]:
+        def finish() -> T:
+            for work in works:
+                assert work is not None  # every operation is asynchronous
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    doing = f"on channel {self.channel!r}"
+                    raise others_lost(self.rank, self.size, doing, error) from error
+            return result
+
+        return Pending(finish)
 
 
 class ProcessGroupTopology(Topology):

@@ -14,11 +14,12 @@ from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
-from megatron_cp_plugin.core.execution.program import exchanging_program, program
+from megatron_cp_plugin.core.execution.program import program
 from megatron_cp_plugin.core.execution.team import (
     ExchangingTeam,
     Named,
     TeamChannels,
+    exchanging_program,
     gathering_teams,
 )
 from megatron_cp_plugin.core.partial import delta_of

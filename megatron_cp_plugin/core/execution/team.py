@@ -7,6 +7,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     united,
 )
 from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, longest_gap
-from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.devices import copy_into
 from megatron_cp_plugin.core.execution.program import (
@@ -34,9 +35,12 @@ from megatron_cp_plugin.core.execution.program import (
     Index,
     Operation,
     Program,
+    Round,
     SomeHeads,
-    gathering_program,
+    Step,
+    Task,
 )
+from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
     beside_each_other,
@@ -52,8 +56,9 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     during,
 )
+from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.ranges import Ranges
-from megatron_cp_plugin.core.tiles import NO_TILES
+from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -283,6 +288,95 @@ def gathering_teams(
     tokens = teams[QUERIES].order.tokens
     return teams, gathering_program(
         steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
+    )
+
+
+def gathering_program(
+    plan: Plan, rank: int, tiles: TileTable, tokens: int, *, packed: bool, gaps: bool
+) -> Program:
+    """What `rank` does with the tokens of its teams, which are gathered before each round.
+
+    Args:
+        tiles: what the rank computes.
+        tokens: queries of the team.
+        packed, gaps: see `TileBatches`.
+    """
+    found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
+    if plan.phase == "backward":
+        # Parts that see more leading keys come first: the sum of key gradients can start as the
+        # first part's gradient if that part sees all keys.
+        found = tuple(sorted(found, key=lambda x: -int(x.work.tiles.kv.stop.max(initial=0))))
+    block = (rank, QUERIES), (rank, KEYS)
+    rounds = _rounds(plan, rank, plan.groups)
+    steps = (
+        # Not `last`: results of tasks leave as they are.
+        Step(step, heads, tasks=tuple(Task(*block, x.work, heads, x.rows) for x in found))
+        for step, heads in enumerate(plan.groups)
+    )
+    return Program(
+        tuple(one._replace(steps=(step,)) for one, step in zip(rounds, steps, strict=True)),
+        few=len(found) <= 2,
+        own=(rank, rank),
+        parted=True,
+        wide=any(move.wide for move in plan.moves),
+        shared=frozenset([KEYS] if len(found) > 1 else []),
+    )
+
+
+def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
+    """What a rank does with the tokens of its team, for its share of the heads.
+
+    Args:
+        steps: what the rank does between teams, in one round.
+        exchange: what its team exchanges.
+    """
+    (inner,), exchanges, found, start = steps.rounds, exchange.placement.exchanges, [], 0
+    each = len(inner.steps) // sum(count for _, count in exchanges)
+    whole = together([heads for heads, _ in exchanges])
+    for index, (heads, count) in enumerate(exchanges):
+        within = inner.steps[start : start + count * each]
+        inputs, results = (
+            [Operation.of(messages, some, whole) for messages, some in named]
+            for named in (exchange.inputs(heads, index), exchange.results(heads))
+        )
+        part = Round(SomeHeads.of(heads, whole), tuple(inputs), {x.names: x for x in results}, ())
+        found.append(part._replace(steps=tuple(_within(step, heads, count) for step in within)))
+        start += count * each
+    return replace(steps, rounds=tuple(found))
+
+
+def _within(step: Step, base: HeadGroup, count: int) -> Step:
+    """The step with base blocks of the heads `base`, which have `count` groups."""
+    if count == 1:
+        return step._replace(within=None)
+    q, kv = (
+        slice(part.start - whole.start, part.stop - whole.start)
+        for part, whole in ((step.heads.q, base.q), (step.heads.kv, base.kv))
+    )
+    return step._replace(within=replace(step.heads, q=q, kv=kv))
+
+
+def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round, ...]:
+    """Rounds without steps, one for each group of heads: what a rank and its teams exchange."""
+    whole = together(groups)
+    found: dict[tuple[HeadGroup, bool], dict[tuple[object, ...], Operation]] = {}
+    last: tuple[object, ...] | None = None
+    for move in during(plan):
+        kind = move.messages, move.heads, move.wide
+        # Most moves differ from the move before only in the block.
+        if kind == last or move.source != rank:
+            continue
+        last, group = kind, move.heads if move.heads in groups else groups[0]
+        of_group = found.setdefault((group, move.result), {})
+        of_group[kind] = Operation.of(*kind[:2], whole, move.wide)
+    return tuple(
+        Round(
+            SomeHeads.of(group, whole),
+            tuple(found.get((group, False), {}).values()),
+            {operation.names: operation for operation in found.get((group, True), {}).values()},
+            (),
+        )
+        for group in groups
     )
 
 
