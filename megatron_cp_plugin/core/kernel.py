@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.partial import delta_of, rows_at, stand_in_of
+from megatron_cp_plugin.core.partial import delta_of, placeholder_out, rows_at
 from megatron_cp_plugin.core.ranges import Numbers
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -147,7 +147,7 @@ class Statistics(NamedTuple):
         if self.out is not None:
             return self.out
         assert self.delta is not None
-        return stand_in_of(dout, self.delta)
+        return placeholder_out(dout, self.delta)
 
 
 class Lengths(NamedTuple):

@@ -661,10 +661,10 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
 
 # Elements of a row whose products with dout make up delta: what one leaves is 2^-9 of it in
 # bfloat16, what three leave is less than float32 tells apart.
-STAND_IN_TERMS = 3
+PLACEHOLDER_TERMS = 3
 
 
-def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
+def placeholder_out(dout: Tensor, delta: Tensor) -> Tensor:
     """An `out` from which `delta_of` computes this delta, to float32 precision; its other elements
     are 0.
 
@@ -673,8 +673,8 @@ def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
     """
     fused = fused_for(dout)
     if fused is not None and delta.dtype != torch.float64:
-        return fused.stand_in_of(dout, delta)
-    at = dout.abs().topk(min(STAND_IN_TERMS, dout.shape[-1]), -1).indices
+        return fused.placeholder_out(dout, delta)
+    at = dout.abs().topk(min(PLACEHOLDER_TERMS, dout.shape[-1]), -1).indices
     rest = delta.transpose(-2, -1)
     values: list[Tensor] = []
     for term in dout.gather(-1, at).to(delta.dtype).unbind(-1):

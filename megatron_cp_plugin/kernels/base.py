@@ -67,12 +67,12 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def with_stand_in(within: int, call: KernelCall, statistics: Statistics) -> int:
-    """Workspace of a backward that gets `Statistics.out_for`. Args: within: the kernel's own
+def with_placeholder_out(own_bytes: int, call: KernelCall, statistics: Statistics) -> int:
+    """Workspace of a backward that gets `Statistics.out_for`. Args: own_bytes: the kernel's own
     workspace.
     """
     elements = call.q.numel() // call.q.shape[3] * call.v.shape[3]
-    return within + statistics.copied_bytes(elements * call.q.element_size())
+    return own_bytes + statistics.copied_bytes(elements * call.q.element_size())
 
 
 def by_name(lengths: Lengths) -> dict[str, Tensor | int]:
@@ -205,4 +205,4 @@ class FlashAttention2(PackingKernel):
         of_keys = batch * 2 * cols * heads * dim if heads > kv_heads else 0
         elements = self.accumulated(call.q, 1 if call.packing is None else len(call.packing))
         wide = elements + elements // rounded(dim, 32 if dim <= 128 else 64)
-        return with_stand_in(4 * wide + of_keys * call.q.element_size(), call, statistics)
+        return with_placeholder_out(4 * wide + of_keys * call.q.element_size(), call, statistics)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import STAND_IN_TERMS
+from megatron_cp_plugin.core.partial import PLACEHOLDER_TERMS
 from megatron_cp_plugin.kernels.decayed import passed_along as passed_along
 from megatron_cp_plugin.kernels.fused_loss import logit_gradients_ as logit_gradients_
 from megatron_cp_plugin.kernels.fused_loss import logit_statistics as logit_statistics
@@ -276,7 +276,7 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _stand_in_kernel(  # type: ignore[no-untyped-def]
+def _placeholder_kernel(  # type: ignore[no-untyped-def]
     sizes, out, dout, delta, ROWS: tl.constexpr, DIM: tl.constexpr, TERMS: tl.constexpr
 ):
     batch, token, head, live, inside = _program_rows(sizes, ROWS, DIM)
@@ -299,12 +299,12 @@ def _stand_in_kernel(  # type: ignore[no-untyped-def]
     _store(out, batch, token, head, found, inside, DIM)
 
 
-def stand_in_of(dout: Tensor, delta: Tensor) -> Tensor:
-    """See `partial.stand_in_of`. Args: dout: its head dim is contiguous. delta: float32."""
+def placeholder_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """See `partial.placeholder_out`. Args: dout: its head dim is contiguous. delta: float32."""
     if dout.dim() == 3:
-        return stand_in_of(dout[None], delta[None])[0]
-    out, terms = torch.empty_like(dout), min(STAND_IN_TERMS, dout.shape[3])
-    _launch(_stand_in_kernel, dout, dout.shape[1], out, dout, delta, TERMS=terms)
+        return placeholder_out(dout[None], delta[None])[0]
+    out, terms = torch.empty_like(dout), min(PLACEHOLDER_TERMS, dout.shape[3])
+    _launch(_placeholder_kernel, dout, dout.shape[1], out, dout, delta, TERMS=terms)
     return out
 
 

@@ -22,7 +22,7 @@ from megatron_cp_plugin.kernels.base import (
     far_apart,
     gpu_reason,
     wide_heads_reason,
-    with_stand_in,
+    with_placeholder_out,
 )
 from megatron_cp_plugin.kernels.reference import Reference
 
@@ -154,4 +154,4 @@ class CudnnAttention(SoftmaxKernel):
         (_, cols, kv_heads, _), value_dim = call.k.shape, call.v.shape[3]
         of_keys = cols * heads * (dim + value_dim) if heads > kv_heads else 0
         within = batch * (4 * rows * heads * (dim + 1) + of_keys * call.q.element_size())
-        return with_stand_in(within, call, statistics)
+        return with_placeholder_out(within, call, statistics)

@@ -176,7 +176,7 @@ class OnePass:
         note(Memory("delta", _bytes(dout, out)))
         return out.new_empty((batch, heads, tokens), dtype=torch.float32)
 
-    def stand_in_of(self, dout: Tensor, delta: Tensor) -> Tensor:
+    def placeholder_out(self, dout: Tensor, delta: Tensor) -> Tensor:
         return torch.empty_like(dout)
 
     def passed_along(

@@ -79,20 +79,20 @@ for of in (of, None):
 
 delta = torch.einsum("bshd,bshd->bhs", a.float(), b.float())
 torch.testing.assert_close(fused.delta_of(a, b), delta)
-from megatron_cp_plugin.core.partial import stand_in_of
+from megatron_cp_plugin.core.partial import placeholder_out
 
 of_row = a.clone()
 of_row[0, 0, 0, 1:], of_row[0, 1, 0], of_row[0, 2, 0, :6] = 0, 0, 0  # one element, none, two
 delta[0, 0, 1], delta[1, 0, 0] = 0, torch.nan
 for dout in (of_row, of_row.half(), of_row.float(), torch.stack((of_row, b), 3)[..., 0, :]):
-    made = [function(dout, delta) for function in (fused.stand_in_of, stand_in_of)]
+    made = [function(dout, delta) for function in (fused.placeholder_out, placeholder_out)]
     assert all(x.dtype == dout.dtype and (x != 0).sum(-1).max() <= 3 for x in made)
     got, want = (fused.delta_of(dout, x) for x in made)
     torch.testing.assert_close(got, want, equal_nan=True)
 delta = delta.nan_to_num().contiguous()
-want, strided = fused.stand_in_of(b, delta), delta.transpose(1, 2).contiguous().transpose(1, 2)
-assert torch.equal(fused.stand_in_of(b, strided), want)
-flat = fused.stand_in_of(b.flatten(0, 1), delta.transpose(0, 1).flatten(1))
+want, strided = fused.placeholder_out(b, delta), delta.transpose(1, 2).contiguous().transpose(1, 2)
+assert torch.equal(fused.placeholder_out(b, strided), want)
+flat = fused.placeholder_out(b.flatten(0, 1), delta.transpose(0, 1).flatten(1))
 assert torch.equal(flat, want.flatten(0, 1))
 x = torch.randn(2, 5, 3, 4, 8).bfloat16()[:, :, :, 1]
 scale, share = torch.rand(2, 5), torch.rand(2, 5)

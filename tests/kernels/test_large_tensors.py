@@ -98,7 +98,9 @@ def test_merges_and_sums_of_more_elements_than_int32_counts() -> None:
     fused.sum_into((want,), *[(x,) for x in small])
     assert torch.equal(out[:, LAST], want)
     assert torch.equal(fused.delta_of(a, b)[:, :, LAST], fused.delta_of(*small))
-    assert torch.equal(fused.stand_in_of(a, lse)[:, LAST], fused.stand_in_of(small[0], want_lse))
+    assert torch.equal(
+        fused.placeholder_out(a, lse)[:, LAST], fused.placeholder_out(small[0], want_lse)
+    )
     rows = torch.arange(LARGE - FEW, LARGE, device=GPU, dtype=torch.int32)
     assert torch.equal(fused.rows_at(a, rows), small[0])
 

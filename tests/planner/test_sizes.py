@@ -61,7 +61,7 @@ def test_fused_operations_make_what_others_make() -> None:
     made = {
         "rows_at": ((a, rows), (partial.rows_at(a, rows),), 2 * 2 * 2 * 3 * 8 * 4),
         "delta_of": ((a.bfloat16(), out), (delta,), 2 * out.numel() * 2),
-        "stand_in_of": ((out, delta), (partial.stand_in_of(out, delta),), None),
+        "placeholder_out": ((out, delta), (partial.placeholder_out(out, delta),), None),
     }
     for name, (given, want, size) in made.items():
         operation, found = partial_of(getattr(fused, name), *map(on_meta, given)), []
