@@ -78,7 +78,7 @@ def steps_among(placement: Placement, topology: Topology) -> Topology:
     return topology.subgroup(range(topology.rank % members, topology.size, members), "ring")
 
 
-class Way(NamedTuple):
+class ChannelConfig(NamedTuple):
     """How messages are sent.
 
     Attributes:
@@ -131,7 +131,7 @@ class Transport:
             for name in self._names(plan):
                 self.topology.channel(name)
 
-    def way(self, plan: Plan, slots: int) -> Way | None:
+    def config(self, plan: Plan, slots: int) -> ChannelConfig | None:
         """How a plan's messages are sent: by copy engines where wanted and possible, never between
         nodes. None: the plan has no messages.
 
@@ -141,11 +141,11 @@ class Transport:
         """
         if not sends(plan):
             return None
-        return Way(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+        return ChannelConfig(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
 
-    def channels(self, way: Way) -> Channels:
+    def channels(self, config: ChannelConfig) -> Channels:
         """Channels for the messages of a plan."""
-        topology, (inputs, results, *slow), slots = self.topology, *way
+        topology, (inputs, results, *slow), slots = self.topology, *config
         if slots is None:
             fast = topology.channel(inputs), topology.channel(results)
         else:  # results are added before the next ones come
@@ -305,7 +305,7 @@ def executor_of(
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-    way = transport.way(steps, blocks.most_held)
+    config = transport.config(steps, blocks.most_held)
     covers = steps.merged and len(set(transport.topology.nodes)) > 1
     kinds = call.kernel.rectangular_causal, call.kernel.windows
     parts = program(steps, transport.topology.rank, *kinds, covers)
@@ -319,7 +319,7 @@ def executor_of(
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
-    open_channels = None if way is None else partial(transport.channels, way)
+    open_channels = None if config is None else partial(transport.channels, config)
     common = open_channels, steps, topology, transport
     return Executor(call, parts, of_heads, *common, filled, keep)
 
