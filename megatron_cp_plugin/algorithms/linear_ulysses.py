@@ -74,11 +74,11 @@ class LinearUlysses(LinearAlgorithm):
         share = LinearTensors(q, k, v, gates, initial)
         part, final, saved = self._whole.forward(share, of_share)
         out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
-        leaving = exchange.leave(part, out)
+        sending = exchange.send_results(part, out)
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
             final = heads.own_states(final)
-        leaving()
+        sending()
         return heads.own_queries(out), final, saved
 
     def backward(
@@ -97,9 +97,9 @@ class LinearUlysses(LinearAlgorithm):
         )
         parts += [_with_numbers(x) for x in dgates if x is not None]
         gradients = [part.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
-        leaving = [exchange.leave(*each) for each in zip(parts, gradients, strict=True)]
-        while leaving:
-            leaving.pop(0)()
+        sending = [exchange.send_results(*each) for each in zip(parts, gradients, strict=True)]
+        while sending:
+            sending.pop(0)()
         dq, dk, dv, *found = map(heads.own_queries, gradients)
         returned = dgates.each(lambda x: found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0))
         if own is None:

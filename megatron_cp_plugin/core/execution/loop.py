@@ -47,13 +47,13 @@ from megatron_cp_plugin.core.execution.program import (
     Task,
 )
 from megatron_cp_plugin.core.execution.team import (
-    Departure,
+    Completions,
     ExchangingTeam,
     GatheringTeam,
     Named,
+    ResultScatter,
     Team,
     Tensors,
-    Waits,
 )
 from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
@@ -163,7 +163,7 @@ class Pass(ABC):
         self._sizes = len(q), q.shape[3], v.shape[3], q.dtype
         self._wide = accumulation_dtype(q.dtype)
         self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
-        self._leaving: Departure | None = None  # results for queries, filled task by task
+        self._open_scatter: ResultScatter | None = None  # results for queries, filled task by task
         self._gathered: dict[str, Tensor] = {}  # which a later round may still use
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
@@ -190,7 +190,7 @@ class Pass(ABC):
         rounds, call, held = self._program.rounds, self._call, self._held
         way = {"packed": call.packed, "gaps": call.kernel.gaps, "forward": KEYS not in self.sides}
         coming = self._gather(rounds[0]) if self._teams else None
-        leaving: Waits = []
+        completions: Completions = []
         for number, part in enumerate(rounds):
             base = self.own if coming is None else self._base(number, coming)
             # Frees the memory of gathered blocks before more are gathered: `base` may be a copy.
@@ -207,7 +207,7 @@ class Pass(ABC):
                     operands = self.operands(task, held.get(task.query), held.get(task.key))
                     self.compute(*operands, task.work.calls(**way), call)
                     if task.rows is not None:
-                        self.leave(task.rows, operands[0])
+                        self.send_results(task.rows, operands[0])
                     del operands
                 if step.last or step.results or step.number in self._results:
                     self._reduce(step)
@@ -217,13 +217,13 @@ class Pass(ABC):
                 if self._results:
                     self._take_results()
                 posted = self.end()
-                while leaving:
-                    leaving.pop(0)()
-                leaving = posted
+                while completions:
+                    completions.pop(0)()
+                completions = posted
         if self._results:
             self._take_results()
-        while leaving:
-            leaving.pop(0)()
+        while completions:
+            completions.pop(0)()
 
     def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps."""
@@ -397,19 +397,19 @@ class Pass(ABC):
                 held[name] = self._gathered[name]
         return held
 
-    def _departure(self, *names: str) -> Departure:
+    def _scatter(self, *names: str) -> ResultScatter:
         """Takes results for rows of the base block to the owners of the tokens in the team, or, if
         the round has no operation for them, to this rank's own targets.
         """
         operation = self._round.results.get(names)
         if operation is None:
-            return Departure(self._round.base.named(names, self._targets))
+            return ResultScatter(self._round.base.named(names, self._targets))
         team = self._teams[SIDE_OF[names[0]]]
         assert isinstance(team, GatheringTeam)
-        return team.departure(operation, self._targets)
+        return team.scatter(operation, self._targets)
 
-    def _send(self, tensors: Tensors, *names: str) -> Waits:
-        """Sends results for all rows of the base block, as `_departure` does for some rows."""
+    def _send(self, tensors: Tensors, *names: str) -> Completions:
+        """Sends results for all rows of the base block, as `_scatter` does for some rows."""
         operation = self._round.results.get(names)
         if operation is None:
             targets = self._round.base.named(names, self._targets)
@@ -419,9 +419,9 @@ class Pass(ABC):
         team = self._teams[SIDE_OF[names[0]]]
         if isinstance(team, ExchangingTeam):
             return team.send(operation, self._targets, tensors)
-        leaving = team.departure(operation, self._targets)
-        leaving.add(slice(0, tensors[0].shape[1]), tensors)
-        return leaving.post()
+        scatter = team.scatter(operation, self._targets)
+        scatter.add(slice(0, tensors[0].shape[1]), tensors)
+        return scatter.post()
 
     # What the passes sum
 
@@ -443,7 +443,7 @@ class Pass(ABC):
         """
 
     @abstractmethod
-    def leave(self, rows: slice, found: object) -> None:
+    def send_results(self, rows: slice, found: object) -> None:
         """Takes the final results for some rows of the base block: what `compute` added to."""
 
     @abstractmethod
@@ -471,7 +471,7 @@ class Pass(ABC):
         """
 
     @abstractmethod
-    def end(self) -> Waits:
+    def end(self) -> Completions:
         """Ends a round, after all its groups are closed: sends the results to the team."""
 
     def _take_heads(self, step: Step, of_queries: Tensors) -> None:

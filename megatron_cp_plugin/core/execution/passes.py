@@ -27,7 +27,7 @@ from megatron_cp_plugin.core.blocks.rows import (
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
-from megatron_cp_plugin.core.execution.team import Named, Tensors, Waits
+from megatron_cp_plugin.core.execution.team import Completions, Named, Tensors
 from megatron_cp_plugin.core.kernel import (
     KernelCall,
     KernelSum,
@@ -317,7 +317,7 @@ class Forward(_Summing[Accumulator]):
     def begin(self, part: Round, base: Named) -> None:
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
         if self._program.parted:
-            self._leaving = self._departure("out", "lse")
+            self._open_scatter = self._scatter("out", "lse")
             return
         self._placing = part.steps[0].within is not None or self._call.places_outputs
         if self._placing:
@@ -353,10 +353,10 @@ class Forward(_Summing[Accumulator]):
             total = self._found.setdefault(task.query, Accumulator(q, v.shape[3]))
         return total, q, k, v
 
-    def leave(self, rows: slice, found: object) -> None:
-        assert self._leaving is not None
+    def send_results(self, rows: slice, found: object) -> None:
+        assert self._open_scatter is not None
         assert isinstance(found, Accumulator)
-        self._leaving.add(rows, found.result(self._wide if self._program.wide else None))
+        self._open_scatter.add(rows, found.result(self._wide if self._program.wide else None))
 
     def sum_of(self, side: Side, rows: Rows) -> Accumulator:
         return Accumulator(_like(self.queries[0], rows), self.v.shape[3])
@@ -383,14 +383,14 @@ class Forward(_Summing[Accumulator]):
         if not self._placing:
             self.out, self.lse = out, lse
 
-    def end(self) -> Waits:
-        leaving, self._leaving = self._leaving, None
-        found = () if leaving is not None else (self.out, self.lse)
+    def end(self) -> Completions:
+        scatter, self._open_scatter = self._open_scatter, None
+        found = () if scatter is not None else (self.out, self.lse)
         if self._keep:
             self.kept += self.q, self.k, self.v, self.lse
         del self.q, self.k, self.v, self.queries, self.keys
         self.out, self.lse = self._targets["out"], self._targets["lse"]
-        return self._send(found, "out", "lse") if leaving is None else leaving.post()
+        return self._send(found, "out", "lse") if scatter is None else scatter.post()
 
 
 class Backward(_Summing[GradientSum]):
@@ -428,9 +428,9 @@ class Backward(_Summing[GradientSum]):
         self._dout = base["dout"]
         self._all = Statistics(base["lse"], base.get("out"), base.get("delta"))
         self._few = self._program.few
-        self._travelling = self._wide if self._program.wide else self.q.dtype
+        self._sent_dtype = self._wide if self._program.wide else self.q.dtype
         if self._program.parted:
-            self._leaving = self._departure("dq") if self._call.dq else None
+            self._open_scatter = self._scatter("dq") if self._call.dq else None
             return
         # Otherwise the first partial would hold the result's memory while a float32 sum is made.
         several = part.steps[0].within is not None
@@ -495,10 +495,10 @@ class Backward(_Summing[GradientSum]):
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
         return Gradients(dq, dkv, within), dout, q, k, v, statistics
 
-    def leave(self, rows: slice, found: object) -> None:
-        if self._leaving is not None:
+    def send_results(self, rows: slice, found: object) -> None:
+        if self._open_scatter is not None:
             assert isinstance(found, Gradients)
-            self._leaving.add(rows, tuple(found.dq.final(self._travelling)))
+            self._open_scatter.add(rows, tuple(found.dq.final(self._sent_dtype)))
 
     def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> GradientSum:
         """The gradient sum of another rank's block; kept only if `wanted`."""
@@ -534,14 +534,14 @@ class Backward(_Summing[GradientSum]):
             total.add_last([piece for each in others for piece in _shared(each, rows)])
         (self._of_keys if side else self._of_queries).write(some, total, plus)
 
-    def end(self) -> Waits:
-        heads, posted = self._round.base.heads, Waits()
-        leaving, self._leaving = self._leaving, None
+    def end(self) -> Completions:
+        heads, posted = self._round.base.heads, Completions()
+        scatter, self._open_scatter = self._open_scatter, None
         del self.q, self.k, self.v, self._dout, self._all
         del self.queries, self.keys, self._statistics
-        if leaving is not None:
-            posted += leaving.post()
-            del leaving
+        if scatter is not None:
+            posted += scatter.post()
+            del scatter
         elif self._call.dq:
             found = self._of_queries.whole
             del self._of_queries
@@ -559,7 +559,7 @@ class Backward(_Summing[GradientSum]):
             _, total, within = self._sums.pop((heads.kv.start, KEYS))
             if within is not None:
                 within.close()
-            return tuple(total.final(self._travelling))
+            return tuple(total.final(self._sent_dtype))
         found = self._of_keys.whole
         del self._of_keys
         return found

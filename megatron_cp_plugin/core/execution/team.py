@@ -63,10 +63,10 @@ from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
 # Functions to be called once, which wait for results and place them.
-Waits = list[Callable[[], None]]
+Completions = list[Callable[[], None]]
 
 
-class Departure:
+class ResultScatter:
     """Results for the tokens of a base block, on their way to the ranks that own the tokens. This
     class writes them to this rank's own tokens.
     """
@@ -81,12 +81,12 @@ class Departure:
             dim = token_dim(x)
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
-    def post(self) -> Waits:
+    def post(self) -> Completions:
         """Sends the results; call it after all rows have been added."""
         return []
 
 
-class Travelling(NamedTuple):
+class OwnRows(NamedTuple):
     """Rows of this rank's tokens that travel, and the rank's index in the team."""
 
     member: int
@@ -111,14 +111,14 @@ class GatheringTeam:
         inward: Communicator,
         outward: Communicator,
         order: Assembly,
-        travelling: Travelling | None = None,
+        own_rows: OwnRows | None = None,
     ) -> None:
         """Args:
         inward, outward: channels of inputs and of results.
-        travelling: the own rows that travel; None: all tokens travel.
+        own_rows: the own rows that travel; None: all tokens travel.
         """
         self._inward, self._outward, self.order = inward, outward, order
-        self._travelling = travelling
+        self._own_rows = own_rows
 
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
@@ -129,20 +129,20 @@ class GatheringTeam:
 
         Returns: a function that waits for the tensors; to be called once.
         """
-        order, travelling, own = self.order, self._travelling, part.named(message, given)
+        order, own_rows, own = self.order, self._own_rows, part.named(message, given)
         of_rows = message[0] in PER_HEAD
         widths = [x.shape[3] for x in own if x.dim() == 4]
         if of_rows:
             whole, dim = torch.stack(own), 3
         else:
             whole, dim = beside_each_other(own), 1
-        sent = whole if travelling is None else _packed(whole, dim, travelling)
+        sent = whole if own_rows is None else _packed(whole, dim, own_rows)
         coming = self._inward.all_gather(padded(sent, dim, order.width))
 
         def finish() -> Sequence[Tensor]:
             blocks: Blocks = coming.wait()
-            if travelling is not None:
-                blocks = travelling.with_own(blocks, whole)
+            if own_rows is not None:
+                blocks = own_rows.with_own(blocks, whole)
             joined = order.join(blocks, dim)
             if of_rows:
                 return joined.unbind()
@@ -150,29 +150,29 @@ class GatheringTeam:
 
         return finish
 
-    def departure(self, operation: Operation, targets: Named) -> Departure:
+    def scatter(self, operation: Operation, targets: Named) -> ResultScatter:
         """Sends results, which come for some rows at a time, to the owners of the tokens.
 
         The owners merge partial outputs, or sum gradients, into their `targets`.
         """
         own = operation.part.named(operation.names, targets)
-        return _Scattering(self._outward, self.order, self._travelling, own, wide=operation.wide)
+        return _TeamScatter(self._outward, self.order, self._own_rows, own, wide=operation.wide)
 
 
-class _Scattering(Departure):
+class _TeamScatter(ResultScatter):
     """Results, by member of the team: [n,B,S,heads,D], joined, and [n,B,heads,S] for lse."""
 
     def __init__(
         self,
         outward: Communicator,
         order: Assembly,
-        travelling: Travelling | None,
+        own_rows: OwnRows | None,
         own: Sequence[Tensor],
         *,
         wide: bool,
     ) -> None:
         """Args: own: memory of the results for the own tokens."""
-        self._outward, self._order, self._travelling, self._own = outward, order, travelling, own
+        self._outward, self._order, self._own_rows, self._own = outward, order, own_rows, own
         self._widths = widths = [x.shape[3] for x in own if x.dim() == 4]
         like, members, width = own[0], order.members, order.width
         dtype = accumulation_dtype(like.dtype) if wide else like.dtype
@@ -187,35 +187,35 @@ class _Scattering(Departure):
         self._places = (*_by_widths(self._blocks, widths), *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
         self._written, self._mine = list[Blocks](self._places), list[Tensor]()
-        if travelling is not None:  # some of the own tokens: all of them are here
+        if own_rows is not None:  # some of the own tokens: all of them are here
             pairs = list(zip(own, self._places, strict=True))
             self._mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
             for x in self._mine if order.excerpt else ():
                 x.fill_(0.0 if x.dim() == 4 else -torch.inf)
             both = zip(self._places, self._mine, strict=True)
-            self._written = [travelling.with_own(*pair) for pair in both]
+            self._written = [own_rows.with_own(*pair) for pair in both]
 
     def add(self, rows: slice, tensors: Tensors) -> None:
         for of_all, dim, x in zip(self._written, self._dims, tensors, strict=True):
             self._order.place(of_all, dim, rows, x)
 
-    def post(self) -> Waits:
-        travelling, own, widths = self._travelling, self._own, self._widths
-        if travelling is not None:
+    def post(self) -> Completions:
+        own_rows, own, widths = self._own_rows, self._own, self._widths
+        if own_rows is not None:
             for place, whole, target, dim in zip(
                 self._places, self._mine, own, self._dims, strict=True
             ):
-                some = _packed(whole, dim, travelling)
-                place[travelling.member].narrow(dim, 0, some.shape[dim]).copy_(some)
+                some = _packed(whole, dim, own_rows)
+                place[own_rows.member].narrow(dim, 0, some.shape[dim]).copy_(some)
                 target.copy_(whole)
         blocks, lses = self._blocks, self._lses
         # The results travel: this object must not hold their memory.
         del self._blocks, self._lses, self._places, self._written, self._mine
-        every = travelling is None and self._order.width == own[0].shape[1]
+        every = own_rows is None and self._order.width == own[0].shape[1]
         pieces: tuple[tuple[slice, slice], ...] = ()
         if not every:  # this rank's rows, where they are among those that come and among its own
             tokens = between(0, own[0].shape[1])
-            pieces = common(tokens if travelling is None else travelling.rows, tokens)
+            pieces = common(tokens if own_rows is None else own_rows.rows, tokens)
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
 
@@ -395,22 +395,22 @@ def _ordered(
     owned: TokenMap,
     members: tuple[int, ...],
     own: int,
-    travelling: tuple[tuple[int, Rows], ...],
+    own_rows: tuple[tuple[int, Rows], ...],
     width: int,
-) -> tuple[Assembly, Travelling | None]:
+) -> tuple[Assembly, OwnRows | None]:
     """How the tokens of a team are joined, and the rows that this rank sends (None: all).
 
     Args:
-        travelling: (owner, rows that travel) of the members.
+        own_rows: (owner, rows that travel) of the members.
         width: rows of padded blocks.
     """
-    rows = dict(travelling)
+    rows = dict(own_rows)
     if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
         return assemble([owned[owner] for owner in members], width), None
     whole = between(0, owned.lengths[own])
     some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
     order = Assembly(*positions_of_all(some), len(members), width)
-    return order, Travelling(members.index(own), rows[own])
+    return order, OwnRows(members.index(own), rows[own])
 
 
 class ExchangingTeam:
@@ -427,10 +427,10 @@ class ExchangingTeam:
         (name,) = message
         return self.come(given[name], part.slices[name])
 
-    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Waits:
+    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Completions:
         """Sends results for all tokens to their owners, where they are written to `targets`."""
         slices, both = operation.part.slices, zip(operation.names, tensors, strict=True)
-        return [self.leave(x, targets[name], slices[name]) for name, x in both]
+        return [self.send_results(x, targets[name], slices[name]) for name, x in both]
 
     def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
         """Exchanges [B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S]
@@ -443,7 +443,7 @@ class ExchangingTeam:
         coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
         return lambda: (self.order.join(coming.wait(), tokens).contiguous(),)
 
-    def leave(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
+    def send_results(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
         """Sends results [B,T,heads,D] or [B,heads,T] back to the ranks that own the tokens.
 
         Args: target: [B,S,U*h,D] or [B,U*h,S], of which the heads `part` (None: all) of each share.
@@ -462,9 +462,9 @@ class ExchangingTeam:
 Team = GatheringTeam | ExchangingTeam
 
 
-def _packed(x: Tensor, dim: int, travelling: Travelling) -> Tensor:
+def _packed(x: Tensor, dim: int, own_rows: OwnRows) -> Tensor:
     """The rows of a tensor that travel."""
-    return packed(x, dim, travelling.rows, between(0, x.shape[dim]))
+    return packed(x, dim, own_rows.rows, between(0, x.shape[dim]))
 
 
 def _shares(x: Tensor, members: int, part: Index) -> Tensor:
