@@ -78,7 +78,7 @@ class Layout(ABC):
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
 
-    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
+    def equivalent_pairs(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
         """[key]: two ranks of which the rows of the first one's queries see the same rows of the
         second one's keys as with ranks `query` and `key`, where a mask knows no more than which of
         two positions comes first, and the documents of the layout. None: none are known.
@@ -169,9 +169,9 @@ class Grouped(Layout):
         """Whether the layout of single ranks does."""
         return self.parts.follows_documents
 
-    def alike(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
-        """See Layout.alike: as of the single ranks, of which each follows the one before."""
-        return self.parts.alike(query, size)
+    def equivalent_pairs(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
+        """See Layout.equivalent_pairs: as of the single ranks, each following the one before."""
+        return self.parts.equivalent_pairs(query, size)
 
     def within(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.within(documents), self.members)

@@ -177,7 +177,7 @@ def test_documents_that_are_planned_together(
     kind: tuple[bool, int | None],
     kinds: dict[str, bool],
 ) -> None:
-    """The same tiles as one by one, and the pairs of the mask; alike where ranks are alike."""
+    """The same tiles as one by one, and the pairs of the mask, the same for equivalent pairs."""
     seq_len = length * 4 * size
     mask = Mask(*kind, random_documents(seq_len, mean, multiple=layout.multiple(size), seed=seed))
     tokens = TokenMap(layout.within(mask.documents), size, seq_len)
@@ -190,10 +190,10 @@ def test_documents_that_are_planned_together(
         assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, **kinds))
         want = visible(*(positions(tokens.layout, n, size, seq_len) for n in (query, key)), mask)
         assert torch.equal(pairs_of(table, want.shape), want.long())
-        alike = tokens.alike(query, mask)
-        assert alike is None or mask.window is None
-        if alike is not None:
-            assert found.setdefault(alike[key], tiles) == tiles
+        equivalent = tokens.equivalent_pairs(query, mask)
+        assert equivalent is None or mask.window is None
+        if equivalent is not None:
+            assert found.setdefault(equivalent[key], tiles) == tiles
 
 
 def test_ranks_that_are_alike_have_the_very_same_tiles() -> None:

@@ -90,10 +90,10 @@ class TokenMap(Sequence[Ranges]):
             return False
         return not all(spans.plain for spans in self)
 
-    def alike(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
-        """See `Layout.alike`; also None if the mask depends on distances."""
+    def equivalent_pairs(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
+        """See `Layout.equivalent_pairs`; also None if the mask depends on distances."""
         distances = mask.window is not None or mask.slices is not None
-        return None if distances else self.layout.alike(query, self.size)
+        return None if distances else self.layout.equivalent_pairs(query, self.size)
 
 
 # Rows in gaps shorter than a block's rows divided by this number are sent although nobody needs
@@ -148,7 +148,7 @@ def rows_met(
     As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
     """
     tokens = TokenMap.of(layout, size, seq_len)
-    if not tokens.gaps and tokens.alike(0, mask) is None:
+    if not tokens.gaps and tokens.equivalent_pairs(0, mask) is None:
         blocks = _Blocks.of(tokens)
         gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
         return _visible(blocks, gaps, blocks, mask.bands if side else mask.bands.transposed)
@@ -216,15 +216,17 @@ def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
 
 def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
     """[query][key]: rows of the queries (side 0), or of the keys (side 1), that meet the other
-    block; computed once for pairs that are alike.
+    block; computed once for equivalent pairs.
     """
     ranks = range(len(tokens))
-    alike = [tokens.alike(query, mask) or [(query, key) for key in ranks] for query in ranks]
+    equivalent = [
+        tokens.equivalent_pairs(query, mask) or [(query, key) for key in ranks] for query in ranks
+    ]
     rows = {}
-    for pair in set().union(*alike):
+    for pair in set().union(*equivalent):
         query, key = (tokens[rank] for rank in pair)
         rows[pair] = visible_rows(query, key, mask, longest_gap(tokens.lengths[pair[side]]))[side]
-    return [list(map(rows.__getitem__, pairs)) for pairs in alike]
+    return [list(map(rows.__getitem__, pairs)) for pairs in equivalent]
 
 
 class _Blocks(NamedTuple):

@@ -216,7 +216,7 @@ class Plan:
         """Tiles of a computation; their rows and columns are numbered in the two packed blocks.
 
         Tiles are planned on demand, for all computations of the rank together, because a rank needs
-        no other rank's tiles. Pairs of ranks that are alike share one object.
+        no other rank's tiles. Equivalent pairs of ranks share one object.
 
         Args:
             compute: one of the computations.
@@ -240,12 +240,12 @@ class Plan:
         return found
 
     def _pair(self, compute: Compute) -> tuple[Block, Block]:
-        """The blocks of a computation, or the equivalent blocks of ranks that are alike."""
+        """The blocks of a computation, or the blocks of an equivalent pair of ranks."""
         queries, keys = compute.queries, compute.keys
         if len(queries.owners) == len(keys.owners) == 1:
-            alike = self.spans.alike(queries.owners[0], self.mask)
-            if alike is not None:
-                pair = alike[keys.owners[0]]
+            equivalent = self.spans.equivalent_pairs(queries.owners[0], self.mask)
+            if equivalent is not None:
+                pair = equivalent[keys.owners[0]]
                 return Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
         return queries, keys
 
