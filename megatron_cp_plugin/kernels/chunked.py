@@ -54,7 +54,7 @@ class Chunked(LinearKernel):
         states, through = chunks.run_states()
         return Running(
             states,
-            lambda: chunks.within,
+            lambda: chunks.intra_chunk,
             lambda incoming: (chunks.outputs(incoming), (incoming,)),
             None if isinstance(given.transition, Decay) else through,
         )
@@ -204,7 +204,7 @@ class _Chunks:
         return state.contiguous(), through.contiguous()
 
     @cached_property
-    def within(self) -> Tensor:
+    def intra_chunk(self) -> Tensor:
         """Scores of queries and keys in a chunk [B,H,n,c,c]."""
         return self._scores(self._q, self._k)
 
@@ -217,7 +217,7 @@ class _Chunks:
         behind, seen = self._scan(before, self._added)
         self.ends = self._of_runs(behind)
         values = self._values if self._read is None else self._values - self._read @ seen
-        out = (self._q * self._from_start) @ seen + self.within @ values
+        out = (self._q * self._from_start) @ seen + self.intra_chunk @ values
         out = out.permute(0, 2, 3, 1, 4).flatten(1, 2).index_select(1, self._places.chunked)
         return out.to(self._dtype)
 

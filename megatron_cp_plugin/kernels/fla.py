@@ -300,10 +300,10 @@ class KernelFamily:
         runs.
         """
 
-    def within(self) -> None:
+    def intra_chunk(self) -> None:
         """Work that needs no other run's states, done while these travel."""
 
-    def within_back(self) -> None:
+    def intra_chunk_back(self) -> None:
         """The same in the backward."""
 
     def summaries(self) -> tuple[Tensor, Tensor]:
@@ -413,7 +413,7 @@ class Gated(KernelFamily):
         assert self.through is not None
         return self.leaving_back(self._joined(found), self.through)
 
-    def within_back(self) -> None:
+    def intra_chunk_back(self) -> None:
         self._before_chunks = self.states(self.kept_dtype)
 
     def gradients_of_states(self, behind: Tensor | None) -> Tensor:
@@ -522,7 +522,7 @@ class Rates(Gated):
     def transitions(self) -> Tensor:
         return self.gate
 
-    def within(self) -> None:
+    def intra_chunk(self) -> None:
         """fla's `fused_chunk_fwd` would cut D into blocks of 64 and add float32 outputs of each:
         its kernel is called with one block.
         """

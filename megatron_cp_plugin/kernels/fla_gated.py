@@ -444,7 +444,7 @@ class FlaLinear(LinearKernel):
             return folded.unfold(rule.outputs(), given.q), (*kept, *entered)
 
         gated = folded.of_runs(through) if isinstance(transition, Gates) else None
-        return Running(folded.of_runs(added), rule.within, finish, gated)
+        return Running(folded.of_runs(added), rule.intra_chunk, finish, gated)
 
     def backward(self, given: LinearInputs, dout: Tensor, cache: Cache) -> Running[Gradients]:
         folded = _Folded(given)
@@ -463,4 +463,4 @@ class FlaLinear(LinearKernel):
             dq, dk, dv = map(unfold, (dq, dk, dv), given[:3])
             return dq, dk, dv, Gates(*of_gates)
 
-        return Running(folded.of_runs(dstates), rule.within_back, finish)
+        return Running(folded.of_runs(dstates), rule.intra_chunk_back, finish)
