@@ -60,10 +60,12 @@ def test_heads_of_a_step_are_counted_from_those_of_its_round() -> None:
     )
     step = program(plan, 0).rounds[0].steps[-1]
     assert (step.heads.q, step.heads.kv) == (slice(6, 8), slice(3, 4))
-    within = team._within(step, HeadGroup(slice(4, 8), slice(2, 4), True, True), 2).within
-    assert within is not None
-    assert (within.q, within.kv) == (slice(2, 4), slice(1, 2))
-    assert team._within(step, step.heads, 1).within is None
+    local = team._with_local_heads(
+        step, HeadGroup(slice(4, 8), slice(2, 4), True, True), 2
+    ).local_heads
+    assert local is not None
+    assert (local.q, local.kv) == (slice(2, 4), slice(1, 2))
+    assert team._with_local_heads(step, step.heads, 1).local_heads is None
 
 
 def plan_for(

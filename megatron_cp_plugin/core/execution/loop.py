@@ -476,7 +476,7 @@ class Pass(ABC):
 
     def _take_heads(self, step: Step, of_queries: Tensors) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""
-        queries, keys, some = of_queries, (self.k, self.v), step.within
+        queries, keys, some = of_queries, (self.k, self.v), step.local_heads
         if some is not None:
             queries = tuple([x[:, :, some.q] for x in queries])
             keys = self.k[:, :, some.kv], self.v[:, :, some.kv]

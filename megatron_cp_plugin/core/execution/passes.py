@@ -86,7 +86,7 @@ def attend_block(
         del found, tile
 
 
-class SumsWithin:
+class SumsInKernel:
     """Sums of a base block's gradients within the kernel, each in as much memory as a float32 sum.
 
     Of queries, those of half of the block or more: two at most, as in zigzag, where all rows see
@@ -143,18 +143,18 @@ class SumsWithin:
 
 
 # The heads' slice in the base block, the sum of their gradients, and sums within the kernel.
-_OpenSum = tuple[slice | None, GradientSum, SumsWithin | None]
+_OpenSum = tuple[slice | None, GradientSum, SumsInKernel | None]
 
 
 class Gradients(NamedTuple):
     """Running sums of dq of one block of queries, and of dk and dv of one block of keys.
 
-    Attributes: within: sums of either of them within the kernel; None: there are none.
+    Attributes: in_kernel: sums of either of them within the kernel; None: there are none.
     """
 
     dq: GradientSum
     dkv: GradientSum
-    within: SumsWithin | None = None
+    in_kernel: SumsInKernel | None = None
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Memory into which the kernel writes the gradients of a tile's q, k and v: the first
@@ -209,15 +209,15 @@ def differentiate_block(
             dq, dk, dv = [x.flip(1) for x in found]
         else:
             tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, window=each.window)
-            if sums.within is not None and not each.window:
-                within = sums.within.of(each, tile, tile_dout, of_tile, q.shape[1])
-                if within is not None:
-                    if sums.within.of_keys:
+            if sums.in_kernel is not None and not each.window:
+                total = sums.in_kernel.of(each, tile, tile_dout, of_tile, q.shape[1])
+                if total is not None:
+                    if sums.in_kernel.of_keys:
                         if call.places_gradients:
                             tile = tile._replace(into=sums.dq.place_of_first(each.rows))
-                        sums.dq.add(each.q, *within.add(tile, tile_dout, of_tile))
+                        sums.dq.add(each.q, *total.add(tile, tile_dout, of_tile))
                     else:
-                        sums.dkv.add(each.kv, *within.add(tile, tile_dout, of_tile))
+                        sums.dkv.add(each.kv, *total.add(tile, tile_dout, of_tile))
                     continue
             if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
                 tile = tile._replace(into=sums.places(tile_q, tile_k, tile_v))
@@ -319,7 +319,7 @@ class Forward(_Summing[Accumulator]):
         if self._program.parted:
             self._open_scatter = self._scatter("out", "lse")
             return
-        self._placing = part.steps[0].within is not None or self._call.places_outputs
+        self._placing = part.steps[0].local_heads is not None or self._call.places_outputs
         if self._placing:
             self.out, self.lse = self._places(self.q, self.v)
 
@@ -334,8 +334,8 @@ class Forward(_Summing[Accumulator]):
         if self._program.parted:
             return
         place = (self.out, self.lse) if self._placing else None
-        if place is not None and step.within is not None:
-            place = self.out[:, :, step.within.q], self.lse[:, step.within.q]
+        if place is not None and step.local_heads is not None:
+            place = self.out[:, :, step.local_heads.q], self.lse[:, step.local_heads.q]
         (q,), (_, v) = self.queries, self.keys
         self._totals[step.heads.q.start] = Accumulator(q, v.shape[3], place)
 
@@ -433,7 +433,7 @@ class Backward(_Summing[GradientSum]):
             self._open_scatter = self._scatter("dq") if self._call.dq else None
             return
         # Otherwise the first partial would hold the result's memory while a float32 sum is made.
-        several = part.steps[0].within is not None
+        several = part.steps[0].local_heads is not None
         self._placing = (several or self._few) and self._call.places_gradients
         self._of_queries = WholeGradient(self.q)
         if part.base.heads.first:
@@ -442,8 +442,8 @@ class Backward(_Summing[GradientSum]):
     def open(self, step: Step) -> None:
         self._take_heads(step, (self.q, self._dout))
         kernel, summed = self._call.kernel, self._summed
-        heads, whole, within = step.heads, self._round.base.heads, step.within
-        of_q, of_kv = (None, None) if within is None else (within.q, within.kv)
+        heads, whole, local = step.heads, self._round.base.heads, step.local_heads
+        of_q, of_kv = (None, None) if local is None else (local.q, local.kv)
         statistics = self._all if of_q is None else self._all.heads(of_q)
         if QUERIES in self._program.sent:
             lse, delta = statistics.lse, statistics.delta_for(self.queries[1])
@@ -453,47 +453,47 @@ class Backward(_Summing[GradientSum]):
         if self._program.parted:
             if heads.first:
                 dkv = GradientSum(*self.keys, few=self._few)
-                inside = SumsWithin(kernel, dkv, of_keys=True) if KEYS in summed else None
-                self._sums[heads.kv.start, KEYS] = None, dkv, inside
+                in_kernel = SumsInKernel(kernel, dkv, of_keys=True) if KEYS in summed else None
+                self._sums[heads.kv.start, KEYS] = None, dkv, in_kernel
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
         few = self._few
         if QUERIES in summed:  # the last partials are the kernel's sums
             few = (heads.q.start, QUERIES) not in self._program.awaited
         dq = GradientSum(self.queries[0], few=few, place=place)
-        inside = SumsWithin(kernel, dq, of_keys=False) if QUERIES in summed else None
-        self._sums[heads.q.start, QUERIES] = of_q, dq, inside
+        in_kernel = SumsInKernel(kernel, dq, of_keys=False) if QUERIES in summed else None
+        self._sums[heads.q.start, QUERIES] = of_q, dq, in_kernel
         if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, place = self._few and whole.last, None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
         dkv = GradientSum(*self.keys, few=few, place=place)
-        inside = SumsWithin(kernel, dkv, of_keys=True) if KEYS in summed else None
-        self._sums[heads.kv.start, KEYS] = of_kv, dkv, inside
+        in_kernel = SumsInKernel(kernel, dkv, of_keys=True) if KEYS in summed else None
+        self._sums[heads.kv.start, KEYS] = of_kv, dkv, in_kernel
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
     ) -> tuple[object, ...]:
         """See Pass.operands: of `differentiate_block`."""
         (q, dout), (k, v), statistics = self.queries[:2], self.keys, self._statistics
-        within = None
+        in_kernel = None
         if task.rows is not None:
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
-            _, dq, within = self._sums[task.heads.q.start, QUERIES]
+            _, dq, in_kernel = self._sums[task.heads.q.start, QUERIES]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
             # A block with itself is among the sums of keys.
-            _, dkv, within = self._sums[task.heads.kv.start, KEYS]
+            _, dkv, in_kernel = self._sums[task.heads.kv.start, KEYS]
         else:
             k, v = keys
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
-        return Gradients(dq, dkv, within), dout, q, k, v, statistics
+        return Gradients(dq, dkv, in_kernel), dout, q, k, v, statistics
 
     def send_results(self, rows: slice, found: object) -> None:
         if self._open_scatter is not None:
@@ -523,9 +523,9 @@ class Backward(_Summing[GradientSum]):
             for each in others:
                 self.accept(heads, side, each)
             return
-        some, total, within = self._sums.pop(((heads.kv if side else heads.q).start, side))
-        if within is not None:
-            within.close()
+        some, total, in_kernel = self._sums.pop(((heads.kv if side else heads.q).start, side))
+        if in_kernel is not None:
+            in_kernel.close()
         tokens, plus = (self.k if side else self.q).shape[1], None
         if len(others) == 1 and others[0].tensors[0].shape[1] == tokens:
             plus = others[0].tensors
@@ -556,9 +556,9 @@ class Backward(_Summing[GradientSum]):
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object drops its references to them."""
         if self._program.parted:
-            _, total, within = self._sums.pop((heads.kv.start, KEYS))
-            if within is not None:
-                within.close()
+            _, total, in_kernel = self._sums.pop((heads.kv.start, KEYS))
+            if in_kernel is not None:
+                in_kernel.close()
             return tuple(total.final(self._sent_dtype))
         found = self._of_keys.whole
         del self._of_keys

@@ -181,7 +181,7 @@ class Step(NamedTuple):
     Attributes:
         number: counts from 0.
         heads: the group of heads that it computes.
-        within: these heads as slices of the base blocks; None: the base blocks have no other heads.
+        local_heads: these heads as slices of the base blocks; None: these have no other heads.
         first: whether the step is the first of its group.
         last: whether results of the group are to be closed after the step.
         inputs: exchanges of inputs that are posted before the computation.
@@ -197,7 +197,7 @@ class Step(NamedTuple):
 
     number: int
     heads: HeadGroup
-    within: HeadGroup | None = None
+    local_heads: HeadGroup | None = None
     first: bool = True
     last: bool = False
     inputs: tuple[Exchange, ...] = ()

@@ -334,26 +334,28 @@ def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
     each = len(inner.steps) // sum(count for _, count in exchanges)
     whole = together([heads for heads, _ in exchanges])
     for index, (heads, count) in enumerate(exchanges):
-        within = inner.steps[start : start + count * each]
+        of_group = inner.steps[start : start + count * each]
         inputs, results = (
             [Operation.of(messages, some, whole) for messages, some in named]
             for named in (exchange.inputs(heads, index), exchange.results(heads))
         )
         part = Round(SomeHeads.of(heads, whole), tuple(inputs), {x.names: x for x in results}, ())
-        found.append(part._replace(steps=tuple(_within(step, heads, count) for step in within)))
+        found.append(
+            part._replace(steps=tuple(_with_local_heads(step, heads, count) for step in of_group))
+        )
         start += count * each
     return replace(steps, rounds=tuple(found))
 
 
-def _within(step: Step, base: HeadGroup, count: int) -> Step:
+def _with_local_heads(step: Step, base: HeadGroup, count: int) -> Step:
     """The step with base blocks of the heads `base`, which have `count` groups."""
     if count == 1:
-        return step._replace(within=None)
+        return step._replace(local_heads=None)
     q, kv = (
         slice(part.start - whole.start, part.stop - whole.start)
         for part, whole in ((step.heads.q, base.q), (step.heads.kv, base.kv))
     )
-    return step._replace(within=replace(step.heads, q=q, kv=kv))
+    return step._replace(local_heads=replace(step.heads, q=q, kv=kv))
 
 
 def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round, ...]:
