@@ -76,7 +76,7 @@ class Ulysses(Algorithm):
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
         elements = 0 if mask.special else of_group.elements(self.topology.size // size)
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
-        groups = tuple(part.within(group) for group in exchanged for part in inner)
+        groups = tuple(part.offset_into(group) for group in exchanged for part in inner)
         of_teams = self.between_teams(Grouped(self.layout, size), groups, of_group, mask, phase)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"

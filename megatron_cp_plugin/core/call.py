@@ -117,7 +117,7 @@ class HeadGroup:
         """Number of KV heads."""
         return self.kv.stop - self.kv.start
 
-    def within(self, outer: "HeadGroup") -> "HeadGroup":
+    def offset_into(self, outer: "HeadGroup") -> "HeadGroup":
         """These heads of some heads, as heads of the whole."""
         q, kv = (
             slice(whole.start + part.start, whole.start + part.stop)

@@ -88,7 +88,7 @@ class Mask:
         """All (query, key) pairs that the mask lets through."""
         if self.slices is not None:
             bands = self.slices.bands
-            return bands if self.window is None else bands.within_window(self.window)
+            return bands if self.window is None else bands.restricted_to_window(self.window)
         low = None if self.window is None else 1 - self.window
         return Bands.of_documents(self.documents, low, 0 if self.causal else None)
 

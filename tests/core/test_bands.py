@@ -27,7 +27,7 @@ def test_bands_are_their_pairs(seed: int) -> None:
     for found, want in (
         (bands, seen),
         (bands.transposed, seen.T),
-        (bands.within_window(window), seen & near),
+        (bands.restricted_to_window(window), seen & near),
         (bands.of_each(documents), seen & (number[:, None] == number)),
     ):
         for count in (SEQ_LEN, part):

@@ -30,13 +30,13 @@ def test_gathered_rows_that_a_rank_does_not_compute_with_are_left_where_they_are
     """Their gradients are 0, and so are outputs of queries that see none of its keys."""
     excerpts = list[Rows]()
     with pytest.MonkeyPatch.context() as patch:
-        within = Assembly.within
+        sliced = Assembly.slice_rows
 
         def excerpt(order: Assembly, rows: Rows) -> Assembly:
             excerpts.append(rows)
-            return within(order, rows)
+            return sliced(order, rows)
 
-        patch.setattr(Assembly, "within", excerpt)
+        patch.setattr(Assembly, "slice_rows", excerpt)
         settings = {"transport": "group", **options_of_algo, **options}
         compare(algo, settings, 12, mask, 144)
     assert len(set(excerpts)) > 2

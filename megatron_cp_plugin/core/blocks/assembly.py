@@ -109,7 +109,7 @@ class Assembly:
         own = edges[:, self._member == member]
         return united(own, 0) if own.size else ()
 
-    def within(self, rows: Rows) -> "Assembly":
+    def slice_rows(self, rows: Rows) -> "Assembly":
         """The order of some rows of the assembled block, possibly with further rows."""
         other = copy(self)
         other.__dict__.pop("rows", None)
@@ -238,7 +238,7 @@ class _Interleaved(Assembly):
             raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
         self.spans = Ranges.of([Span(first, int(spans.stop.max()), apart)])
 
-    def within(self, rows: Rows) -> Assembly:
+    def slice_rows(self, rows: Rows) -> Assembly:
         return self
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:

@@ -388,7 +388,7 @@ def _excerpt(team: GatheringTeam, places: Ranges) -> Rows:
     wanted = united(places.extents, longest_gap(order.tokens))
     if order.members == 1 or 2 * row_count(wanted) > order.tokens:
         return whole
-    team.order = order.within(wanted)
+    team.order = order.slice_rows(wanted)
     return wanted if team.order.excerpt else whole
 
 

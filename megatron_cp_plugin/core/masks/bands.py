@@ -77,7 +77,7 @@ class Bands:
             np.minimum(table[start + 1], edges[document], out=table[start + 1])
         return Bands(_with_pairs(table))
 
-    def within_window(self, window: int) -> "Bands":
+    def restricted_to_window(self, window: int) -> "Bands":
         """Their pairs of a query and a key that is less than so many positions earlier."""
         table = self.table.copy()
         np.maximum(table[4], 1 - window, out=table[4])
