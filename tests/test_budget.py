@@ -15,7 +15,7 @@ LINES = {
     "package root": 4_130,
     "core": 14_190,
     "algorithms": 1_820,
-    "kernels": 3_680,
+    "kernels": 3_650,
     "integration": 8_340,
     "planner": 7_020,
     "harness": 2_300,
