@@ -26,7 +26,7 @@ def test_a_block_goes_after_its_last_use(seed: int, phase: Phase) -> None:
     """In each group of heads: not before, for it comes once a group, and not later."""
     source = Random(seed)
     size, tokens = source.randint(2, 7), source.randint(20, 40)
-    settings = Contiguous(), size, head_groups(4, 4, 2), False, False
+    settings = Contiguous(), size, head_groups(4, 4, 2), False
     placement = AnyPlacement(*settings, seed=seed, steps=5, parts=2)
     if seed % 2:
         placement = AnyRelay(*settings, seed=seed)
@@ -53,7 +53,7 @@ def test_where_the_rows_of_a_task_begin() -> None:
 
 def test_heads_of_a_step_are_counted_from_those_of_its_round() -> None:
     plan = plan_of(
-        AnyPlacement(Contiguous(), 2, head_groups(8, 4, 4), False, False, seed=1),
+        AnyPlacement(Contiguous(), 2, head_groups(8, 4, 4), False, seed=1),
         8,
         Mask(),
         "forward",
