@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_130,
-    "core": 14_190,
+    "core": 13_880,
     "algorithms": 1_820,
     "kernels": 3_650,
     "integration": 8_340,
     "planner": 7_020,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 41_690,
+    "tests": 41_760,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}
