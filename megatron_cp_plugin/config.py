@@ -89,6 +89,7 @@ class RunSettings:
         "which sends fewer bytes and keeps less for the backward pass",
         needs="algorithm",
     )
+    tokens: int | None = None
     mean_document: str | int | None = setting(
         None,
         "for auto: length of packed documents: the mean in tokens, lognormal:MEAN:SIGMA, or a "
@@ -97,7 +98,6 @@ class RunSettings:
         needs="auto",
         metavar="LENGTHS",
     )
-    tokens: int | None = None
     by_auto: bool = False
 
     def __post_init__(self) -> None:

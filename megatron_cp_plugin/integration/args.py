@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the plugin's flags to a parser and returns it (an `extra_args_provider` of Megatron)."""
     group = parser.add_argument_group("megatron_cp_plugin")
     for flag, how in FLAGS.items():
-        group.add_argument(flag, **{k: v for k, v in how.items() if k not in _NOT_ARGPARSES})
+        of_argparse = how.keys() - {"needs", "in_files"}
+        group.add_argument(flag, **{key: how[key] for key in of_argparse})
     return parser
 
 
@@ -183,7 +184,7 @@ class PluginFlags(RunSettings):
 
 
 def _flags() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The plugin's flags: what they are to argparse, and `_NOT_ARGPARSES`."""
+    """The plugin's flags: what they are to argparse, and what else `setting` takes."""
     for option in sorted(fields(PluginFlags), key=lambda option: option.name != "algo"):
         if option.metadata:
             flag = ALGORITHM if option.name == "algo" else f"--cp-{option.name.replace('_', '-')}"
@@ -194,7 +195,6 @@ def _flags() -> Iterator[tuple[str, dict[str, Any]]]:
 
 # In the order of the help and of run files' keys.
 FLAGS = dict(_flags())
-_NOT_ARGPARSES = {"needs", "in_files"}
 
 
 def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:

@@ -6,7 +6,7 @@ Nothing here needs a command line or `megatron.training`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch import nn
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.config import ContextParallelConfig, RunSettings
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import document_lengths
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
@@ -213,10 +213,8 @@ class ProgramInstaller(Installer):
             self._replaced += serve_programs()
 
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
-        if self._runtime is not None:
-            return self._runtime
         model, groups = given["config"], given.get("pg_collection")
-        return Runtime(_with_choice(self._asked, model, groups), callers=True)
+        return self._runtime or Runtime(_with_choice(self._asked, model, groups), callers=True)
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
@@ -318,7 +316,9 @@ def _read(config: ContextParallelConfig) -> ContextParallelConfig:
 
 
 def _words(config: ContextParallelConfig) -> str:
-    names = ("tokens", "mean_document", "chunked_loss", "send_latents")
-    given = (*config.options, *((name, getattr(config, name)) for name in names))
-    options = ", ".join(f"{name}={value}" for name, value in given if value not in (None, False))
+    """The algorithm, and in brackets what is not as it is by default."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in fields(RunSettings)}
+    del values["options"], values["by_auto"]
+    given = [(name, value) for name, (value, default) in values.items() if value != default]
+    options = ", ".join(f"{name}={value}" for name, value in (*config.options, *given))
     return f"{config.algo} ({options})" if options else config.algo

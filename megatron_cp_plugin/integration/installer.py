@@ -327,9 +327,8 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
 def _record(config: ContextParallelConfig, args: Any) -> None:
     """Writes settings where checkpoints and Megatron's list of arguments have them."""
     args.context_parallel_algo = config.algo
-    for option in fields(RunSettings):
-        if option.metadata:
-            setattr(args, f"cp_{option.name}", getattr(config, option.name))
+    for name in (option.name for option in fields(RunSettings) if option.metadata):
+        setattr(args, f"cp_{name}", getattr(config, name))
     args.cp_options = [f"{name}={value}" for name, value in config.options]
     args.cp_layers = ", ".join(config.layers) or None
 
