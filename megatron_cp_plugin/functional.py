@@ -54,9 +54,9 @@ def attention(
     `Context` has the same function, with settings that are said once.
 
     In each call ranks compare their arguments, documents and spans included, and their numbers of
-    tokens, before anything else is sent: the hosts exchange 16 bytes, one host in memory, and wait for no
-    GPU, also while a CUDA graph is captured; its replays compare nothing. If arguments do not fit,
-    or one rank refuses the call, all ranks refuse it, and the next one is served.
+    tokens, before anything else is sent: the hosts exchange 16 bytes, one host in memory, and wait
+    for no GPU, also while a CUDA graph is captured; its replays compare nothing. If arguments do
+    not fit, or one rank refuses the call, all ranks refuse it, and the next one is served.
 
     Calls over one group come from one thread at a time, in the same order on all ranks.
 
