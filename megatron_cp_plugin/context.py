@@ -333,7 +333,7 @@ class CallSettings:
             self._found = _Within(seq_len, self._layout, ())
             if self._cu_seqlens is not None or self._spans is not None:
                 followed = followed_by(self._cu_seqlens, self._spans, seq_len)
-                self._found = _Within(seq_len, self._layout.within(followed), followed)
+                self._found = _Within(seq_len, self._layout.for_documents(followed), followed)
         return self._found
 
     def _layout_of(self, seq_len: int) -> Layout:

@@ -373,7 +373,7 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
             **options,
         )
 
-    return attention, layout_of(name, options).within(bench.documents)
+    return attention, layout_of(name, options).for_documents(bench.documents)
 
 
 def theirs(name: str, bench: Bench, heads: int, kv_heads: int) -> tuple[Attention, Layout]:
@@ -381,7 +381,7 @@ def theirs(name: str, bench: Bench, heads: int, kv_heads: int) -> tuple[Attentio
     attention = rivals.make(
         name, heads, kv_heads, bench.args.head_dim, bench.causal, bench.cu_seqlens
     )
-    return attention, PaddedDocuments().within(bench.documents)
+    return attention, PaddedDocuments().for_documents(bench.documents)
 
 
 def measure(

@@ -57,7 +57,7 @@ def stated(
     total, chain = not causal and not decays, isinstance(made, Lasp)
     layout, seq_len, starts = made.layout, made.layout.multiple(size), ()
     if layout.follows_documents and documents:
-        layout, seq_len, starts = layout.within(documents), shape.seq_len, documents
+        layout, seq_len, starts = layout.for_documents(documents), shape.seq_len, documents
     there = Route.of(layout, size, seq_len, starts)
     ways = [there] if causal or total else [there, there.flipped]
     of_run = state_bytes(shape)

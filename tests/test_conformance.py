@@ -196,7 +196,8 @@ def layout_for(
     layout, seq_len = layout_of(case.algo, dict(case.options)), expected.q.shape[1]
     lengths = [0, seq_len] if cu_seqlens is None else cu_seqlens.tolist()
     documents = document_starts(lengths, seq_len)
-    return layout.within(documents if spans is None else Slices.of(spans, seq_len, documents))
+    followed = documents if spans is None else Slices.of(spans, seq_len, documents)
+    return layout.for_documents(followed)
 
 
 def assert_matches(

@@ -140,7 +140,7 @@ def run(
 
 
 def layout_for(case: Case, cu_seqlens: Sequence[int] | None) -> Layout:
-    return layout_of(case.algo, dict(case.options)).within(tuple(cu_seqlens or ())[1:-1])
+    return layout_of(case.algo, dict(case.options)).for_documents(tuple(cu_seqlens or ())[1:-1])
 
 
 def assert_conforms(

@@ -49,7 +49,7 @@ class LinearAttention:
     def layout(self) -> Layout:
         """The layout, which may follow the documents."""
         documents = document_starts(self.bounds, self.seq_len)
-        return layout_of(self.algo, dict(self.options)).within(documents)
+        return layout_of(self.algo, dict(self.options)).for_documents(documents)
 
     def inputs(self) -> list[Tensor]:
         """q, k, v, initial state, and the gradients of out and of the final state."""

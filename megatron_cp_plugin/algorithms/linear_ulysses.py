@@ -128,7 +128,7 @@ class LinearUlysses(LinearAlgorithm):
 
     def _exchange(self, call: LinearCall) -> ExchangingTeam:
         size, seq_len = self.topology.size, call.seq_len
-        layout = self.layout.within(call.documents) if call.documents else self.layout
+        layout = self.layout.for_documents(call.documents) if call.documents else self.layout
         spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
         return ExchangingTeam(self._inward, self._outward, assemble(spans, self._width(seq_len)))
 

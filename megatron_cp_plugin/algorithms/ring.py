@@ -135,7 +135,8 @@ def best_route(
     if relay == "ring":
         return "straight"
     rows = np.zeros((size, size), np.int64)  # [owner, other]
-    for owner, others in enumerate(rows_met(layout.within(mask.followed), size, seq_len, mask, 1)):
+    layout = layout.for_documents(mask.followed)
+    for owner, others in enumerate(rows_met(layout, size, seq_len, mask, 1)):
         for other, met in others.items():
             if nodes[owner] != nodes[other]:
                 rows[owner, other] = row_count(met)

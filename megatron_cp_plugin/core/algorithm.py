@@ -143,12 +143,12 @@ class Algorithm(Registered):
     def _on(self) -> Callable[[Layout], "Algorithm"]:
         return lru_cache(16)(partial(type(self)._make_on, proxy(self)))
 
-    def within(self, documents: Documents) -> "Algorithm":
-        """This algorithm with the layout of a sequence with these documents, see `Layout.within`.
+    def for_documents(self, documents: Documents) -> "Algorithm":
+        """This algorithm with the layout of a sequence with these documents, as the layout has it.
 
         Sends nothing: it uses the channels and groups of the topology.
         """
-        layout = self.layout.within(documents)
+        layout = self.layout.for_documents(documents)
         return self if layout == self.layout else self._on(layout)
 
     def _make_on(self, layout: Layout) -> "Algorithm":
@@ -180,7 +180,8 @@ class Algorithm(Registered):
         Raises: ContextParallelError if numbers of tokens or settings do not fit;
         KernelUnavailableError if the kernel cannot serve them.
         """
-        on = self._on(self.layout.within(mask.followed))  # this object holds what this returns
+        # This object holds what this returns.
+        on = self._on(self.layout.for_documents(mask.followed))
         rank, size = self.topology.rank, self.topology.size
         expected = on.layout.length(rank, size, seq_len)
         _, tokens, heads, head_dim = q

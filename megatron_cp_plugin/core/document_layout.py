@@ -58,7 +58,7 @@ class Balanced(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size)
 
-    def within(self, documents: Documents) -> "Balanced":
+    def for_documents(self, documents: Documents) -> "Balanced":
         return Balanced(*starts_and_slices(documents)) if documents else self
 
 
@@ -95,7 +95,7 @@ class PaddedDocuments(Layout):
             return None
         return [(1, 0)] * query + [(0, 0)] + [(0, 1)] * (size - 1 - query)
 
-    def within(self, documents: Documents) -> "PaddedDocuments":
+    def for_documents(self, documents: Documents) -> "PaddedDocuments":
         starts, _ = starts_and_slices(documents)
         return PaddedDocuments(starts) if starts else self
 
@@ -135,7 +135,7 @@ def _chunks_of_each(
 
 @lru_cache(maxsize=64)
 def _balanced(of_mask: Documents, seq_len: int, size: int) -> tuple[Ranges, ...]:
-    """The spans of every rank. Args: of_mask: as of `Layout.within`, not empty."""
+    """The spans of every rank. Args: of_mask: as of `Layout.for_documents`, not empty."""
     documents, slices = starts_and_slices(of_mask)
     if slices:
         return _balanced_under(slices, seq_len, size)

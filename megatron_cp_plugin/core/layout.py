@@ -85,7 +85,7 @@ class Layout(ABC):
         """
         return None
 
-    def within(self, documents: "Documents") -> "Layout":
+    def for_documents(self, documents: "Documents") -> "Layout":
         """The layout of a sequence with documents, or under a span mask; most layouts return
         themselves.
 
@@ -173,8 +173,8 @@ class Grouped(Layout):
         """See Layout.equivalent_pairs: as of the single ranks, each following the one before."""
         return self.parts.equivalent_pairs(query, size)
 
-    def within(self, documents: "Documents") -> "Grouped":
-        return Grouped(self.parts.within(documents), self.members)
+    def for_documents(self, documents: "Documents") -> "Grouped":
+        return Grouped(self.parts.for_documents(documents), self.members)
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}
@@ -322,7 +322,7 @@ def check_cut(
     call: str,
     dim: int,
     layout: Layout,
-    within: Callable[[int], Layout],
+    layout_of: Callable[[int], Layout],
     rank: int,
     size: int,
     tensors: Mapping[str, Tensor],
@@ -335,7 +335,8 @@ def check_cut(
     Args:
         call: in words.
         dim: of tokens.
-        layout: that the call needs, within its documents.
+        layout: that the call needs, for its documents.
+        layout_of: that layout of a sequence of a length.
 
     Returns: whether one of the tensors is known to be split by this layout. Raises:
     ContextParallelError.
@@ -346,7 +347,7 @@ def check_cut(
         if cut is None or x._version != cut.version:
             continue
         if x.dim() > dim and x.stride(dim) == cut.stride and x.shape[dim] == cut.tokens:
-            needed = within(cut.seq_len) if layout.follows_documents else layout
+            needed = layout_of(cut.seq_len) if layout.follows_documents else layout
             elsewhere = (rank, size) != (cut.rank, cut.size)
             if elsewhere or (needed is not cut.layout and _differ(needed, cut)):
                 raise ContextParallelError(_mismatch(call, name, needed, rank, size, cut))

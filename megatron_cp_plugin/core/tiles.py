@@ -94,7 +94,7 @@ class Mask:
 
     @property
     def followed(self) -> Documents:
-        """The argument of `Layout.within`, for layouts that depend on documents."""
+        """The argument of `Layout.for_documents`, for layouts that depend on documents."""
         return self.documents if self.slices is None else self.slices
 
     @property

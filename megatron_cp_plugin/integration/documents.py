@@ -91,7 +91,7 @@ class DocumentMask(PackedSeqParams):
         return given
 
     def followed(self, seq_len: int) -> Documents:
-        """Returns what a layout follows, see `Layout.within`; otherwise as `slices`."""
+        """Returns what a layout follows, see `Layout.for_documents`; otherwise as `slices`."""
         slices = self.slices(seq_len)
         return self.starts if slices is None else slices
 
@@ -445,7 +445,7 @@ class PositionsOfPacks:
         """
         starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
         try:
-            cut = NAMED[name].within(tuple(starts[1:].tolist()))
+            cut = NAMED[name].for_documents(tuple(starts[1:].tolist()))
             places = positions_of(cut, rank, self._group.size(), seq_len)
         except ContextParallelError:
             return False  # it cannot have been cut so

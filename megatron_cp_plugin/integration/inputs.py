@@ -341,7 +341,7 @@ class CutInputs(Inputs):
                 f"{mask.seq_len}: give cu_seqlens_q_padded of whole documents, and each rank "
                 "its part of each"
             )
-        layout = self._runtime.config.layout.within(mask.starts if mask else ())
+        layout = self._runtime.config.layout.for_documents(mask.starts if mask else ())
         layout.spans(group.rank(), size, total)
         if size > 1 and (mask is None or mask.has_documents):
             self._check_positions(call, total)

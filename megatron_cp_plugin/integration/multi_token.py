@@ -138,7 +138,7 @@ def next_tokens(
     if group.size() > 1:
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
-    whole = unshard(parts, -1, runtime.config.layout.within(followed))
+    whole = unshard(parts, -1, runtime.config.layout.for_documents(followed))
     following = functional.pad(whole[..., 1:], (0, 1))
     if starts:  # a list of places is copied to the GPU, and the host waits for it
         following[..., [start - 1 for start in starts]] = 0

@@ -179,7 +179,7 @@ class Runtime:
         documents: Documents = (),
     ) -> Tensor:
         """Returns the global positions of this rank's tokens, int64 [S], in local order."""
-        layout = self._layout.within(documents)
+        layout = self._layout.for_documents(documents)
         return _positions(layout, group.rank(), group.size(), seq_len, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:

@@ -96,7 +96,7 @@ class _PairWork:
     @_kept(lambda self, placement: (placement.layout, placement.size))
     def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
-        layout, size = placement.layout.within(self.mask.followed), placement.size
+        layout, size = placement.layout.for_documents(self.mask.followed), placement.size
         return cache(lambda owner: layout.spans(owner, size, self.seq_len))
 
     @_kept(lambda self, placement: (placement.layout, placement.size))

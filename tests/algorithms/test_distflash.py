@@ -138,7 +138,8 @@ def test_every_step_is_equal_work_in_layout_thd(size: int, heads: str, causal: b
     mask = Mask(causal, documents=mask.documents)
     made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
     for phase in PHASES:
-        plan = made.within(mask.followed).plan(Shape(1, seq_len, *HEADS[heads], 8), mask, phase)
+        shape = Shape(1, seq_len, *HEADS[heads], 8)
+        plan = made.for_documents(mask.followed).plan(shape, mask, phase)
         check(plan)
         *computing, home = steps(plan)  # in the last step results come home
         assert home == [None] * size
@@ -156,7 +157,7 @@ def test_bytes_by_hand_in_layout_thd(size: int, heads: str) -> None:
     rows, (n, g) = seq_len // size, HEADS[heads]
     shape, keys = Shape(1, seq_len, n, g, 16), g * 2 * 16 * 2
     made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
-    made = made.within(mask.followed)
+    made = made.for_documents(mask.followed)
     for phase in PHASES:
         sent = [0] * size
         for q, k in product(range(size), repeat=2):

@@ -90,7 +90,7 @@ def test_an_algorithm_goes_with_its_last_reference() -> None:
     """What it holds may be process groups, which must not wait for the garbage collector."""
     made = made_by("zigzag", layout="documents")
     compiled(made)
-    made.within((5, 9))
+    made.for_documents((5, 9))
     there = weakref.ref(made)
     gc.disable()
     try:

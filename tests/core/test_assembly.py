@@ -42,7 +42,7 @@ def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
     ranks = data.draw(st.integers(1, 4))
     lengths = data.draw(st.lists(st.integers(1, 3), min_size=17, max_size=40))
     starts = [2 * ranks * sum(lengths[:number]) for number in range(len(lengths) + 1)]
-    layout = PaddedDocuments().within(tuple(starts[1:-1]))
+    layout = PaddedDocuments().for_documents(tuple(starts[1:-1]))
     spans = [layout.spans(rank, ranks, starts[-1]) for rank in range(ranks)]
     held = [[p for s in own for p in s.positions] for own in spans]
     order = assemble(spans, len(held[0]))

@@ -56,7 +56,7 @@ def test_ranks_have_equal_work_whatever_the_spans(name, size):
     }[name]
     seen = dense(spans, seq_len).sum(1) if seq_len <= 2048 else None
     slices = Slices.of(spans, seq_len)
-    layout, keys = Balanced().within(slices), torch.from_numpy(slices.bands.keys_of(seq_len))
+    layout, keys = Balanced().for_documents(slices), torch.from_numpy(slices.bands.keys_of(seq_len))
     if seen is not None:
         assert torch.equal(keys, seen)
     held = [positions(layout, rank, size, seq_len) for rank in range(size)]
@@ -112,7 +112,7 @@ documents = st.lists(st.integers(1, 200), max_size=12)
 @given(documents, st.integers(1, 9), st.integers(1, 400))
 def test_a_layout_that_follows_documents(starts, size, seq_len):
     """Each token on one rank, equally many on each if they can be, local ones in their order."""
-    layout = Balanced().within(tuple(sorted({n for n in starts if n < seq_len})))
+    layout = Balanced().for_documents(tuple(sorted({n for n in starts if n < seq_len})))
     held = [positions(layout, rank, size, seq_len).tolist() for rank in range(size)]
     assert sorted(token for mine in held for token in mine) == list(range(seq_len))
     assert all(mine == sorted(mine) for mine in held)

@@ -86,7 +86,7 @@ def test_calls_of_a_pass(case: tuple[str, dict, int], window: int | None, gaps: 
     def body(topology: Topology) -> tuple[float, Counter[str]]:
         spy = Spy()
         spy.gaps = gaps
-        algorithm = create(algo, topology, options).within(DOCUMENTS)
+        algorithm = create(algo, topology, options).for_documents(DOCUMENTS)
         q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, SIZE) for x in whole)
         compiled = Compiled(algorithm, Call(Shape.of(q, k, v, SEQ_LEN), mask, 8**-0.5, spy))
         out, _, saved = compiled.forward.attend(q, k, v)
@@ -127,7 +127,7 @@ def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.Monkey
 
     @torch.no_grad()
     def body(topology: Topology) -> None:
-        algorithm = create("zigzag", topology, {"layout": "thd"}).within(DOCUMENTS)
+        algorithm = create("zigzag", topology, {"layout": "thd"}).for_documents(DOCUMENTS)
         length = algorithm.layout.length(topology.rank, size, SEQ_LEN)
         q = torch.randn(1, length, 4, 8, dtype=torch.float64)
         compiled = Compiled(

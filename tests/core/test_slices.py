@@ -37,7 +37,7 @@ def test_equal_work_under_both() -> None:
     keys = dense(spans, seq_len, lengths).sum(1)
     tokens = torch.arange(seq_len)
     how = {"algo": "zigzag", "layout": "documents", "spans": spans, "cu_seqlens": lengths}
-    layout = Balanced().within(mask_of(spans, seq_len, lengths).followed)
+    layout = Balanced().for_documents(mask_of(spans, seq_len, lengths).followed)
 
     def body(topology: Topology) -> Tensor:
         mine = cp.shard(tokens, 0, group=topology, **how)
@@ -48,7 +48,7 @@ def test_equal_work_under_both() -> None:
 
     work = [int(keys[mine].sum()) for mine in run_virtual(size, body)]
     assert max(work) <= 1.01 * sum(work) / size
-    alone = Balanced().within(mask_of(spans, seq_len).followed)
+    alone = Balanced().for_documents(mask_of(spans, seq_len).followed)
     assert layout != alone
     assert layout.spans(0, size, seq_len) != alone.spans(0, size, seq_len)
 

@@ -126,7 +126,7 @@ def batches(tiles: list[Tile], heads: int) -> TileBatches:
 
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):
     """The calls of two blocks of two ranks, with 4 heads."""
-    within = layout.within(documents)
+    within = layout.for_documents(documents)
     spans = [within.spans(rank, 2, 4096) for rank in (query, key)]
     return TileBatches(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
 

@@ -180,7 +180,7 @@ def test_documents_that_are_planned_together(
     """The same tiles as one by one, and the pairs of the mask, the same for equivalent pairs."""
     seq_len = length * 4 * size
     mask = Mask(*kind, random_documents(seq_len, mean, multiple=layout.multiple(size), seed=seed))
-    tokens = TokenMap(layout.within(mask.documents), size, seq_len)
+    tokens = TokenMap(layout.for_documents(mask.documents), size, seq_len)
     found: dict[object, tuple[Tile, ...]] = {}
     ranks = list(product(range(size), repeat=2))
     blocks = [(tokens[query], tokens[key]) for query, key in ranks]

@@ -218,7 +218,7 @@ def assert_sent(
     settings = {"seq_len": seq_len, "window": window, "cu_seqlens": lengths}
     _, log = assert_conforms(case, size, **sizes, **settings)
     documents = document_starts(lengths, seq_len)
-    layout = layout_of(case.algo, dict(case.options)).within(documents)
+    layout = layout_of(case.algo, dict(case.options)).for_documents(documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
     held = [[n for span in own for n in span.positions] for own in spans]
     forward, backward = count(Tokens(held, Mask(True, window, documents)))
@@ -232,7 +232,7 @@ def test_whole_documents_stay_where_they_are() -> None:
     lengths = [0, 24, 27, 32, 56, 60, 64]
     mask = Mask(documents=document_starts(lengths, 64))
     algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
-    algorithm = algorithm.within(mask.documents)
+    algorithm = algorithm.for_documents(mask.documents)
     plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
     ranks: dict[int, set[int]] = {}  # by document
     for rank, spans in enumerate(plan.spans):
@@ -300,7 +300,7 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     shape = Shape(1, seq_len, 4, 1, 8, 8, 8)
     made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
     for phase in PHASES:
-        plan = made.within(mask.documents).plan(shape, mask, phase)
+        plan = made.for_documents(mask.documents).plan(shape, mask, phase)
         check(plan)
         assert len(plan.kept) == size
         assert any(move.tokens < 14 for move in plan.moves)
@@ -343,7 +343,7 @@ def test_visible_rows_of_all_pairs(
 ) -> None:
     """At once, and pair by pair; with gaps that are filled."""
     mask = mask_of(data.draw(masks(seq_len)), seq_len)
-    layout = layout.within(mask.documents)
+    layout = layout.for_documents(mask.documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
     seeing, seen = (rows_met(layout, size, seq_len, mask, side) for side in (0, 1))
     for query in range(size):

@@ -198,7 +198,7 @@ def test_a_layout_that_follows_spans_cuts_by_those_of_the_batch() -> None:
             return batches.shard({"tokens": torch.arange(16)[None], **more}, group)["tokens"]
 
         tokens = cut(attention_spans=spans)
-        layout = config.layout.within(Slices.of(spans, 16))
+        layout = config.layout.for_documents(Slices.of(spans, 16))
         assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
         whole = {"cu_seqlens": torch.tensor([[0, 16]])}
         assert tokens.tolist() != cut(**whole).tolist()
@@ -452,7 +452,7 @@ def test_a_layout_that_follows_both() -> None:
         SplitInputs(model, batches, group)
         whole = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
         tokens = batches.shard(whole | {"attention_spans": spans}, group)["tokens"]
-        layout = config.layout.within(slices)
+        layout = config.layout.for_documents(slices)
         assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
         assert model(tokens, PackedSeqParams("thd", bounds, bounds)).slices(16) == slices
         with pytest.raises(ContextParallelError, match="by 2 documents, and the model got 1 oth"):

@@ -165,7 +165,7 @@ def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
 
 def cut_by(layout: str, bounds: list[int], place: tuple[int, int], *, inside: bool) -> torch.Tensor:
     """Position ids [1,S] of a rank's tokens, counted inside documents or through the pack."""
-    cut = NAMED[layout].within(tuple(bounds[1:-1]))
+    cut = NAMED[layout].for_documents(tuple(bounds[1:-1]))
     pack = positions(cut, *place, bounds[-1])
     starts = torch.tensor(bounds)
     return (pack - inside * starts[torch.bucketize(pack, starts, right=True) - 1])[None]

@@ -200,7 +200,7 @@ def test_each_document_is_a_sequence(
     want = torch.cat([alone(given[start:stop])[0] for start, stop in edges])
     wanted = torch.autograd.grad(want, [given, *whole.parameters()], dout)
     config = ContextParallelConfig(algo, size, options=tuple(options.items()))
-    cut = config.layout.within(starts)
+    cut = config.layout.for_documents(starts)
 
     def body(topology: Topology) -> list[Tensor]:
         runtime = Runtime(config)

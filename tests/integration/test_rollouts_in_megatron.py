@@ -33,7 +33,7 @@ def test_a_pack_is_a_batch() -> None:
         model, batches = Model(), Batches(Runtime(config))
         SplitInputs(model, batches, group)
         batch = batches.shard(pack.batch(), group)
-        layout = config.layout.within(Slices.of(pack.spans, len(pack.tokens)))
+        layout = config.layout.for_documents(Slices.of(pack.spans, len(pack.tokens)))
         mine = positions(layout, group.rank(), 2, len(pack.tokens))
         for key, whole in (("tokens", pack.tokens), ("labels", pack.labels)):
             assert torch.equal(batch[key][0], whole[mine])

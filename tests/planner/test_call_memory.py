@@ -231,7 +231,7 @@ def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask
 
     def measured(topology) -> Peak:
         algorithm = create(algo, topology, options)
-        layout = algorithm.layout.within(seen.documents)
+        layout = algorithm.layout.for_documents(seen.documents)
         q, k, v, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
         compiled = Compiled(algorithm, Call(SHAPE, seen, 0.25, kernel))
         with Counter() as counter:

@@ -49,7 +49,8 @@ def test_any_layer(data: st.DataObject) -> None:
     except ContextParallelError as error:
         event(f"refused: {str(error)[:70]}")
         return
-    made = create(choice.algo, VirtualWorld(world.size).topology(0), options).within(mask.followed)
+    topology = VirtualWorld(world.size).topology(0)
+    made = create(choice.algo, topology, options).for_documents(mask.followed)
     sent = [astuple(made.traffic(shape, mask, each)) for each in range(world.size)]
     assert found.forward_bytes + found.backward_bytes == max(a + b for a, _, b, _ in sent)
     assert 0 <= found.idle < 1

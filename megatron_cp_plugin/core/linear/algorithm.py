@@ -303,7 +303,7 @@ class StatePassing(LinearAlgorithm):
 
     def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
         """The route of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
-        layout = self.layout.within(documents) if documents else self.layout
+        layout = self.layout.for_documents(documents) if documents else self.layout
         return Route.of(layout, self.topology.size, seq_len, documents)
 
     def _total(

@@ -226,7 +226,7 @@ def _check_call(
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
     algorithm.check(algorithm.options, size=size, heads=max(q.shape[2], state[1]))
-    layout = algorithm.layout.within(documents) if documents else algorithm.layout
+    layout = algorithm.layout.for_documents(documents) if documents else algorithm.layout
     lengths = [len(span) for span in layout.spans(rank, size, seq_len)]
     if q.shape[1] != sum(lengths):
         raise unfit(layout, rank, size, seq_len, sum(lengths), q.shape[1])

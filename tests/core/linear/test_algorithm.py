@@ -117,7 +117,7 @@ def run(
     """The same as `Drawn.wanted` from so many virtual ranks, and what they sent."""
     options = {} if algo == "lasp" else {"layout": layout}
     bounds = (0, *drawn.documents, drawn.seq_len) if drawn.documents else None
-    cut = layout_of(algo, options).within(drawn.documents)
+    cut = layout_of(algo, options).for_documents(drawn.documents)
 
     def body(topology: Topology) -> list[Tensor | None]:
         def mine(x: Tensor | None) -> Tensor | None:

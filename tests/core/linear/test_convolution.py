@@ -54,7 +54,7 @@ def test_equals_the_unsplit_one(
 
     x, dout, weight = random(2, seq_len, 3), random(2, seq_len, 3), random(3, width)
     bias = random(3) if shift else None
-    cut = NAMED[layout].within(starts) if starts else NAMED[layout]
+    cut = NAMED[layout].for_documents(starts) if starts else NAMED[layout]
     route = Route.of(cut, size, seq_len, starts)
     asked = [None if one is None else one.clone().requires_grad_() for one in (x, weight, bias)]
     some = [one for one in asked if one is not None]
