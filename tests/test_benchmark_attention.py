@@ -3,30 +3,16 @@
 import json
 from pathlib import Path
 
-import bars
 import benchmark_attention
 import pytest
 import rivals
-from benchmark_attention import Row
 
-from megatron_cp_plugin.document_lengths import Exponential, LogNormal
 from megatron_cp_plugin.errors import ConfigError
 from tests.integration.megatron_job import run_program
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "benchmark_attention.py"
 LONG_TAIL = str(ROOT / "configs" / "lengths" / "long_tail.csv")
-
-
-def test_several_distributions() -> None:
-    args = benchmark_attention.parse(["--documents", "16K,lognormal:4K:1.5"])
-    assert args.packed
-    assert args.documents == [
-        ("16K", Exponential(16384)),
-        ("lognormal:4K:1.5", LogNormal(4096, 1.5)),
-    ]
-    assert args.rivals == "installed"
-    assert not benchmark_attention.parse([]).packed
 
 
 @pytest.mark.parametrize(
@@ -68,42 +54,6 @@ def test_all_contenders_get_the_same_documents(tmp_path: Path) -> None:
     }
     assert all(row["error"] < 1e-5 and row["share_of_limit"] > 0 for row in rows)
     assert "documents" in (tmp_path / "table.md").read_text().splitlines()[2]
-
-
-TITLE = (
-    "attention, causal, batch 1, head dim 128, 4 x NVIDIA H200, TCP sockets of one host, emulating "
-    "a slow network"
-)
-
-
-def rows(lengths: tuple[int, ...]) -> list[Row]:
-    found = []
-    for heads in ("32:32", "32:8"):
-        for tokens in lengths:
-            found.append(Row(tokens, heads, "", "one GPU / 4: flash4", 1.0, 3.0))
-            found.append(Row(tokens, heads, "", "zigzag:backward=kv:gradients=model", 2.0, 5.0))
-            found.append(Row(tokens, heads, "", "ulysses", note="ConfigError: no"))
-            found.append(Row(tokens, heads, "", "distflash", 1.5, 4.5))
-    return found
-
-
-@pytest.mark.parametrize("lengths", [(32768,), (16384, 32768, 131072)])
-def test_bars_side_by_side_under_titles_that_fit(lengths: tuple[int, ...], tmp_path: Path) -> None:
-    panels = benchmark_attention.panels(rows(lengths))
-    drawn = bars.figure(panels, benchmark_attention.LEGEND, TITLE)
-    drawn.savefig(tmp_path / "time.png")
-    assert len(drawn.axes) == 2 * len(lengths)
-    for panel in drawn.axes:
-        widths = [bar.get_width() for bar in panel.patches]
-        assert widths == [2.0, 1.5, 3.0, 3.0]  # forward of each, then the rest of each
-    whole = drawn.bbox
-    titles = [panel.title for panel in drawn.axes]
-    names = [label for label in drawn.axes[0].get_yticklabels() if label.get_text()]
-    for text in (drawn.texts[0], *titles, *names):
-        box = text.get_window_extent()
-        assert whole.x0 <= box.x0
-        assert box.x1 <= whole.x1
-        assert box.y1 <= whole.y1
 
 
 @pytest.mark.slow

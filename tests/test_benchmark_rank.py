@@ -100,30 +100,6 @@ def test_rows_of_a_file_are_measured_in_order(made_up_gpu, tmp_path, capsys):
     assert (output / "rows.png").is_file()
 
 
-def test_batches_and_blocks_through_memory(made_up_gpu, tmp_path):
-    """What BurstAttention's ablation asks of a rank, and its figure of batches."""
-    asked = "--ranks 4 --rank 3 --tokens 16 --heads 4:4 --masks full --batch 1,2 --iters 1"
-    specs = "burst,burst:kernel=reference"
-    benchmark.main([*asked.split(), "--algos", specs, "--output", str(tmp_path)])
-    rows = [*map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())]
-    assert [(row["batch"], row["name"]) for row in rows] == [
-        (batch, spec) for batch in (1, 2) for spec in specs.split(",")
-    ]
-    assert all(not row["note"] and row["peak_gib"] == 0.5 for row in rows), rows
-    assert rows[2]["limit_ms"] == pytest.approx(2 * rows[0]["limit_ms"])
-    assert rows[2]["sent_gb"] == pytest.approx(2 * rows[0]["sent_gb"])
-
-
-def test_no_row_begins_when_the_time_is_over(made_up_gpu, tmp_path, capsys):
-    asked = tmp_path / "rows.csv"
-    asked.write_text(HEADER + "4,64,4:2,causal,zigzag,0,fit\n")
-    benchmark.main(
-        ["--rows", str(asked), "--seconds", "-1", "--output", str(tmp_path)],
-    )
-    assert (tmp_path / "rows.jsonl").read_text() == ""
-    assert "1 rows not measured" in capsys.readouterr().out
-
-
 def test_a_row_is_given_up(made_up_gpu, tmp_path):
     asked = "--ranks 4 --tokens 64 --heads 4:2 --algos zigzag --row-seconds 0.02 --output"
     benchmark.main([*asked.split(), str(tmp_path)])

@@ -186,20 +186,6 @@ def test_the_work_of_packed_documents() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_step_on_emulated_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One rank each, so that all transfers are between nodes."""
-    words = "--shape tiny --tokens 32 --gpus 1 --net nodes --iters 1 --runs zigzag:route=double"
-    monkeypatch.setattr(sys, "argv", ["", *words.split(), "--output", str(tmp_path)])
-    assert benchmark_train.main() == 0, (tmp_path / "zigzag_route_double_none_1.log").read_text()
-    found = json.loads((tmp_path / "rows.json").read_text())
-    assert "two emulated nodes" in found["title"]
-    (row,) = found["rows"]
-    assert (row["gpus"], row["tokens"]) == (1, 32)
-    assert row["loss"] == pytest.approx(5.5, abs=0.3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_first_token_is_the_same_however_a_prompt_is_split(tmp_path: Path) -> None:
     """The largest logit of the last token, which the last rank has, the first, or all."""
     found = {}
@@ -225,34 +211,6 @@ def test_the_work_of_a_prompt() -> None:
     tokens = 2**15
     expected = 2 * tokens * layers + 32 * 2 * tokens**2 * 4096 + 2 * 4096 * 32000
     assert model.prefill_flops(32, tokens) == pytest.approx(expected, rel=1e-9)
-
-
-def test_a_whole_model_that_hardly_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tensor beside context parallelism, lean states, and each contender's lean loss."""
-    args = arguments(
-        monkeypatch,
-        "--shape llama3-8b --tokens 128K,256K --gpus 4 --tensor 2 --runs te:p2p,zigzag "
-        "--recompute full --states bfloat16 --lean-loss --warmup 1 --iters 2,1",
-    )
-    theirs, ours = (
-        benchmark_train.command(args, case, tmp_path, 0)
-        for case in benchmark_train.plan_cases(args)
-    )
-    for words in (theirs, ours):
-        given = dict(pairwise(words))
-        assert given["--tensor-model-parallel-size"] == given["--context-parallel-size"] == "2"
-        assert given["--exp-avg-sq-dtype"] == given["--main-grads-dtype"] == "bf16"
-        assert {"--sequence-parallel", "--use-distributed-optimizer"} < set(words)
-    assert dict(pairwise(theirs))["--cross-entropy-fusion-impl"] == "native"
-    assert "--cp-chunked-loss" in ours
-    assert "--cp-chunked-loss" not in theirs
-    assert "--cross-entropy-loss-fusion" not in ours
-    start = next(at for at, word in enumerate(ours) if word.endswith("benchmark_train_job.py"))
-    plan = Plan(**json.loads(ours[start + 1]))
-    assert list(zip(plan.lengths, plan.steps(), strict=False)) == [
-        (128 << 10, (1, 2)),
-        (256 << 10, (1, 1)),
-    ]
 
 
 def measure(

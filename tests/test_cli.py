@@ -123,27 +123,6 @@ def test_mistakes_are_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert said in line
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("plan --size 4 --seq-len 4K --heads 8:2", "one layer, 8:2 heads, 4096 tokens, 4 ranks"),
-        ("plan --size 4 --seq-len 4K --heads 8 --kv-heads 4", "one layer, 8:4 heads"),
-        (
-            "draw --algo ulysses --size 2 --seq-len 4K --heads 8:2 --machine h200 --output {x}",
-            "4096 tokens, 8:2 heads on h200",
-        ),
-        ("doctor --head-dim 16 --heads 8:2", "torch_cpu for float32, heads 8:2, head dim 16"),
-        ("doctor --head-dim 16 --kv-heads 4", "torch_cpu for float32, heads 32:4, head dim 16"),
-    ],
-)
-def test_heads_are_said_as_scripts_take_them(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words.format(x=tmp_path / "x.svg").split()) == 0
-    printed = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert said in printed
-
-
 def test_one_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])

@@ -536,23 +536,6 @@ def test_a_refusal_names_the_caller_s_line():
     assert len(traceback.format_exception(refused.value)) <= 4
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_compiled_program_may_have_a_context(size):
-    def layer(x, context):
-        q = context.shard(x.mul(2))
-        return context.unshard(context.attention(q, q, q).relu())
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="eager")
-
-    def body(topology):
-        context = cp.Context(algo="zigzag", group=topology)
-        return [function(whole(), context) for function in (compiled, layer)]
-
-    for got, want in run_virtual(size, body):
-        assert torch.equal(got, want)
-
-
 def test_positions_are_those_of_the_layout():
     for rank in range(3):
         context = cp.Context(algo="zigzag", group=VirtualWorld(3).topology(rank))

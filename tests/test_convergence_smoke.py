@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness import prepare_data
 from megatron_cp_plugin.harness.parity import Recording
 from megatron_cp_plugin.harness.train import CommandLine
@@ -240,28 +239,6 @@ def test_program_fails_if_a_run_does(
     assert "what went wrong" in out
     assert "failed" in out
     assert "ring, CP 2: exit code 1; log: " in out
-
-
-@pytest.mark.slow
-def test_settings_error_of_a_run_is_passed_on(harness: ModuleType, tmp_path: Path) -> None:
-    """A launcher that complains ends the harness with its own line."""
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(
-        "import sys\n"
-        "print('megatron_cp_plugin: error: no such thing', file=sys.stderr)\n"
-        "sys.exit(2)\n"
-    )
-    run = harness.Run(variant("ring"), 1, 1)
-    (tmp_path / "run").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "LAUNCHER", launcher)
-        with pytest.raises(ConfigError, match=r"^ring, CP 1: no such thing$"):
-            harness.launch(run, tmp_path / "run", [], 60.0, lambda done: None)
-        launcher.write_text("raise SystemExit(3)\n")
-        assert harness.launch(run, tmp_path / "run", [], 60.0, lambda done: None) == "exit code 1"
-        launcher.write_text("import time\ntime.sleep(600)\n")
-        failure = harness.launch(run, tmp_path / "run", [], 6.0, lambda done: None)
-        assert failure.startswith("not done after 6 s")
 
 
 SABOTAGE = """

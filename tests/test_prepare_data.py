@@ -1,6 +1,5 @@
 """The indexed dataset made from text: what is in it, in what order, and that Megatron reads it."""
 
-import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,12 +48,6 @@ def test_documents_are_the_files_by_name(
     ]
 
 
-def test_files_keep_the_given_order_and_count_once(corpus: Path, tmp_path: Path) -> None:
-    words = [str(corpus / "c.md"), str(corpus / "a.py"), str(corpus / "c.md")]
-    assert prepare_data.main([*words, "--output", str(tmp_path / "x")]) == 0
-    assert [d[0] for d in documents(tmp_path / "x")] == [0, ord("p")]
-
-
 def test_files_are_cut_into_documents(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,17 +77,6 @@ def test_bad_input_is_one_line(
     assert words in error
     assert error.count("\n") == 1
     assert not (tmp_path / "x.bin").exists()
-
-
-def test_default_corpus_is_the_standard_library() -> None:
-    files = prepare_data.stdlib_files()
-    assert files == sorted(files)
-    assert sum(file.stat().st_size for file in files) > 2**21
-    names = {file.name for file in files}
-    assert {"argparse.py", "inspect.py"} <= names
-    root = Path(sysconfig.get_paths()["stdlib"])
-    folders = {part for file in files for part in file.relative_to(root).parts[:-1]}
-    assert not folders & {"site-packages", "dist-packages", "test", "tests"}
 
 
 def test_gpt_dataset_serves_the_text(tmp_path: Path) -> None:

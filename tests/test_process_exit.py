@@ -76,15 +76,6 @@ def test_a_program_on_the_functional_interface_refuses_in_one_line(tmp_path: Pat
     )
 
 
-def test_an_interrupt_is_one_line_of_the_first_rank(tmp_path: Path) -> None:
-    program = (
-        "from megatron_cp_plugin.process_exit import whole_program\n"
-        "with whole_program():\n    raise KeyboardInterrupt"
-    )
-    found = end(tmp_path, program)
-    assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
-
-
 def test_a_second_interrupt_changes_nothing(tmp_path: Path) -> None:
     """torchrun gets the terminal's signal too, and sends it to its ranks."""
     program = """
@@ -105,41 +96,6 @@ with whole_program():
 """
     found = end(tmp_path, program)
     assert found == [(130, "megatron_cp_plugin: interrupted\n", ""), (130, "", "")]
-
-
-ENDING = """
-import atexit, sys
-from megatron_cp_plugin.process_exit import whole_program
-
-class Held:
-    def __del__(self):
-        print("finalized", file=sys.stderr)
-
-sys.held = Held()  # as modules of Megatron hold process groups
-atexit.register(print, "exit handler", file=sys.stderr)
-with whole_program():
-    {end}
-print("not reached", file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize(
-    ("end_of", "code", "said"),
-    [
-        ("pass", 0, []),
-        ("sys.exit(3)", 3, []),
-        ("sys.exit('why')", 1, ["why"]),
-        ("raise ValueError('wrong')", 1, ["ValueError: wrong"]),
-    ],
-)
-def test_a_program_ends_without_python_being_finalized(
-    tmp_path: Path, end_of: str, code: int, said: list[str]
-) -> None:
-    for got, text, file in end(tmp_path, ENDING.format(end=end_of)):
-        lines = text.splitlines()
-        assert (got, file) == (code, "")
-        assert (lines[0].startswith("Traceback")) == ("ValueError" in end_of)
-        assert lines[-1 - len(said) :] == [*said, "exit handler"]
 
 
 @pytest.mark.parametrize("ends", [False, True])

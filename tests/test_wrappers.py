@@ -91,29 +91,6 @@ def test_gradient_checkpointing(algo, use_reentrant):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("algo", cp.available())
-def test_evaluation_before_training(algo, without):
-    """What an evaluation leaves behind, such as buffers and tables, serves training after it."""
-
-    def body(topology, evaluated):
-        if evaluated:
-            with without():
-                own = cp.shard(whole(), 1, algo=algo, group=topology)
-                first = call(algo, own, topology)
-        own = cp.shard(whole(), 1, algo=algo, group=topology).requires_grad_()
-        out = call(algo, own, topology)
-        out.square().sum().backward()
-        if evaluated:
-            assert torch.equal(first, out)
-        return out.detach(), own.grad
-
-    got = run_virtual(3, lambda topology: body(topology, True), peer_access=True)
-    want = run_virtual(3, lambda topology: body(topology, False), peer_access=True)
-    for one, other in zip(got, want, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 SPANS = cp.spans.shared_prefix((4, [3, 5]))
 KEPT = {
     "spans": SPANS,

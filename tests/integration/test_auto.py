@@ -41,7 +41,6 @@ TINY += "--attention-dropout 0 --position-embedding-type rope --micro-batch-size
 LLAMA = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --bf16 --swiglu "
 LLAMA += "--group-query-attention --num-query-groups 8 --attention-dropout 0 "
 LLAMA += "--position-embedding-type rope --micro-batch-size 1 "
-WINDOWS = "--window-size 1023,0 --window-attn-skip-freq 4"
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +87,6 @@ def test_models_differ_and_so_do_choices(choose: Choosing) -> None:
     assert len({one.algo, far.algo, states.algo}) == 3
     assert one.layers == ()
     assert registry.kind_of(states.algo) == "linear"
-
-
-def test_layers_that_differ_have_algorithms_of_their_own(choose: Choosing) -> None:
-    named, (said,) = choose(LLAMA + "--seq-length 65536 " + WINDOWS, 8)
-    assert "windows of 1024 tokens" in said or not named.layers
-    if named.layers:
-        assert len(named.layers) == 32
-        full = {named.layers[number] for number in range(3, 32, 4)}
-        assert len(full) == 1
 
 
 def test_a_hybrid_of_both_kinds(choose: Choosing) -> None:

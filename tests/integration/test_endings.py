@@ -104,6 +104,11 @@ def work():
     time.sleep(0.5)
     print("thread ends")
 
+class Held:
+    def __del__(self):
+        print("finalized")
+
+sys.held = Held()  # as modules of Megatron hold process groups
 del os.environ["TORCHELASTIC_ERROR_FILE"]
 with whole_program():
     atexit.register(print, "handler runs")
