@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.process_groups import _timeout_of, topology_of
-from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from tests.oracle import relative_error
 
@@ -63,49 +62,6 @@ def uneven(algo: str) -> dict[str, object]:
     right = attend(algo, 510, seq_len=510).shape[1]
     again = error_of(attend, algo, 510)
     return {"even": even, "first": first, "right": right, "again": again}
-
-
-def by_hand() -> dict[str, object]:
-    """Shards of unequal lengths that `cp.shard` did not make."""
-    x = whole(126 + dist.get_rank() % 2)
-    return {"error": error_of(cp.attention, x, x, x, algo="ring")}
-
-
-def two_lengths() -> dict[str, object]:
-    """Ranks that were told different global lengths."""
-    x = whole(4)
-    seq_len = 16 + 2 * (dist.get_rank() == 2)
-    return {"error": error_of(cp.attention, x, x, x, algo="ring", seq_len=seq_len)}
-
-
-def wrong_layout() -> dict[str, object]:
-    """Positions of rank 1 are those of another layout."""
-    rank = dist.get_rank()
-    layout = LAYOUTS["contiguous" if rank == 1 else "zigzag"]
-    held = positions(layout, rank, 4, 32)
-    right = positions(LAYOUTS["zigzag"], rank, 4, 32)
-    return {
-        "right": error_of(cp.check_layout, right, algo="zigzag"),
-        "wrong": error_of(cp.check_layout, held, algo="zigzag"),
-    }
-
-
-def unsplit() -> dict[str, object]:
-    """A loss of each rank on a tensor that is put together again; tokens of unequal numbers."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = whole(18).requires_grad_()
-    sum(((other + 1) * x).sin().sum() for other in range(size)).backward()
-    c = cp.Context(algo="zigzag", seq_len=18)
-    own = c.shard(x.detach()).requires_grad_()
-    with cp.record_communication() as log:
-        ((rank + 1) * c.unshard(own)).sin().sum().backward()
-    error = (own.grad - c.shard(x.grad)).abs().max().item()
-    return {
-        "error": error,
-        "forward": log.bytes(phase="forward"),
-        "backward": log.bytes(phase="backward"),
-        "refused": error_of(cp.unshard, own, 1, algo="ring", seq_len=18),
-    }
 
 
 def absent() -> dict[str, object]:
@@ -158,10 +114,6 @@ def main() -> None:
     )
     for algo in cp.available():
         found[algo] = uneven(algo)
-    found["by_hand"] = by_hand()
-    found["two_lengths"] = two_lengths()
-    found["wrong_layout"] = wrong_layout()
-    found["unsplit"] = unsplit()
     found["timeouts"] = timeouts()
     found["absent"] = absent()
     print(json.dumps(found))

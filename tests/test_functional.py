@@ -69,35 +69,6 @@ def test_unequal_shards_without_their_length_are_refused_on_all_ranks(job, algo)
     assert sorted(found[algo]["right"] for found in job) == [127, 127, 128, 128]
 
 
-def test_what_ranks_hold_by_mistake(job):
-    assert {found["by_hand"]["error"] for found in job} == {
-        "ranks hold unequally many tokens, got 126 on rank 0 and 127 on rank 1: shard with "
-        "cp.shard, and pass seq_len="
-    }
-    assert {found["two_lengths"]["error"] for found in job} == {
-        "all ranks need one seq_len, got 16 on rank 0 and 18 on rank 2: pass the global length on "
-        "all"
-    }
-    for found in job:
-        assert found["wrong_layout"]["right"] is None
-        assert found["wrong_layout"]["wrong"] == (
-            "zigzag on 4 ranks needs the zigzag layout of 32 tokens, got others on rank 1: token 0 "
-            "is at position 8, expected 4: these are the tokens of rank 1 in the contiguous "
-            "layout; shard with cp.shard(..., algo='zigzag')"
-        )
-
-
-def test_a_loss_on_an_unsplit_tensor(job):
-    token = 4 * 8 * 8  # bytes
-    for rank, found in enumerate(job):
-        held = (5, 5, 4, 4)[rank]
-        assert found["unsplit"].pop("error") < 1e-14
-        assert (
-            found["unsplit"].pop("refused").startswith("unshard needs x in the contiguous layout")
-        )
-        assert found["unsplit"] == {"forward": 3 * held * token, "backward": (18 - held) * token}
-
-
 def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job):
     for rank, found in enumerate(job):
         assert len(found["timeouts"]) > 2

@@ -64,11 +64,11 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
             # As of placements of others at their first use.
             check_placement(made.name, placement, seq_len, mask)
             check_steps(made.name, plan)
-        rank = topology.rank
-        part = made.plan(shape, mask, plan.phase, rank=rank)
         # What is exchanged before and after all steps, but between ranks that split the heads.
         outer = outside(plan) if plan.shares == 1 else ()
-        assert_is_of_rank(part, plan, rank, outer)
+        for rank in range(world.size):
+            part = made.plan(shape, mask, plan.phase, rank=rank)
+            assert_is_of_rank(part, plan, rank, outer)
 
 
 def assert_is_of_rank(part: Plan, whole: Plan, rank: int, outer: Collection[Move] = ()) -> None:

@@ -495,49 +495,6 @@ def compare_all(
     }
 
 
-CLIPPED = {"qk_clip": True, "qk_clip_threshold": 0.5}
-
-
-def clipped(reference: Any, model: Any, batch: Batch) -> dict[str, float]:
-    """What weights are off by once Megatron has clipped them by the largest scores of a batch, and
-    by how much it has changed them.
-    """
-    model.load_state_dict(reference.state_dict())
-    before = [layer.self_attention.linear_qkv.weight.clone() for layer in model.decoder.layers]
-    cores = [layer.self_attention.core_attention for layer in reference.decoder.layers]
-    hooks = [core.register_forward_pre_hook(_look_at_scores) for core in cores]
-    with torch.no_grad():
-        for ids in batch.ids:
-            reference(ids[None], torch.arange(len(ids))[None], None)
-        ids = batch.cut(batch.ids)
-        model(ids, torch.zeros_like(ids), None, packed_seq_params=batch.packed(real=True))
-    for hook in hooks:
-        hook.remove()
-    found = {"off": 0.0, "changed": torch.inf}
-    for ours, theirs, old in zip(
-        model.decoder.layers, reference.decoder.layers, before, strict=True
-    ):
-        scores = ours.self_attention.core_attention.current_max_attn_logits
-        dist.all_reduce(scores, dist.ReduceOp.MAX, group=model.pg_collection.cp)
-        weights = []
-        for layer in (ours, theirs):
-            layer.self_attention.clip_qk()
-            weights.append(layer.self_attention.linear_qkv.weight.detach())
-        found["off"] = max(found["off"], float((weights[0] - weights[1]).abs().max()))
-        found["changed"] = min(found["changed"], float((weights[0] - old).abs().max()))
-    return found
-
-
-def _look_at_scores(core: Any, args: tuple[Tensor, ...]) -> None:
-    """Keeps the largest causal score of each head, of q [s,1,h,d] and k [s,1,g,d]."""
-    q, k = args[0][:, 0], args[1][:, 0].repeat_interleave(args[0].size(2) // args[1].size(2), 1)
-    scores = torch.einsum("ihd,jhd->hij", q, k) * q.size(-1) ** -0.5
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    largest = scores.masked_fill(later, -torch.inf).amax((1, 2))
-    before = getattr(core, "current_max_attn_logits", None)
-    core.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
-
-
 OFFLOADED = {
     "fine_grained_activation_offloading": True,
     "offload_modules": ["qkv_linear", "core_attn", "attn_proj"],
@@ -1068,9 +1025,6 @@ def by_serve(way: str, size: int) -> dict[str, Any]:
     linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
     assert ("forward" in vars(linear)) == (size > 1)
     note("zigzag, latents", sender, "thd", "latent")
-    clipping = served("zigzag", "thd", CLIPPED)
-    whole = make_model(make_config(1, **CLIPPED), alone(groups))
-    off = clipped(whole, clipping, Batch(BATCHES["odd"], rank, size))
     said = generates(model)
     prepare(way)  # Megatron's offloading asks for streams
     moving = served("zigzag", "thd", OFFLOADED)
@@ -1081,7 +1035,7 @@ def by_serve(way: str, size: int) -> dict[str, Any]:
     transformer_block.get_cpu_offload_context = lambda *given: (host, as_it_is)
     note("zigzag, layers offloaded", served("zigzag", "thd", one), "thd")
     assert host.bytes > 0
-    return {"compared": found, "left": left, "generates": said, "clipped": off}
+    return {"compared": found, "left": left, "generates": said}
 
 
 def generates(model: Any) -> str:

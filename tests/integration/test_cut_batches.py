@@ -113,8 +113,6 @@ def test_one_model_only(tmp_path: Path, size: int) -> None:
             "context_parallel"
         )
         assert (said in results["generates"]) == (size > 1)
-        assert results["clipped"]["off"] < 1e-6
-        assert results["clipped"]["changed"] > 1e-2
         # One or two of the last messages may be under way when they are counted.
         assert max(results["left"].values()) < 5
 
