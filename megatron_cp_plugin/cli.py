@@ -17,7 +17,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import OneLineParser
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
-from megatron_cp_plugin.terminal import check_file, say_nothing_of_cuda, text_table
+from megatron_cp_plugin.terminal import check_file, flag_of, say_nothing_of_cuda, text_table
 
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape
@@ -175,24 +175,20 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _need(arguments: argparse.Namespace, who: str, *names: str) -> None:
     for name in names:
         if getattr(arguments, name) is None:
-            raise ConfigError(f"{who}, got no {_flag_of_field(name)}: add it")
+            raise ConfigError(f"{who}, got no {flag_of(name)}: add it")
 
 
 def _leave_out(arguments: argparse.Namespace, said: str, *names: str) -> None:
     for name in names:
         if getattr(arguments, name):
-            raise ConfigError(said.format(_flag_of_field(name)))
+            raise ConfigError(said.format(flag_of(name)))
 
 
 def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"{_flag_of_field(name)} must be more than 0, got {value}")
-
-
-def _flag_of_field(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag_of(name)} must be more than 0, got {value}")
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:

@@ -43,6 +43,11 @@ def option_of(text: str) -> tuple[str, str]:
     return key, value
 
 
+def flag_of(name: str) -> str:
+    """The command-line flag of a setting: --seq-length of seq_length."""
+    return "--" + name.replace("_", "-")
+
+
 def say_nothing_of_cuda() -> None:
     """Keeps torch from warning, where there is no GPU, that no CUDA runtime is found."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.harness.token_log_probs import MODULE, LogProbs
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
-from megatron_cp_plugin.terminal import text_table
+from megatron_cp_plugin.terminal import flag_of, text_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Times the noise that count as rounding: of root mean squares, and of the largest difference.
@@ -52,7 +52,7 @@ def without_dtype(words: Sequence[str]) -> list[str]:
     """Flags without those that choose a dtype, or how much is trained."""
     parser = OneLineParser(add_help=False, allow_abbrev=False)
     for name in _DROPPED:
-        parser.add_argument("--" + name.replace("_", "-"), nargs="*")
+        parser.add_argument(flag_of(name), nargs="*")
     return parser.parse_known_args(words)[1]
 
 

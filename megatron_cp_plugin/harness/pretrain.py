@@ -39,6 +39,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.process_exit import refusals_in_one_line
+from megatron_cp_plugin.terminal import flag_of
 
 _OF_DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *_OF_DOCUMENTS)
@@ -65,10 +66,9 @@ def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | N
     check("training", Settings(args))
     for name in _NOT_HERE:
         if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"this script does not support {flag}: leave it out, or start Megatron's own "
-                "script with python -m megatron_cp_plugin.launch"
+                f"this script does not support {flag_of(name)}: leave it out, or start Megatron's "
+                "own script with python -m megatron_cp_plugin.launch"
             )
     if args.mtp_num_layers and args.pipeline_model_parallel_size > 1:
         raise ConfigError(

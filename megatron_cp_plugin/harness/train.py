@@ -21,6 +21,7 @@ from megatron_cp_plugin.integration.args import OneLineParser, PluginFlags, spli
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 from megatron_cp_plugin.registry import AUTO
+from megatron_cp_plugin.terminal import flag_of
 
 _SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -187,8 +188,8 @@ class CommandLine:
     def given(self, name: str, default: Any) -> Any:
         """The value of a flag of Megatron, of default's type, else of the run file."""
         parser = OneLineParser(add_help=False, allow_abbrev=False)
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, dest="value", nargs="?", const=True, type=type(default))
+        kind = type(default)
+        parser.add_argument(flag_of(name), dest="value", nargs="?", const=True, type=kind)
         value = parser.parse_known_args(self.of_megatron)[0].value
         section = self.content.get("megatron") or {}
         of_file = {str(key).replace("-", "_"): value for key, value in section.items()}

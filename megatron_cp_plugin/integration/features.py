@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.integration.settings import GATED, SPARSE, Settings
+from megatron_cp_plugin.terminal import flag_of
 
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
 # whether a script can start with them, with and without an algorithm; validated arguments; those of
@@ -68,11 +69,6 @@ class Rule:
             value = getattr(settings, self.setting)
             words["value"] = getattr(value, "name", value)
         return self.text.format(s=settings, **words)
-
-
-def flag_of(setting: str) -> str:
-    """The command-line flag of a setting of Megatron."""
-    return "--" + setting.replace("_", "-")
 
 
 def on(setting: str) -> Callable[[Settings], bool]:

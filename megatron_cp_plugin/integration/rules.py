@@ -21,10 +21,10 @@ from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.integration.comm_type import TYPES
 from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.contract import Version
-from megatron_cp_plugin.integration.features import FEATURES, UNTESTED, Rule, Stage, flag_of, on
+from megatron_cp_plugin.integration.features import FEATURES, UNTESTED, Rule, Stage, on
 from megatron_cp_plugin.integration.settings import GATED, Settings
 from megatron_cp_plugin.layers import layout_choices
-from megatron_cp_plugin.terminal import check_folder
+from megatron_cp_plugin.terminal import check_folder, flag_of
 
 
 def refusals(stage: Stage, settings: Settings) -> Iterator[tuple[Rule, str]]:

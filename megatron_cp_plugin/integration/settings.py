@@ -14,6 +14,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.contract import SETTINGS
+from megatron_cp_plugin.terminal import flag_of
 
 # The second is its name after Megatron 0.19.
 GATED = ("gated_delta_net", "gdn")
@@ -117,7 +118,7 @@ class Settings:
         """The flag that packs documents into a sequence, if it is given."""
         flags = ("sft", "dataloader_inter_document_masking")
         given = [name for name in flags if getattr(self, name)]
-        return "--" + given[0].replace("_", "-") if given else None
+        return flag_of(given[0]) if given else None
 
     @property
     def graphs(self) -> str:
