@@ -16,11 +16,11 @@ LINES = {
     "core": 13_880,
     "algorithms": 1_820,
     "kernels": 3_650,
-    "integration": 8_340,
+    "integration": 8_420,
     "planner": 7_020,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 40_770,
+    "tests": 40_960,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}

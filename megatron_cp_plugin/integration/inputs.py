@@ -27,7 +27,6 @@ from megatron_cp_plugin.integration.documents import (
     ALONE,
     DocumentMask,
     PositionsOfPacks,
-    RawSpans,
     document_mask,
     group_of,
     mask_of_cut,
@@ -540,21 +539,12 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
 
 def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
     followed, seen = cut.followed, mask or DocumentMask()
-    if followed is None:
-        return
-    if followed.spans != seen.spans:
-        raise ContextParallelError(
-            f"a batch was split by {_spans_in_words(followed.spans)}, and the model got "
-            f"{_spans_in_words(seen.spans)}: pass attention_spans to get_batch_on_this_cp_rank "
-            "with the batch, or leave the option layout=documents out"
+    if followed is not None and (followed.spans, followed.starts) != (seen.spans, seen.starts):
+        by, got = (
+            f"{len(each.starts) + 1} documents and {len(each.spans or ())} spans"
+            for each in (followed, seen)
         )
-    if followed.starts != seen.starts:
         raise ContextParallelError(
-            f"a batch was split by {len(followed.starts) + 1} documents, and the model got "
-            f"{len(seen.starts) + 1} others: let both have the same cu_seqlens, or leave the "
-            "option layout=documents out"
+            f"a batch was split by {by}, and the model got others, {got}: give both the same "
+            "cu_seqlens and attention_spans, or leave the option layout=documents out"
         )
-
-
-def _spans_in_words(spans: RawSpans | None) -> str:
-    return "no spans" if spans is None else f"{len(spans)} spans"

@@ -243,7 +243,10 @@ class LauncherInstaller(Installer):
     def _set_up_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._args is not None:  # else a model of ours says what is missing
             check("training", Settings(self._args))
-        with model_errors_in_one_line():
+        from megatron_cp_plugin.integration.checkpoints import damage_in_one_line
+
+        load = None if self._args is None else Settings(self._args).load
+        with model_errors_in_one_line(), damage_in_one_line(load):
             result = original(*args, **kwargs)
         from megatron_cp_plugin.integration.inputs import serves_inputs
 

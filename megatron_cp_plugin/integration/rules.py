@@ -225,15 +225,34 @@ def _cannot_write(s: Settings) -> None:
             check_folder(flag_of(name), path)
 
 
-def _missing_data(s: Settings) -> Mapping[str, object] | None:
-    """Of the paths of --data-path on this machine, which may have a weight before each."""
+def _prefixes(s: Settings) -> Iterator[str]:
+    """Of --data-path on this machine, which may have a weight before each."""
     for word in () if s.mock_data or s.sft else map(str, s.data_path or ()):
-        if re.fullmatch(r"[-+.\de]+", word) or _is_remote(word):
-            continue
-        names = [f"{word}{suffix}" for suffix in (".bin", ".idx")]
+        if not re.fullmatch(r"[-+.\de]+", word) and not _is_remote(word):
+            yield word
+
+
+def _missing_data(s: Settings) -> Mapping[str, object] | None:
+    for prefix in _prefixes(s):
+        names = [f"{prefix}{suffix}" for suffix in (".bin", ".idx")]
         if missing := [name for name in names if not Path(name).exists()]:
             pieces = " --document-bytes 200" if s.packing else ""
-            return {"prefix": word, "missing": " and no ".join(missing), "pieces": pieces}
+            return {"prefix": prefix, "missing": " and no ".join(missing), "pieces": pieces}
+    return None
+
+
+def _damaged_data(s: Settings) -> Mapping[str, object] | None:
+    """Megatron ends in a traceback where it reads them, at a step that no number tells."""
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+
+    for prefix in _prefixes(s):
+        try:
+            found = _IndexReader(f"{prefix}.idx", multimodal=False)
+            last = found.sequence_pointers[-1] + found.dtype_size * found.sequence_lengths[-1]
+        except Exception as error:  # it fails in many ways
+            return {"file": f"{prefix}.idx", "why": error}
+        if (size := Path(f"{prefix}.bin").stat().st_size) < last:
+            return {"file": f"{prefix}.bin", "why": f"{size} of {last} bytes"}
     return None
 
 
@@ -510,6 +529,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_missing_data, "--data-path got {prefix}, and there is no {missing}: write the run files' "
          "data with megatron-cp prepare-data --output {prefix}{pieces}, or add --mock-data",
          ("start", "files"), here=True),
+    Rule(_damaged_data, "--data-path needs whole files, got {file}, which is cut off ({why}): copy "
+         "or write it again", ("start", "files"), here=True),
     Rule(_micro_batches, "an interleaved pipeline of {s.stages} stages needs micro-batches "
          "divisible by its group size {group}, and a group size of at least {s.stages}, got "
          "{count} micro-batches: use {usable}", ("validated",)),

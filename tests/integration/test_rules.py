@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.ssm import gated_delta_net as megatron
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments
@@ -512,7 +514,7 @@ CASES |= {
     "cannot split DSA layers": Case(SPARSE, near=(ALONE,)),
 }
 # Those that read files are tried below, with files.
-OF_FILES = ("--data-path got", "")
+OF_FILES = ("--data-path ", "")
 
 
 def key_of(rule: Rule) -> str:
@@ -658,6 +660,9 @@ def parser() -> argparse.ArgumentParser:
         ("--data-path 0.5 there 0.5 half", "and there is no half.idx: "),
         ("--data-path half --dataloader-inter-document-masking",
          "prepare-data --output half --document-bytes 200"),
+        ("--data-path short", "needs whole files, got short.bin, which is cut off (6 of 12 by"),
+        ("--data-path empty", "got empty.bin, which is cut off (0 of 12 bytes): copy or write"),
+        ("--data-path cut", "got cut.idx, which is cut off ("),
         ("--save there.bin/x", "--save got there.bin/x, where nothing can be written"),
         ("--tensorboard-dir there.bin --mock-data", "--tensorboard-dir got there.bin"),
         ("--data-path there", None),
@@ -679,8 +684,15 @@ def test_data_and_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # The last is what a bucket's path would begin with, if it was a folder's.
-    for name in ("there.bin", "there.idx", "half.bin", "s3:"):
+    for name in ("half.bin", "s3:"):
         Path(name).touch()
+    for name in ("there", "short", "empty", "cut"):
+        builder = IndexedDatasetBuilder(f"{name}.bin", dtype=np.int32)
+        builder.add_document(np.arange(3), [3])
+        builder.finalize(f"{name}.idx")
+    for name in ("short.bin", "empty.bin", "cut.idx"):
+        size = 0 if name == "empty.bin" else Path(name).stat().st_size // 2
+        Path(name).write_bytes(Path(name).read_bytes()[:size])
     settings = Settings(parser.parse_args(flags.split()), ZIGZAG)
     if said is None:
         check(stage, settings)
