@@ -125,7 +125,7 @@ class Attention:
 
     @property
     def layout(self) -> Layout:
-        return self.choice.layout.for_documents(mask_of(self.mask, self.seq_len).followed)
+        return self.choice.layout.for_documents(mask_of(self.mask, self.seq_len).resolved)
 
     def inputs(self) -> list[Tensor]:
         """q, k, v, dout of the whole sequence, and the sink."""
@@ -461,7 +461,7 @@ def test_sends_what_the_plan_says(data: st.DataObject) -> None:
 
     def compare(topology: Topology) -> None:
         algorithm = create(one.choice.algo, topology, dict(one.choice.options))
-        algorithm = algorithm.for_documents(mask.followed)
+        algorithm = algorithm.for_documents(mask.resolved)
         traffic, rank = algorithm.traffic(one.shape, mask, topology.rank), topology.rank
         assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages

@@ -122,7 +122,7 @@ def test_tiles_cover_every_pair_once(
     assert visible_pairs(seq_len, mask) == wanted.sum()
     assert mask.bands.keys_of(seq_len).tolist() == wanted.sum(1).tolist()
     queries, keys = (
-        [layout.for_documents(mask.followed).spans(rank, size, seq_len) for rank in range(size)]
+        [layout.for_documents(mask.resolved).spans(rank, size, seq_len) for rank in range(size)]
         for layout in layouts
     )
     total = torch.zeros(64, 64, dtype=torch.int64)

@@ -135,7 +135,7 @@ def best_route(
     if relay == "ring":
         return "straight"
     rows = np.zeros((size, size), np.int64)  # [owner, other]
-    layout = layout.for_documents(mask.followed)
+    layout = layout.for_documents(mask.resolved)
     for owner, others in enumerate(rows_met(layout, size, seq_len, mask, 1)):
         for other, met in others.items():
             if nodes[owner] != nodes[other]:

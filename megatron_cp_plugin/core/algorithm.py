@@ -181,7 +181,7 @@ class Algorithm(Registered):
         KernelUnavailableError if the kernel cannot serve them.
         """
         # This object holds what this returns.
-        on = self._on(self.layout.for_documents(mask.followed))
+        on = self._on(self.layout.for_documents(mask.resolved))
         rank, size = self.topology.rank, self.topology.size
         expected = on.layout.length(rank, size, seq_len)
         _, tokens, heads, head_dim = q

@@ -166,7 +166,7 @@ def check_placement(name: str, placement: BlockPlacement, seq_len: int, mask: Ma
     """Raises: ConfigError unless every token belongs to one rank, and every pair has one place, on
     a rank of the group.
     """
-    owned = TokenMap.of(placement.layout.for_documents(mask.followed), placement.size, seq_len)
+    owned = TokenMap.of(placement.layout.for_documents(mask.resolved), placement.size, seq_len)
     _check_owned(owned)
     ranks, whole = range(placement.size), Place(0, 0)[2:]
     # Only these pairs of a cyclic placement are asked for.

@@ -93,7 +93,7 @@ class Mask:
         return Bands.of_documents(self.documents, low, 0 if self.causal else None)
 
     @property
-    def followed(self) -> Documents:
+    def resolved(self) -> Documents:
         """The argument of `Layout.for_documents`, for layouts that depend on documents."""
         return self.documents if self.slices is None else self.slices
 

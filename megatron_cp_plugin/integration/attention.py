@@ -214,7 +214,7 @@ class ContextParallelAttention(SplitByHeads):
         packed: DocumentMask | None,
         group: dist.ProcessGroup,
     ) -> None:
-        layout = self.algorithm.layout.for_documents(mask.followed)
+        layout = self.algorithm.layout.for_documents(mask.resolved)
         mask = mask if packed is None else packed.without_padding(mask)
         found = largest_scores(q, k, scale=self._scale, mask=mask, layout=layout, group=group)
         before = self.current_max_attn_logits

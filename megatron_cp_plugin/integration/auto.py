@@ -117,7 +117,7 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
         choice = choose(
             kinds,
             site,
-            layouts=possible_layouts(settings, packed=any(kind.mask.followed for kind in kinds)),
+            layouts=possible_layouts(settings, packed=any(kind.mask.resolved for kind in kinds)),
             runs_again=flags.recompute_attention and settings.recomputes is not None,
             refusal=refusal,
         )

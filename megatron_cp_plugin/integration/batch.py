@@ -118,7 +118,7 @@ class Batches:
                 continue
             dim = _dim_of(key, value)
             tokens = value.size(dim)
-            within = followed.followed(tokens) if followed else ()
+            within = followed.resolved(tokens) if followed else ()
             local = self.runtime.positions(group, tokens, value.device, within)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}

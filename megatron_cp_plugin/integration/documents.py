@@ -90,7 +90,7 @@ class DocumentMask(PackedSeqParams):
         given.qkv_format = "thd"
         return given
 
-    def followed(self, seq_len: int) -> Documents:
+    def resolved(self, seq_len: int) -> Documents:
         """Returns what a layout follows, see `Layout.for_documents`; otherwise as `slices`."""
         slices = self.slices(seq_len)
         return self.starts if slices is None else slices

@@ -223,7 +223,7 @@ class Inputs(ABC):
                     f"{name} needs the {local} tokens of this rank, or the {local * size} of the "
                     f"whole sequence, got {tokens}: split it like labels, or not at all"
                 )
-            followed = mask.followed(tokens) if mask is not None else ()
+            followed = mask.resolved(tokens) if mask is not None else ()
             mine = self._runtime.positions(group, tokens, tensor.device, followed)
             given[name] = tensor.index_select(dim, mine)
 

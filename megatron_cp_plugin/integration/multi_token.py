@@ -132,7 +132,7 @@ def next_tokens(
     """
     seq_len = tensor.size(-1) * group.size()
     starts = mask.sample_starts(seq_len) if mask else ()
-    followed = mask.followed(seq_len) if mask else ()
+    followed = mask.resolved(seq_len) if mask else ()
     local = tensor.contiguous()
     parts = [local]
     if group.size() > 1:

@@ -109,7 +109,7 @@ class LayoutRotaryEmbedding(nn.Module):
         whole = self.embedding.get_emb(seq_len, offset)
         angles = whole[0] if isinstance(whole, tuple) else whole
         positions = self._runtime.positions(
-            mask.group or self._group, seq_len, angles.device, mask.followed(seq_len)
+            mask.group or self._group, seq_len, angles.device, mask.resolved(seq_len)
         )
         if given is not None:
             positions = given.to(angles.device)[positions]

@@ -78,7 +78,7 @@ def candidates(
         if layouts is not None:
             return layout.name in layouts
         cut_by_callers = layout.name == PaddedDocuments.name
-        return not cut_by_callers and (not layout.follows_documents or bool(mask.followed))
+        return not cut_by_callers and (not layout.follows_documents or bool(mask.resolved))
 
     found: dict[tuple[Placement, ...], Candidate] = {}
     refused: dict[str, Refusal] = {}

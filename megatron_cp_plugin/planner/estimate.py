@@ -96,7 +96,7 @@ class _PairWork:
     @_kept(lambda self, placement: (placement.layout, placement.size))
     def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
-        layout, size = placement.layout.for_documents(self.mask.followed), placement.size
+        layout, size = placement.layout.for_documents(self.mask.resolved), placement.size
         return cache(lambda owner: layout.spans(owner, size, self.seq_len))
 
     @_kept(lambda self, placement: (placement.layout, placement.size))
@@ -321,7 +321,7 @@ class Estimator:
 
         With a causal mask, or a full one, the first and the last rank have the least and the most.
         """
-        if not self.mask.followed:
+        if not self.mask.resolved:
             return ()
         spans = self._blocks.spans(placement)
         work = [

@@ -141,7 +141,7 @@ def checked(algorithm: Algorithm, shape: Shape, mask: Mask) -> Algorithm:
     )
     if mask.special and not algorithm.windows:
         raise ConfigError(f"{algorithm.name} does not support {mask.special}: leave it out")
-    return algorithm.for_documents(mask.followed)
+    return algorithm.for_documents(mask.resolved)
 
 
 def planned(
@@ -181,7 +181,7 @@ def passes(
     topology, dims = algorithm.topology, (shape.head_dim, shape.value_dim)
     kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
     if isinstance(algorithm, Algorithm):
-        algorithm = algorithm.for_documents(mask.followed)
+        algorithm = algorithm.for_documents(mask.resolved)
     tokens = algorithm.layout.length(topology.rank, topology.size, shape.seq_len)
     heads = (shape.heads, kv_heads, kv_heads, shape.heads)
     q, k, v, dout = inputs = [

@@ -233,7 +233,7 @@ class _Step:
     ) -> None:
         assert isinstance(shape, Shape)
         self._algorithm, topology = algorithm, algorithm.topology
-        layout = algorithm.layout.for_documents(mask.followed)
+        layout = algorithm.layout.for_documents(mask.resolved)
         tokens = layout.length(topology.rank, topology.size, shape.seq_len)
         self._seed, self._device, self._dtype = topology.rank, device, DTYPES[shape.element_bytes]
         self._sizes = [(shape.batch, tokens, heads, dim) for heads, dim in _sizes(shape)]

@@ -139,7 +139,7 @@ def test_every_step_is_equal_work_in_layout_thd(size: int, heads: str, causal: b
     made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
     for phase in PHASES:
         shape = Shape(1, seq_len, *HEADS[heads], 8)
-        plan = made.for_documents(mask.followed).plan(shape, mask, phase)
+        plan = made.for_documents(mask.resolved).plan(shape, mask, phase)
         check(plan)
         *computing, home = steps(plan)  # in the last step results come home
         assert home == [None] * size
@@ -157,7 +157,7 @@ def test_bytes_by_hand_in_layout_thd(size: int, heads: str) -> None:
     rows, (n, g) = seq_len // size, HEADS[heads]
     shape, keys = Shape(1, seq_len, n, g, 16), g * 2 * 16 * 2
     made = create("distflash", VirtualWorld(size).topology(0), {"layout": "thd"})
-    made = made.for_documents(mask.followed)
+    made = made.for_documents(mask.resolved)
     for phase in PHASES:
         sent = [0] * size
         for q, k in product(range(size), repeat=2):

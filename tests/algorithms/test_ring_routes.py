@@ -87,8 +87,8 @@ def test_the_route_of_auto(algo: str, size: int, of_node: int, mask: Mask, route
     options: dict[str, object] = dict(word.split("=") for word in words)
     topology = VirtualWorld(size, ranks_per_node=of_node).topology(0)
     shape = Shape(1, 40 * size, 4, 2, 8)
-    auto = create(name, topology, options).for_documents(mask.followed)
-    named = create(name, topology, {**options, "route": route}).for_documents(mask.followed)
+    auto = create(name, topology, options).for_documents(mask.resolved)
+    named = create(name, topology, {**options, "route": route}).for_documents(mask.resolved)
     for phase in PHASES:
         assert auto.placement(shape, mask, phase) == named.placement(shape, mask, phase)
 
@@ -100,7 +100,7 @@ def test_blocks_that_many_ranks_of_a_node_need_cross_once() -> None:
     most = {}
     for route in ("straight", "auto"):
         options = {"layout": "documents", "route": route}
-        plan = create("zigzag", topology, options).for_documents(mask.followed).plan(shape, mask)
+        plan = create("zigzag", topology, options).for_documents(mask.resolved).plan(shape, mask)
         most[route] = max(plan.sent(rank, shape, topology.nodes).bytes for rank in range(16))
     assert 2 * most["auto"] <= most["straight"]
 

@@ -160,6 +160,6 @@ def test_where_ranks_help_by_work(options: dict[str, object], by_work: bool) -> 
     shape, world = Shape(1, 64, 4, 2, 8), PeerWorld(4)
     mask = Mask(documents=(8, 40))
     for name in ("distflash", "distflash-paper"):
-        made = create(name, world.topology(0), options).for_documents(mask.followed)
+        made = create(name, world.topology(0), options).for_documents(mask.resolved)
         placement = made.placement(shape, mask, "forward")
         assert isinstance(placement, WorkPlacement) is (by_work and name == "distflash")

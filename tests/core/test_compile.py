@@ -51,7 +51,7 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
     rectangular = data.draw(st.booleans())
     topology = virtual.topology(data.draw(st.integers(0, world.size - 1)))
     try:
-        made = create(choice.algo, topology, dict(choice.options)).for_documents(mask.followed)
+        made = create(choice.algo, topology, dict(choice.options)).for_documents(mask.resolved)
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
         made.check(made.options, size=world.size, causal=mask.causal, **heads)
         plans = [made.plan(shape, mask, phase) for phase in PHASES]

@@ -165,7 +165,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
     def body(topology: Topology) -> None:
         rank, tokens = topology.rank, 12
         written[rank] = set()
-        algorithm = create(algo, topology, options).for_documents(mask.followed)
+        algorithm = create(algo, topology, options).for_documents(mask.resolved)
         q, k, v, dout = (torch.randn(1, tokens, 4, 8, dtype=torch.float64) for _ in range(4))
         call = Call(Shape.of(q, k, v, tokens * size), mask, 8**-0.5, Reference())
         compiled = Compiled(algorithm, call)

@@ -72,7 +72,7 @@ def plan_for(
     name: str, options: dict[str, object], size: int, mask: Mask, phase: str, tokens: int
 ) -> Plan:
     topology = VirtualWorld(size, ranks_per_node=size // 2 if size % 2 == 0 else 1).topology(0)
-    made = create(name, topology, options).for_documents(mask.followed)
+    made = create(name, topology, options).for_documents(mask.resolved)
     placement = made.placement(Shape(1, tokens, 4, 4, 8), mask, phase)
     if isinstance(placement, HeadPlacement):
         placement = placement.of_teams

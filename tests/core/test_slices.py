@@ -37,7 +37,7 @@ def test_equal_work_under_both() -> None:
     keys = dense(spans, seq_len, lengths).sum(1)
     tokens = torch.arange(seq_len)
     how = {"algo": "zigzag", "layout": "documents", "spans": spans, "cu_seqlens": lengths}
-    layout = Balanced().for_documents(mask_of(spans, seq_len, lengths).followed)
+    layout = Balanced().for_documents(mask_of(spans, seq_len, lengths).resolved)
 
     def body(topology: Topology) -> Tensor:
         mine = cp.shard(tokens, 0, group=topology, **how)
@@ -48,7 +48,7 @@ def test_equal_work_under_both() -> None:
 
     work = [int(keys[mine].sum()) for mine in run_virtual(size, body)]
     assert max(work) <= 1.01 * sum(work) / size
-    alone = Balanced().for_documents(mask_of(spans, seq_len).followed)
+    alone = Balanced().for_documents(mask_of(spans, seq_len).resolved)
     assert layout != alone
     assert layout.spans(0, size, seq_len) != alone.spans(0, size, seq_len)
 
@@ -57,7 +57,7 @@ def test_the_layout_does_not_depend_on_the_window() -> None:
     """Of which layers of one model have different ones."""
     spans, lengths = cp.spans.prefix_lm(10, 32), [0, 20, 32]
     masks = [mask_of(spans, 32, lengths, window) for window in (None, 1, 9)]
-    assert len({mask.followed for mask in masks}) == 1
+    assert len({mask.resolved for mask in masks}) == 1
     assert len(set(masks)) == 3
 
 

@@ -50,7 +50,7 @@ def test_any_layer(data: st.DataObject) -> None:
         event(f"refused: {str(error)[:70]}")
         return
     topology = VirtualWorld(world.size).topology(0)
-    made = create(choice.algo, topology, options).for_documents(mask.followed)
+    made = create(choice.algo, topology, options).for_documents(mask.resolved)
     sent = [astuple(made.traffic(shape, mask, each)) for each in range(world.size)]
     assert found.forward_bytes + found.backward_bytes == max(a + b for a, _, b, _ in sent)
     assert 0 <= found.idle < 1

@@ -196,7 +196,7 @@ def rows_of_parts(
 @lru_cache(maxsize=16)  # a planner asks with many options
 def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     """Whether some query of every rank's block sees some key of every block."""
-    layout = layout.for_documents(mask.followed)
+    layout = layout.for_documents(mask.resolved)
     blocks = TokenMap.of(layout, size, seq_len)
     if not mask.special:
         return _all_see_all(blocks, mask)

@@ -245,7 +245,7 @@ class _Routes:
         """
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
-        self.tokens = placement.layout.for_documents(mask.followed), self.size, seq_len
+        self.tokens = placement.layout.for_documents(mask.resolved), self.size, seq_len
         self.spans = TokenMap.of(*self.tokens)
         self.lengths = self.spans.lengths
         special = bool(mask.special)

@@ -49,7 +49,7 @@ class TeamHeads:
         self.placement, self.of_teams = placement, of_teams
         self.members, self.rank = placement.members, rank
         size, seq_len = len(of_teams.spans) * self.members, sum(of_teams.spans.lengths)
-        layout = placement.layout.for_documents(of_teams.mask.followed)
+        layout = placement.layout.for_documents(of_teams.mask.resolved)
         self.spans = TokenMap.of(layout, size, seq_len)
         self.ranks = range(size) if rank is None else (rank,)
         self.shares = range(self.members) if rank is None else (rank % self.members,)
