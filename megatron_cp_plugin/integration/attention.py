@@ -195,7 +195,7 @@ class ContextParallelAttention(SplitByHeads):
             "scale": self._scale,
             "sink": self.softmax_offset,
             "kernel_for": self._kernel_for,
-            "site": self,
+            "recompute_key": self,
         }
         if self.latents is None:
             out = attend(q, k, v, **settings)

@@ -180,7 +180,7 @@ class LinearSelfAttention(MegatronModule):
             causal=self._causal,
             documents=documents,
             kernel_for=self._kernel_for,
-            site=self,
+            recompute_key=self,
         )
         return out.transpose(0, 1)
 

@@ -66,7 +66,7 @@ class RecurrentSequence:
         *,
         gate: Tensor,
         beta: Tensor | None = None,
-        site: nn.Module,
+        recompute_key: nn.Module,
     ) -> Tensor:
         """Outputs [b,s,h,e] of states that pass through all ranks; see `attend_linearly`."""
         out, _ = attend_linearly(
@@ -79,7 +79,7 @@ class RecurrentSequence:
             seq_len=self.seq_len,
             documents=self.documents,
             kernel_for=partial(resolve_linear, "auto"),
-            site=site,
+            recompute_key=recompute_key,
         )
         return out
 
@@ -175,7 +175,7 @@ def _mamba(kind: Any) -> type:
                 keys,
                 (x * dt[..., None]).to(x.dtype),
                 gate=dt * -self.A_log.to(wide).exp(),
-                site=self,
+                recompute_key=self,
             )
             skip = self.D.unflatten(0, (-1, self.headdim if self.D_has_hdim else 1))
             y = ((out + x * skip).flatten(2) * self.act(z)).to(z.dtype)
@@ -236,7 +236,7 @@ def _delta_net(kind: Any) -> type:
                 value,
                 gate=log_decay,
                 beta=beta,
-                site=self,
+                recompute_key=self,
             )
             if not self.recompute_norm_out:
                 return self.out_proj(self._normalized(out, gate))

@@ -97,7 +97,7 @@ class Layer(nn.Module):
                 seq_len=self.seq_len,
                 kernel_for=partial(resolve, "auto"),
                 sink=self.sink,
-                site=self,
+                recompute_key=self,
             )
         return x + torch.tanh(nn.functional.linear(out.flatten(2), self.out))
 
@@ -354,8 +354,8 @@ def test_without_a_checkpoint_or_a_site_everything_runs() -> None:
         calls.append(1)
         return (torch.ones(1),)
 
-    for site in (None, "here"):
-        computed_once(site, (), compute)
+    for recompute_key in (None, "here"):
+        computed_once(recompute_key, (), compute)
     assert len(calls) == 2
     function = checkpointed(lambda: computed_once(None, (), compute))
     function(), function()
@@ -393,7 +393,7 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
                 seq_len=2 * TOKENS,
                 decay=decay,
                 kernel_for=partial(resolve_linear, "auto"),
-                site="layer",
+                recompute_key="layer",
             )
             return out.tanh()
 

@@ -83,24 +83,24 @@ class Attention(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         compiled: Compiled,
-        site: Hashable | None,
+        recompute_key: Hashable | None,
     ) -> Tensor:
         """Args:
-        sink, site: as of `attend`.
+        sink, recompute_key: as of `attend`.
         compiled: as `compiled_call` returns it.
         """
         q, k, v = aligned(q, k, v)
         token = PHASE.set("forward")
         try:
             with dtypes_as_given(q.device):
-                if site is None:
+                if recompute_key is None:
                     out, lse, results = compiled.forward.attend(q, k, v)
                     margin = () if sink is None else (_let_sink(out, lse, sink),)
                     saved = [*results, *margin]
                 else:
                     inputs = (q, k, v) if sink is None else (q, k, v, sink)
                     compute = partial(_computed, compiled, q, k, v, sink)
-                    out, *saved = computed_once(site, inputs, compute)
+                    out, *saved = computed_once(recompute_key, inputs, compute)
         finally:
             PHASE.reset(token)
         ctx.compiled, ctx.sink_dtype = compiled, None
@@ -194,7 +194,7 @@ def attend(
     mask: Mask = _CAUSAL,
     scale: float | None = None,
     sink: Tensor | None = None,
-    site: Hashable | None = None,
+    recompute_key: Hashable | None = None,
 ) -> Tensor:
     """Attention of the local queries over the keys of all ranks; differentiable.
 
@@ -207,7 +207,7 @@ def attend(
         scale: of the scores, default D**-0.5.
         sink: [H], for each head the score of a key without a value that every query sees; its
             gradient covers this rank's queries.
-        site: as in `computed_once`.
+        recompute_key: as in `computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gradients of q, or of k and v, that are not
     wanted are not sent if the algorithm can do without them (`Compiled.backward`); so all ranks
@@ -218,7 +218,7 @@ def attend(
     """
     q, k, v = cast_inputs(q, k, v)
     compiled = compiled_call(algorithm, q, k, v, sink, seq_len, mask, scale, kernel_for)
-    result: Tensor = Attention.apply(q, k, v, sink, compiled, site)
+    result: Tensor = Attention.apply(q, k, v, sink, compiled, recompute_key)
     return result
 
 

@@ -199,11 +199,11 @@ class _LatentAttention(torch.autograd.Function):
         weight: Tensor,
         sink: Tensor | None,
         compiled: Compiled,
-        site: Hashable | None,
+        recompute_key: Hashable | None,
     ) -> Tensor:
         ctx.weight = weight
         with _projecting(_Projection(weight)):
-            return Attention.forward(ctx, q, k, v, sink, compiled, site)
+            return Attention.forward(ctx, q, k, v, sink, compiled, recompute_key)
 
     @staticmethod
     @differentiable_once
@@ -231,7 +231,7 @@ def attend_latents(
     mask: Mask,
     scale: float | None = None,
     sink: Tensor | None = None,
-    site: Hashable | None = None,
+    recompute_key: Hashable | None = None,
 ) -> Tensor:
     """Multi-latent attention of the local queries over the keys of all ranks; differentiable.
 
@@ -242,7 +242,7 @@ def attend_latents(
             value, head by head. Its gradient is the sum of all ranks' gradients.
         algorithm: One that exchanges no heads, and whose option `chunks`, if it has one, is 1.
         value_dim: E.
-        seq_len, kernel_for, mask, scale, sink, site: As of `attend`.
+        seq_len, kernel_for, mask, scale, sink, recompute_key: As of `attend`.
 
     Returns:
         out [B,S,H,E] in q's dtype.
@@ -259,7 +259,7 @@ def attend_latents(
     check_latents(algorithm, Shape.of(q, k, v, seq_len), mask)
     kernels = _latent_kernels(kernel_for, wire)
     compiled = compiled_call(algorithm, q, k, v, sink, seq_len, mask, scale, kernels)
-    result: Tensor = _LatentAttention.apply(q, k, v, weight, sink, compiled, site)
+    result: Tensor = _LatentAttention.apply(q, k, v, weight, sink, compiled, recompute_key)
     return result
 
 

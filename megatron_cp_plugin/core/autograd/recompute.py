@@ -86,38 +86,40 @@ class Checkpointed:
             _running.reset(token)
             self._keeping = False
 
-    def _keep(self, site: Hashable, kept: _Kept) -> None:
-        self._kept.setdefault(site, deque()).append(kept)
+    def _keep(self, recompute_key: Hashable, kept: _Kept) -> None:
+        self._kept.setdefault(recompute_key, deque()).append(kept)
 
-    def _take(self, site: Hashable) -> _Kept | None:
-        waiting = None if self._keeping else self._kept.get(site)
+    def _take(self, recompute_key: Hashable) -> _Kept | None:
+        waiting = None if self._keeping else self._kept.get(recompute_key)
         return waiting.popleft() if waiting else None
 
 
 def computed_once[T: Tensor | None](
-    site: Hashable | None,
+    recompute_key: Hashable | None,
     inputs: Sequence[Tensor],
     compute: Callable[[], tuple[T, ...]],
 ) -> tuple[T, ...]:
     """The results of `compute`, which does not run again when a checkpoint runs its function again.
 
     Args:
-        site: identifies the computation inside the function, such as the layer's module; several
-            computations of one site run in the same order both times. None: `compute` always runs.
+        recompute_key: identifies the computation inside the function, such as the layer's module;
+            those of one key run in the same order both times. None: `compute` always runs.
         inputs: all tensors that the results depend on; results that are inputs are not kept.
 
     Raises: ContextParallelError if the second run has inputs of other shapes or dtypes.
     """
     running = _running.get()
-    if site is None or not running:
+    if recompute_key is None or not running:
         return compute()
     # Checkpoints may be nested: the outer ones' second run is an inner one's first run.
-    found = [kept for checkpoint in running if (kept := checkpoint._take(site)) is not None]
+    found = [
+        kept for checkpoint in running if (kept := checkpoint._take(recompute_key)) is not None
+    ]
     # Kept results have the types of computed ones.
     results = cast(tuple[T, ...], found[0].with_inputs(inputs)) if found else compute()
     keeping = [checkpoint for checkpoint in running if checkpoint._keeping]
     if keeping:
         kept = _Kept.of(inputs, results, keeping[0]._memory)
         for checkpoint in keeping:
-            checkpoint._keep(site, kept)
+            checkpoint._keep(recompute_key, kept)
     return results

@@ -38,7 +38,7 @@ class _LinearAttention(torch.autograd.Function):
         initial: Tensor | None,
         algorithm: LinearAlgorithm,
         call: LinearCall,
-        site: Hashable | None,
+        recompute_key: Hashable | None,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         gates = Gates(gate, beta).each(Tensor.contiguous)
@@ -50,7 +50,7 @@ class _LinearAttention(torch.autograd.Function):
 
         inputs = tuple([x for x in (q, k, v, *gates, initial) if x is not None])
         with CommunicatingIn("forward"), dtypes_as_given(q.device):
-            out, final, *saved = computed_once(site, inputs, compute)
+            out, final, *saved = computed_once(recompute_key, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
         ctx.algorithm, ctx.call = algorithm, call
@@ -81,7 +81,7 @@ def attend_linearly(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     documents: tuple[int, ...] = (),
-    site: Hashable | None = None,
+    recompute_key: Hashable | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention of the local queries over all ranks' tokens; differentiable.
 
@@ -101,7 +101,7 @@ def attend_linearly(
         initial_state: before the first token [B,G,D,E], the same on all ranks.
         output_final_state: the state after the last token is wanted.
         documents: as of `document_starts`: tokens see others of their own document only.
-        site: as in `recompute.computed_once`.
+        recompute_key: as in `recompute.computed_once`.
 
     Under autocast q, k and v are taken in its dtype. Gates are taken in float32 (float64 beside
     float64).
@@ -148,7 +148,9 @@ def attend_linearly(
         shared if causal else 1,
         initial_state is not None,
     )
-    out, final = _LinearAttention.apply(q, k, v, *gates, initial_state, algorithm, call, site)
+    out, final = _LinearAttention.apply(
+        q, k, v, *gates, initial_state, algorithm, call, recompute_key
+    )
     return out, final if final is None or shared == 1 else final[:, ::shared]
 
 
