@@ -5,7 +5,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,46 +64,6 @@ def recurrence(
             if s in documents:
                 later = torch.zeros_like(later)
     return torch.stack(out, 1), kv
-
-
-def all_pairs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rates: Tensor,
-    initial: Tensor,
-    *,
-    causal: bool,
-    documents: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """The same as `recurrence` from every pair of tokens: for sequences too long for that one.
-
-    Head by head, and again in the backward, so that several tests have room on a GPU.
-    """
-    at = torch.arange(q.shape[1], device=q.device)
-    starts = torch.tensor([0, *documents], device=q.device)
-    document = torch.searchsorted(starts, at, right=True)
-    gap = at[:, None] - at
-    seen = document[:, None] == document
-    if causal:
-        seen &= gap >= 0
-
-    def powers(exponents: Tensor) -> Tensor:  # [...] -> [H,...]
-        return torch.exp(rates.log().view(-1, *[1] * exponents.dim()) * exponents)
-
-    def of_head(q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> Tensor:
-        return q @ k.mT * (torch.exp(rate.log() * gap.abs()) * seen) @ v
-
-    heads = zip(*(x.unbind(2) for x in (q, k, v)), rates, strict=True)
-    outs = [checkpoint(of_head, *x, use_reentrant=False, preserve_rng_state=False) for x in heads]
-    out = torch.stack(outs, 2)
-    first = (powers(at + 1) * (document == 1)).T[..., None]
-    out = out + first * torch.einsum("bshd,bhde->bshe", q, initial)
-    last = (powers(at.flip(0)) * (document == len(starts))).T[..., None]
-    final = torch.einsum("bshd,bshe->bhde", last * k, v)
-    if not documents:
-        final = final + powers(at[-1:] + 1)[..., None] * initial
-    return out, final
 
 
 @cache

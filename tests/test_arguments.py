@@ -21,15 +21,9 @@ WRONG_CALLS = {
         "scale is not differentiable, got a tensor that requires grad: multiply q by it",
     ),
     "scale": ({"scale": "auto"}, "scale needs a number, got 'auto'"),
-    "scales": ({"scale": torch.ones(4)}, "scale needs a number, got tensor([1., 1., 1., 1.])"),
-    "windows": ({"window": torch.ones(99)}, "window needs a whole number, got tensor([1., 1., "),
     "fractions": (
         {"cu_seqlens": torch.tensor([0, 3.5, 8])},
         "cu_seqlens needs whole numbers from 0 to seq_len = 8, got [0.0, 3.5, 8.0]",
-    ),
-    "fractions of many documents": (
-        {"cu_seqlens": torch.linspace(0, 8, 999)},
-        "cu_seqlens needs whole numbers from 0 to seq_len = 8, got [0.0, 0.008",
     ),
     "two dimensions": (
         {"cu_seqlens": torch.tensor([[0, 3, 8]])},
@@ -37,8 +31,6 @@ WRONG_CALLS = {
     ),
     "no documents": ({"cu_seqlens": []}, "ascending numbers from 0 to seq_len = 8, got []"),
     "numbers in place of spans": ({"spans": range(999)}, "kind, each, got range(0, 999)"),
-    "many of them": ({"spans": list(range(999))}, "kind, each, got [0, 1, 2, "),
-    "one length": ({"cu_seqlens": torch.tensor(8)}, "cu_seqlens needs whole numbers"),
     "no algorithm": ({"algo": None}, "unknown context-parallel algorithm None: use one of"),
     "no kernel": ({"kernel": None}, "kernel needs a name, got None: leave it out"),
     "unknown kernel": ({"kernel": "x"}, "unknown kernel 'x': use auto or one of"),
@@ -50,9 +42,8 @@ WRONG_CALLS = {
     ),
     "causal": ({"causal": None}, "causal needs True or False, got None"),
     "causal, a number": ({"causal": 1}, "causal needs True or False, got 1"),
-    "flag as scale": ({"scale": True}, "scale needs a number, got True"),
-    "complex scale": ({"scale": torch.tensor(1j)}, "scale needs a number, got tensor(0.+1.j)"),
     "huge scale": ({"scale": 10**999}, "scale needs a number, got 1000000"),
+    "complex scale": ({"scale": torch.tensor(1j)}, "scale needs a number, got tensor(0.+1.j)"),
     "no length": ({"seq_len": -1}, "seq_len needs a number of tokens, got -1"),
     "huge length": ({"seq_len": 10**30}, "seq_len needs a number of tokens, got 1000"),
     "set of documents": (
@@ -71,10 +62,7 @@ WRONG_CALLS = {
         dict.fromkeys("qkv", TENSOR.to("meta")),
         "q needs elements, got a tensor on the meta device",
     ),
-    "complex": (dict.fromkeys("qkv", TENSOR.to(torch.complex64)), "got torch.complex64: cast"),
-    "eight bits": (dict.fromkeys("qkv", TENSOR.to(torch.float8_e4m3fn)), "got torch.float8_e4m3fn"),
     "list as sink": ({"sink": [0.0] * 4}, "sink needs a tensor, got [0.0, 0.0, 0.0, 0.0]"),
-    "complex sink": ({"sink": torch.zeros(4) * 1j}, "a sink needs one of torch.float16, torch.b"),
     "few sinks": ({"sink": torch.zeros(2)}, "each of the 4 query heads, got (2,)"),
     "negative window": ({"window": -1}, "window"),
     "not in the group": (

@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create_linear, layout_of
 from tests.fla_on_cpu import fla_on_cpu, launches
 from tests.linear_bytes import counted, stated
-from tests.linear_oracle import LinearExpected, all_pairs, linear_expected
+from tests.linear_oracle import LinearExpected, linear_expected
 from tests.oracle import relative_error
 
 
@@ -262,84 +262,3 @@ def test_a_state_in_another_order_of_memory() -> None:
         (found,), _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
     for name in ("out", "final", "dq", "dk", "dv", "dinitial"):
         assert relative_error(getattr(found, name), getattr(expected, name)) <= 1e-10
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("documents", [(), (1, 2, 9)], ids=["one", "documents"])
-def test_the_reference_for_gpus(documents: tuple[int, ...], causal: bool) -> None:
-    """All pairs of tokens give what the recurrence does."""
-    expected = linear_expected(RATES["slopes"], 12, causal=causal, documents=documents)
-    rates = torch.tensor(expected.rates, dtype=torch.float64)
-    inputs = expected.q, expected.k, expected.v, rates, expected.initial
-    out, final = all_pairs(*inputs, causal=causal, documents=documents)
-    assert relative_error(out, expected.out) <= 1e-12
-    assert relative_error(final, expected.final) <= 1e-12
-
-
-# On a GPU: one document, and 500 of them in 8192 tokens, of which one is cut into segments, some
-# have one token, and ranks begin and end with a document, or in the middle of one.
-GPU_TOKENS = 8192
-GPU_DOCUMENTS = {
-    "one": (),
-    "many": tuple(sorted({1, 2, 3, 2048, 2100, *range(4200, 8192, 8), 8191})),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("documents", GPU_DOCUMENTS)
-@pytest.mark.parametrize("heads", [4, 5])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("case", tuple(cases()), ids=str)
-def test_on_a_gpu(case: Case, size: int, causal: bool, heads: int, documents: str) -> None:
-    """With fla's kernels, in bfloat16, against all pairs of tokens in float64; with states."""
-    pytest.importorskip("fla")
-    generator = torch.Generator("cuda").manual_seed(0)
-    rates = (1.0, 0.996, 0.94, 0.5, 0.98)[:heads]
-    starts = GPU_DOCUMENTS[documents]
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    whole = [(random(1, GPU_TOKENS, heads, 128) / 4).bfloat16() for _ in range(4)]
-    initial, dfinal = (random(1, heads, 128, 128) for _ in range(2))
-    wide = [x.double().requires_grad_() for x in (*whole[:3], initial)]
-    out, final = all_pairs(
-        *wide[:3],
-        torch.tensor(rates, dtype=torch.float64, device="cuda"),
-        wide[3],
-        causal=causal,
-        documents=starts,
-    )
-    gradients = torch.autograd.grad((out, final), wide, (whole[3].double(), dfinal.double()))
-    wanted = (out.detach(), *gradients[:3], final.detach(), gradients[3])
-    layout = layout_of(case.algo, dict(case.options))
-
-    def body(topology: Topology) -> tuple[Tensor | None, ...]:
-        *qkv, dout = (shard(x, 1, layout, topology.rank, size) for x in whole)
-        inputs = [x.requires_grad_() for x in (*qkv, initial.clone())]
-        got = cp.linear_attention(
-            *inputs[:3],
-            decay=rates,
-            algo=case.algo,
-            group=topology,
-            causal=causal,
-            kernel="fla",
-            initial_state=inputs[3],
-            output_final_state=True,
-            cu_seqlens=(0, *starts, GPU_TOKENS),
-            **dict(case.options),
-        )
-        # By default one thread takes the backward of all ranks, which wait for each other in it.
-        with torch.autograd.set_multithreading_enabled(False):
-            like = dout, dfinal / size
-            found = torch.autograd.grad(got, inputs, like, allow_unused=True)
-        return (got[0].detach(), *found[:3], got[1].detach(), found[3])
-
-    *parts, finals, dinitials = zip(*run_virtual(size, body, timeout_s=200), strict=True)
-    names = ("out", "dq", "dk", "dv", "the final state", "the gradient of the initial state")
-    found = [unshard(list(part), 1, layout) for part in parts]
-    found += [finals[0], sum(x for x in dinitials if x is not None)]
-    for name, got, want in zip(names, found, wanted, strict=True):
-        error = relative_error(got, want)
-        assert error < 1e-2, f"{case}: {name} is off by {error:.1e}"

@@ -38,17 +38,6 @@ def test_data_parallelism_and_compilation_around_a_model(tmp_path):
             assert off <= 1e-12, case
 
 
-@pytest.mark.slow
-def test_jobs_one_after_another_in_a_process_leave_nothing_behind(tmp_path):
-    results = found_by_ranks(tmp_path, "retried", str(tmp_path / "store"), ranks=2)
-    assert len(results) == 2
-    for found in results:
-        assert found[-1][2] == 0
-        # A first job imports, and opens, what stays.
-        for later in found[2:]:
-            assert all(n <= m for n, m in zip(later, found[1], strict=True)), found
-
-
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_or_put_to_sleep_is_missed(tmp_path, how):
     results = found_by_ranks(tmp_path, "lost", how, ranks=3)

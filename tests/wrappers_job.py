@@ -3,7 +3,6 @@
 Prints as JSON what a rank found.
 """
 
-import gc
 import json
 import os
 import signal
@@ -94,46 +93,6 @@ def wrapped() -> dict[str, object]:
     return found
 
 
-def retried(store: str) -> list[list[int]]:
-    """Threads, open files and process groups after each of some jobs in one process."""
-    found = []
-    for number in range(6):
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}.{number}",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
-        for algo in cp.available():
-            x = cp.shard(torch.randn(1, 24, 4, 8), 1, algo=algo).requires_grad_()
-            if algo in cp.available("linear"):
-                out = cp.linear_attention(x, x, x, algo=algo, decay=0.5)
-            else:
-                out = cp.attention(x, x, x, algo=algo)
-            out.sum().backward()
-            cp.unshard(out, 1, algo=algo)
-            del x, out
-        dist.barrier()
-        dist.destroy_process_group()
-        cp.release()
-        found.append(settled())
-    return found
-
-
-def settled() -> list[int]:
-    """The counts once they no longer fall: threads of gloo end by and by."""
-    before: list[int] = []
-    for _ in range(50):
-        gc.collect()
-        groups = sum(type(x) is dist.ProcessGroup for x in gc.get_objects())
-        now = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")] + [groups]
-        if now == before:
-            break
-        before = now
-        time.sleep(0.2)
-    return before
-
-
 def lost(how: str) -> dict[str, str]:
     """Rank 1 is killed, or put to sleep, in the middle of a step; what the others say."""
     rank, pids = dist.get_rank(), [0] * dist.get_world_size()
@@ -161,9 +120,6 @@ def lost(how: str) -> dict[str, str]:
 
 def main() -> None:
     what, *words = sys.argv[1:]
-    if what == "retried":
-        print("FOUND" + json.dumps(retried(*words)), flush=True)
-        return
     dist.init_process_group("gloo")
     print("FOUND" + json.dumps({"wrapped": wrapped, "lost": lost}[what](*words)), flush=True)
     if what == "lost":

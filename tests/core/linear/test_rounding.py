@@ -3,8 +3,6 @@ all-to-alls, which compute each head as one rank does.
 """
 
 from collections.abc import Callable
-from threading import RLock
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ SIZE, LAYERS = 8, 4
 Attend = Callable[..., Tensor]
 
 
-def attend_on(algo: str, size: int, kernel: str) -> Attend:
+def attend_on(algo: str, size: int) -> Attend:
     """Linear attention of whole tensors, which ranks share by zigzag."""
     layout = layout_of(algo, {"layout": "zigzag"})
 
@@ -34,28 +32,28 @@ def attend_on(algo: str, size: int, kernel: str) -> Attend:
                 beta=beta,
                 algo=algo,
                 group=topology,
-                kernel=kernel,
+                kernel="chunked",
                 layout="zigzag",
             )
             assert isinstance(out, Tensor)
             return out
 
-        return unshard(run_virtual(size, body, timeout_s=200), 1, layout)
+        return unshard(run_virtual(size, body), 1, layout)
 
     return attend
 
 
 def log_probs(
-    family: str, attend: Attend, tokens: int, heads: int, dim: int, dtype: torch.dtype, device: str
+    family: str, attend: Attend, tokens: int, heads: int, dim: int, dtype: torch.dtype
 ) -> Tensor:
     """Of tokens drawn by chance [tokens], after some layers with weights drawn by chance."""
     generator = torch.Generator().manual_seed(0)
     width, vocabulary = heads * dim, 512
 
     def weight(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) / shape[0] ** 0.5).to(device, dtype)
+        return (torch.randn(*shape, generator=generator) / shape[0] ** 0.5).to(dtype)
 
-    ids = torch.randint(vocabulary, (tokens + 1,), generator=generator).to(device)
+    ids = torch.randint(vocabulary, (tokens + 1,), generator=generator)
     x = weight(vocabulary, width)[ids[:-1]].unsqueeze(0) * vocabulary**0.5
     for _ in range(LAYERS):
         normal = functional.rms_norm(x, (width,))
@@ -73,49 +71,17 @@ def log_probs(
     return wide_logits.log_softmax(-1)[0].gather(1, ids[1:, None]).squeeze(1)
 
 
-def compare(family: str, tokens: int, heads: int, dim: int, device: str, kernel: str) -> None:
-    shape = tokens, heads, dim
-
-    def found(algo: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        exact = dtype == torch.float64
-        attend = attend_on(algo, size, "chunked" if exact else kernel)
-        return log_probs(family, attend, *shape, dtype, "cpu" if exact else device).cpu().double()
-
-    one = found("lasp2", 1)
-    off = {algo: (found(algo, SIZE) - one).abs() for algo in ("lasp2", "linear_ulysses")}
-    for algo, error in off.items():
-        print(
-            f"{family}, {tokens} tokens, {heads} heads of {dim}, {device}: {algo} on {SIZE} ranks "
-            f"against one: mean {error.mean():.2e}, largest {error.max():.2e}"
-        )
-    if device == "cpu":
-        rounding = (one - found("lasp2", 1, torch.float64)).abs()
-        print(f"  one rank against float64: mean {rounding.mean():.2e}, max {rounding.max():.2e}")
-        # What ranks add is small beside what bfloat16 itself does: 0.1 to 0.4 of it, by the
-        # processor, whose products of bfloat16 are summed in different orders.
-        assert off["lasp2"].mean() < 0.5 * rounding.mean()
-        assert off["lasp2"].max() < rounding.max()
-    largest = max(float(off["linear_ulysses"].mean()), float(one.abs().mean()) * 2**-9)
-    assert off["lasp2"].mean() <= largest
-
-
 @pytest.mark.parametrize("family", ["gated_delta_net", "kda"])
 def test_log_probs(family: str) -> None:
-    compare(family, 512, 8, 16, "cpu", "chunked")
+    def found(algo: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return log_probs(family, attend_on(algo, size), 512, 8, 16, dtype).double()
 
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gated_delta_net", "kda"])
-def test_log_probs_on_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's autotuner is not made for threads, which virtual ranks are."""
-    pytest.importorskip("fla")
-    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
-    run, lock = autotuner.run, RLock()
-
-    def alone(*args: Any, **settings: Any) -> Any:
-        with lock:
-            return run(*args, **settings)
-
-    monkeypatch.setattr(autotuner, "run", alone)
-    compare(family, 16384, 16, 128, "cuda", "fla")
+    one = found("lasp2", 1)
+    rounding = (one - found("lasp2", 1, torch.float64)).abs()
+    off = {algo: (found(algo, SIZE) - one).abs() for algo in ("lasp2", "linear_ulysses")}
+    # What ranks add is small beside what bfloat16 itself does: 0.1 to 0.4 of it, by the processor,
+    # whose products of bfloat16 are summed in different orders.
+    assert off["lasp2"].mean() < 0.5 * rounding.mean()
+    assert off["lasp2"].max() < rounding.max()
+    largest = max(float(off["linear_ulysses"].mean()), float(one.abs().mean()) * 2**-9)
+    assert off["lasp2"].mean() <= largest
