@@ -22,7 +22,6 @@ from megatron_cp_plugin.terminal import check_file, flag_of, say_nothing_of_cuda
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.tiles import Mask
-    from megatron_cp_plugin.planner.costs import Cost
     from megatron_cp_plugin.planner.event_simulation import Timeline
 
 
@@ -178,12 +177,6 @@ def _need(arguments: argparse.Namespace, who: str, *names: str) -> None:
             raise ConfigError(f"{who}, got no {flag_of(name)}: add it")
 
 
-def _leave_out(arguments: argparse.Namespace, said: str, *names: str) -> None:
-    for name in names:
-        if getattr(arguments, name):
-            raise ConfigError(said.format(flag_of(name)))
-
-
 def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
@@ -207,28 +200,29 @@ def _draw(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.drawing import picture, text
     from megatron_cp_plugin.planner.svg import check_ending, save
 
-    path, title = arguments.output, ""
+    path = arguments.output
     if arguments.machine is not None:
         _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
+        check_ending(path, ".json")
+        found = _times(arguments)
+        path.write_text(json.dumps(found.chrome_trace()) + "\n")
+        print(f"wrote {path}")
+        return 0
     if path is not None:
-        check_ending(path, of_times=arguments.machine is not None)
-    drawn: Any
-    if arguments.machine is not None:
-        drawn, title = _times(arguments)
-        print(title)
-    elif arguments.tokens:
+        check_ending(path)
+    if arguments.tokens:
         drawn = _tokens(arguments)
     else:
         drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
         print(text(drawn))
     if path is not None:
-        save(drawn, path, title)
+        save(drawn, path)
         print(f"wrote {path}")
     return 0
 
 
-def _times(arguments: argparse.Namespace) -> tuple[Timeline, str]:
-    """The simulated timeline on a machine, and its title."""
+def _times(arguments: argparse.Namespace) -> Timeline:
+    """The simulated timeline on a machine, after its title is printed."""
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.linear.algorithm import LinearShape
     from megatron_cp_plugin.planner.detected_machine import machine_named
@@ -245,24 +239,21 @@ def _times(arguments: argparse.Namespace) -> tuple[Timeline, str]:
     found = simulate(arguments.algo, options, shape, _mask(arguments), machine, nodes)
     title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
     title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
-    title += f"{found.backward.seconds * 1e3:.2f} ms"
-    return found, title
+    print(f"{title}{found.backward.seconds * 1e3:.2f} ms")
+    return found
 
 
 def _tokens(arguments: argparse.Namespace) -> Any:
-    """The picture of tokens to write; None: who holds and computes which was printed instead."""
-    from megatron_cp_plugin.planner import token_picture as tokens
-    from megatron_cp_plugin.registry import kind_of
+    """The picture of tokens to write; None: which rank holds which was printed instead."""
+    from megatron_cp_plugin.planner.token_picture import held, token_picture
 
     algo, size, given = arguments.algo, arguments.size, _pass(arguments)
     if arguments.output is not None:
-        drawn = tokens.token_picture(algo, size, **given)
+        drawn = token_picture(algo, size, **given)
         print(drawn.balance)
         return drawn
-    given["seq_len"] = given["seq_len"] or tokens.some_tokens(algo, size, given["options"])
-    print("\n".join(tokens.held(algo, size, given["seq_len"], given["mask"], given["options"])))
-    if kind_of(algo) == "softmax" and given["seq_len"] <= tokens.MOST_PRINTED:
-        print(tokens.text(tokens.token_picture(algo, size, **given)))
+    del given["phase"]
+    print("\n".join(held(algo, size, **given)))
     return None
 
 
@@ -279,31 +270,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         return _plan_model(arguments)
     arguments.batch = 1 if arguments.batch is None else arguments.batch
-    needs = "plan needs --size, --seq-len and --heads, or --model"
-    _need(arguments, needs, "size", "seq_len", "heads")
+    needs = "plan needs --machine, --size, --seq-len and --heads, or --model"
+    _need(arguments, needs, "size", "seq_len", "heads", "machine")
     shape, mask = _shape(arguments), _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
     if mask.documents:
         title += f", {len(mask.documents) + 1} documents"
-    if arguments.machine is None:
-        if arguments.yaml:
-            raise ConfigError("--yaml needs --machine, got none: name a machine")
-        return _plan_bytes(arguments, title, shape, mask)
-    said = "--machine tries all algorithms and options: leave {} out"
-    _leave_out(arguments, said, "algo", "option", "memory")
     from megatron_cp_plugin.planner.command import plan_layer
 
-    print(title)
-    plan_layer(arguments.machine, arguments.size, shape, mask, arguments.yaml)
+    plan_layer(title, arguments.machine, arguments.size, shape, mask, arguments.yaml)
     return 0
 
 
 def _plan_model(arguments: argparse.Namespace) -> int:
     _need(arguments, "--model needs --tokens, --gpus and --machine", "tokens", "gpus", "machine")
     _check_positive(arguments, "tokens", "gpus", "batch")
-    sizes = "size", "seq_len", "heads", "kv_heads", "algo", "option", "memory"
-    _leave_out(arguments, "--model sets its own sizes, got {}: leave it out", *sizes)
+    for name in ("size", "seq_len", "heads", "kv_heads"):
+        if getattr(arguments, name):
+            flag = flag_of(name)
+            raise ConfigError(f"--model sets its own sizes, got {flag}: leave it out")
     from megatron_cp_plugin.planner.command import plan_model
 
     arguments.seq_len = arguments.tokens
@@ -316,41 +302,6 @@ def _plan_model(arguments: argparse.Namespace) -> int:
         arguments.batch,
         arguments.yaml,
     )
-    return 0
-
-
-def _plan_bytes(arguments: argparse.Namespace, title: str, shape: Shape, mask: Mask) -> int:
-    from megatron_cp_plugin.planner.costs import BASELINES
-    from megatron_cp_plugin.registry import algorithm_class, available
-
-    options = dict(arguments.option)
-    rows: list[tuple[str, dict[str, str]]] = [(algo, {}) for algo in available("softmax")]
-    if mask.documents:
-        rows += [(algo, {"layout": "documents"}) for algo in ("zigzag", "allgather")]
-    if arguments.algo:
-        algorithm_class(arguments.algo)
-        rows = [(arguments.algo, options)]
-    elif options:
-        raise ConfigError("--option needs --algo, got none: name an algorithm")
-    headers = ["algorithm", "layout", "forward MiB", "backward MiB", "messages", "waits"]
-    if arguments.memory:
-        headers += ["peak GiB"]
-    refused, table = [], []
-    for algo, chosen in rows:
-        try:
-            table.append(_plan_cells(arguments, algo, chosen, shape, mask))
-        except ConfigError as error:
-            if arguments.algo:
-                raise
-            refused.append(f"{algo}: {error}")
-    if not arguments.algo:
-        for one in BASELINES:
-            found = one.cost(arguments.size, shape)
-            table.append(_cost_cells(arguments, one.name, found, ""))
-    print(title)
-    print(text_table(headers, table, right=range(2, len(headers))))
-    for line in refused:
-        print(line)
     return 0
 
 
@@ -369,36 +320,6 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         arguments.head_dim,
         value_dim=arguments.value_dim,
     )
-
-
-def _plan_cells(
-    arguments: argparse.Namespace, algo: str, options: Mapping[str, str], shape: Shape, mask: Mask
-) -> list[str]:
-    from megatron_cp_plugin.planner.costs import cost, peak
-
-    size = arguments.size
-    found = cost(algo, size, shape, mask, options)
-    grid = f" {found.grid[0]}x{found.grid[1]}" if found.grid and algo == "attention2d" else ""
-    filled = f", filled up to {found.heads} heads" if found.heads != shape.heads else ""
-    memory = ""
-    if arguments.memory:
-        peaks = (peak(algo, size, rank, shape, mask, options) for rank in range(size))
-        memory = f"{max(max(one.forward, one.backward) for one in peaks) / 2**30:.2f}"
-    return _cost_cells(arguments, algo + grid + filled, found, memory)
-
-
-def _cost_cells(arguments: argparse.Namespace, name: str, found: Cost, memory: str) -> list[str]:
-    cells = [
-        name,
-        found.layout,
-        f"{found.forward_bytes / 2**20:.1f}",
-        f"{found.backward_bytes / 2**20:.1f}",
-        str(found.messages),
-        f"{found.idle:.1%}",
-    ]
-    if arguments.memory:
-        cells.append(memory)
-    return cells
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -56,7 +56,6 @@ class Environment:
 _TORCH_ALONE = (
     Trial("python example.py"),
     Trial("megatron-cp --help", "prepare-data"),
-    Trial("megatron-cp plan --size 8 --seq-len 128K --heads 32:8", "32:8 heads"),
     Trial("megatron-cp draw --algo distflash --size 4", "q3 k3"),
     Trial("megatron-cp doctor --head-dim 16", "verdict: ok, "),
     Trial(
@@ -78,6 +77,9 @@ ENVIRONMENTS = {
         (
             *_TORCH_ALONE,
             Trial("megatron-cp hooks --check", "0 difference(s)"),
+            Trial(
+                "megatron-cp plan --size 8 --seq-len 128K --heads 32:8 --machine h200", "auto chose"
+            ),
             Trial("megatron-cp train --help", "--context-parallel-algo NAME"),
             Trial(_TRAIN, "megatron-cp prepare-data --output data/stdlib", 2),
             Trial(

@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_130,
-    "core": 13_880,
+    "package root": 4_060,
+    "core": 13_870,
     "algorithms": 1_820,
     "kernels": 3_650,
     "integration": 8_420,
-    "planner": 7_020,
+    "planner": 6_620,
     "harness": 2_300,
-    "scripts": 7_250,
-    "tests": 40_660,
+    "scripts": 7_240,
+    "tests": 40_580,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}

@@ -50,7 +50,6 @@ for number, (program, *words) in enumerate(json.loads(commands)):
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 SERVED = {
-    "megatron-cp plan --size 4 --seq-len 4K --heads 8": "one layer, 8:8 heads, 4096 tokens, 4 rank",
     "megatron-cp doctor --head-dim 16 --heads 8:2": "verdict: ok, 9 results are right; missing: ",
     "megatron-cp prepare-data --help": "megatron-cp prepare-data [-h]",
     "megatron-cp draw --algo distflash --size 3": "│ 0    │ q0 k0  │ q2 k0       │",
@@ -59,6 +58,7 @@ REFUSED = (
     "megatron-cp train --config tiny_zigzag",
     "megatron-cp prepare-data --output x",
     "megatron-cp hooks --check",
+    "megatron-cp plan --size 4 --seq-len 4K --heads 8 --machine h200",
     f"launch {__file__}",
 )
 
@@ -97,7 +97,7 @@ LAYER = "--size 4 --seq-len 32K --heads 32 --machine h200"
         ("doctor --heads 32:5", "--kv-heads must divide the 32 heads, got 5"),
         ("calibrate --output x.yaml --heads 8:0", "--kv-heads must divide the 8 heads, got 0"),
         (
-            "plan --size 4 --seq-len 4K --heads 8:2 --kv-heads 4",
+            "plan --size 4 --seq-len 4K --heads 8:2 --kv-heads 4 --machine h200",
             "--heads 8:2 says the KV heads, got --kv-heads 4 too: leave one out",
         ),
         ("plan --size 4 --seq-len 4K --heads 8/2", "such as 32 or 32:8, got '8/2'"),

@@ -38,10 +38,6 @@ RUN: dict[str, tuple[str, str]] = {
         "--context-parallel-size 1",
         "iteration        2/",
     ),
-    "megatron-cp plan --size 16 --seq-len 262144 --heads 32:8": (
-        "",
-        "262144 tokens, 16 ranks",
-    ),
     "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100": (
         "",
         "16 sequences of 262144 tokens a step",
@@ -50,8 +46,14 @@ RUN: dict[str, tuple[str, str]] = {
         "",
         "auto chose ",
     ),
-    "megatron-cp plan --size 8 --seq-len 65536 --heads 32": ("", "65536 tokens, 8 ranks"),
-    "megatron-cp plan --documents 8192 ...": ("--size 4 --seq-len 64K --heads 8", "documents"),
+    "megatron-cp plan --size 8 --seq-len 65536 --heads 32 --machine h200": (
+        "",
+        "65536 tokens, 8 ranks",
+    ),
+    "megatron-cp plan --documents 8192 ...": (
+        "--size 4 --seq-len 64K --heads 8 --machine h200",
+        "documents",
+    ),
     "megatron-cp draw --algo zigzag --size 8": ("", "q7 k7"),
     "megatron-cp hooks --check": ("", "0 difference(s)"),
     "megatron-cp capabilities": ("", "| `zigzag` "),

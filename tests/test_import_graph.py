@@ -145,7 +145,7 @@ def test_what_goes_up_or_out_is_found() -> None:
     assert upward({low: [high, same], same: [low], high: [low, "torch"]}) == {(low, high)}
     with pytest.raises(KeyError, match="helpers"):
         upward({low: [f"{core}.helpers.lists"]})
-    cli, planner = f"{PACKAGE}.cli", f"{PACKAGE}.planner.costs"
+    cli, planner = f"{PACKAGE}.cli", f"{PACKAGE}.planner.choose"
     found = leaving({low: [planner, cli], cli: [planner, low], planner: [low], "torch": []})
     assert found == {(low, planner), (low, cli)}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
-from megatron_cp_plugin.core.algorithm import PointToPoint, group_counts, number
+from megatron_cp_plugin.core.algorithm import PointToPoint, number
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
@@ -84,7 +84,7 @@ class DistFlash(PointToPoint):
             layout: "contiguous", or "thd", see ring.
         """
 
-        chunks: int = number(1, group_counts, least=0)
+        chunks: int = number(1, least=0)
         last_step: Literal["owner", "shared"] = "shared"
         helpers: Literal["work", "distance", "none"] = "work"
         layout: Literal["contiguous", "thd"] = "contiguous"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_cp_plugin.algorithms.ring import Ring, ring_placement
-from megatron_cp_plugin.core.algorithm import Algorithm, group_counts, number
+from megatron_cp_plugin.core.algorithm import Algorithm, number
 from megatron_cp_plugin.core.call import (
     HeadGroup,
     Shape,
@@ -55,7 +55,7 @@ class Ulysses(Algorithm):
                 or "thd", see ring.
         """
 
-        chunks: int = number(0, group_counts, least=0)
+        chunks: int = number(0, least=0)
         keep: Literal["exchanged", "local"] = "exchanged"
         layout: Literal["contiguous", "zigzag", "thd"] = "contiguous"
 

@@ -1,6 +1,6 @@
 """USP: Ulysses inside teams of ranks, a ring, or a grid, between them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Literal
 
@@ -60,7 +60,9 @@ class Usp(Ulysses):
         layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
         backward: BackwardRule = "auto"
         gradients: Literal["float32", "model"] = "float32"
-        route: Literal["auto", "ring", "straight", "double", "grid"] = "auto"
+        route: Literal["auto", "ring", "straight", "double", "grid"] = field(
+            default="auto", metadata={"worth_trying": lambda size: ("auto", "grid")}
+        )
         rows: int = number(0, least=0)
         transport: Wanted = "auto"
 

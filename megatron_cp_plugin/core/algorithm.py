@@ -69,11 +69,6 @@ def divisors(size: int) -> tuple[int, ...]:
     return tuple([n for n in range(1, size + 1) if size % n == 0])
 
 
-def group_counts(size: int) -> list[int]:
-    """Numbers of head groups to try; 0: the algorithm chooses."""
-    return [0, 1, 2, 4, 8]
-
-
 class Registered(ABC):
     """Base of algorithms of softmax and of linear attention: a name, options and a layout.
 
@@ -354,7 +349,7 @@ class PointToPoint(Algorithm):
                 "auto", peer where that is possible.
         """
 
-        chunks: int = number(0, group_counts, least=0)
+        chunks: int = number(0, least=0)
         transport: Wanted = "auto"
 
     options: Options

@@ -6,7 +6,7 @@ Nothing is computed or sent; refused candidates are left out, with the reason.
 from dataclasses import Field, dataclass, fields
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -22,11 +22,6 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.layer import checked
 
 Options = tuple[tuple[str, object], ...]
-
-# These options change the rounding of sums, which a planner must not decide.
-_ROUNDING = frozenset(("gradients", "partials"))
-# Its default follows the machine.
-_AS_POSSIBLE = frozenset(("transport",))
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,10 @@ def _combinations(
 
 
 def _values(option: Field[Any], kind: object, size: int) -> list[object]:
-    """Values of an option that are tried; switches are for measurements and are not."""
-    if get_origin(kind) is Literal and option.name not in _ROUNDING | _AS_POSSIBLE:
+    """Values of an option that are tried: all layouts, and those that its declaration names. All
+    other options stay as they are by default, by which an algorithm decides itself.
+    """
+    if option.name == "layout":
         return list(get_args(kind))
     worth_trying = option.metadata.get("worth_trying")
     return [option.default] if worth_trying is None else list(worth_trying(size))

@@ -6,7 +6,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -36,16 +36,9 @@ from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
-# Simulations take time; these bounds keep a choice to a few seconds. Work is in pairs of blocks,
-# plus a constant for each simulation.
-_WORK, _BESIDE = 1200, 16
-_FEWEST, _SHARE = 4, 80  # number of simulations: at least this, or this by the number of ranks
-_CHECKS = 3  # further simulations, of candidates that are best by their estimate alone
-_ALGORITHMS = 12  # algorithms and layouts of which the best candidate is always simulated
-_NEAR = 1.3  # times the fastest: error of an estimate
-# Candidates slower than this, in times of the best estimate, are not simulated; the bound is lower
-# for many ranks.
-_FAR, _FAR_OF_MANY, _MANY = 1.6, 1.3, 64
+_SIMULATED, _OF_MANY, _FEW = 8, 5, 8  # candidates; of more ranks than a few a simulation takes long
+_NEAR = 1.1  # times the fastest: what is slower by its estimate is not simulated
+_BLOCKS, _BLOCKS_MASKED = 16, 64  # of more that meet step by step a simulation takes long
 _ALIKE = 1.002  # times as slow: too little to justify further options
 GIB = 2**30
 
@@ -187,7 +180,6 @@ def choose(
     runs_again: bool = False,
     quick: bool = False,
     refusal: Callable[[Combination], str | None] = lambda combination: None,
-    among: frozenset[str] | None = None,
 ) -> Choice:
     """Finds the fastest algorithm of each kind of layers.
 
@@ -198,21 +190,22 @@ def choose(
         quick: only estimate; do not simulate, and ignore memory.
         refusal: returns why a combination is refused, or None; called for the fastest in turn,
             until two algorithms are accepted.
-        among: names of candidates of softmax attention; None: all.
 
     Raises: ConfigError if no combination is accepted.
     """
     tables = []
     for kind in kinds:
+        refused: Sequence[Refusal]
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
             found, refused = linear_candidates(kind.shape, len(site.nodes), layouts)
-            rows = [_simulated(one, kind, site) for one in found]
-            rows.sort(key=lambda row: (row.seconds, row.name))
-            tables.append(Table(kind, tuple(rows), tuple(refused)))
+            rows = [_simulated_row(one, kind, site) for one in found]
         else:
-            looked_at = _looked_at(kind.shape, kind.mask, site, layouts, among, _registered())
-            tables.append(_table(kind, looked_at, site, 0 if quick else _WORK))
+            estimates, refused = _estimated(kind.shape, kind.mask, site, layouts, _registered())
+            simulations = _SIMULATED if len(site.nodes) <= _FEW else _OF_MANY
+            rows = _rows(estimates, kind, site, 0 if quick else simulations)
+        rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
+        tables.append(Table(kind, tuple(rows), tuple(refused)))
     taken: list[Combination] = []
     refusals = [one for table in tables for one in table.refused]
     ranked = _ranked(_combined(tables, runs_again))
@@ -243,16 +236,8 @@ def choose(
     return Choice(site, tuple(tables), tuple(taken), tuple(first.values()))
 
 
-class _LookedAt(NamedTuple):
-    """Estimated candidates. Attributes: estimates: estimates of both passes, the best candidate
-    first.
-    """
-
-    estimates: tuple[tuple[Candidate, tuple[Estimate, ...]], ...]
-    refused: tuple[Refusal, ...]
-
-
 _Classes = tuple[registry.AnyClass, ...]
+_Estimates = tuple[tuple[Candidate, tuple[Estimate, ...]], ...]  # of both passes
 
 
 def _registered() -> _Classes:
@@ -260,143 +245,74 @@ def _registered() -> _Classes:
     return tuple(map(registry.algorithm_class, registry.available("softmax")))
 
 
-@lru_cache(maxsize=16)  # the same questions, with other bandwidths
-def _candidates_for(
-    shape: Shape,
-    mask: Mask,
-    nodes: tuple[int, ...],
-    peer: bool,
-    layouts: tuple[str, ...] | None,
-    registered: _Classes,
-) -> tuple[tuple[Candidate, ...], tuple[Refusal, ...]]:
-    topology = DryRunGroup(0, nodes, peer_access=peer)
-    found, refused = candidates(shape, mask, topology, layouts)
-    return tuple(found), tuple(refused)
-
-
 @lru_cache(maxsize=32)  # a quick choice comes before one that simulates
-def _looked_at(
+def _estimated(
     shape: Shape,
     mask: Mask,
     site: Site,
     layouts: tuple[str, ...] | None,
-    among: frozenset[str] | None,
     registered: _Classes,
-) -> _LookedAt:
-    found, refused = _candidates_for(shape, mask, site.nodes, site.peer, layouts, registered)
-    chosen = [one for one in found if among is None or one.name in among]
+) -> tuple[_Estimates, tuple[Refusal, ...]]:
+    """All candidates, the best estimate first, and why others were refused."""
+    topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
+    found, refused = candidates(shape, mask, topology, layouts)
     estimator = Estimator(shape, mask, site.machine, site.nodes, site.peer, site.kernel)
-    estimates = _estimates(chosen, estimator)
-    if among is None:
-        kept = {candidate.algo for candidate, _ in estimates}
-        refused += tuple(_far_off(chosen, kept, len(site.nodes)))
-    return _LookedAt(tuple(estimates), refused)
-
-
-def _table(kind: Kind, looked_at: _LookedAt, site: Site, work: int) -> Table:
-    """Args: work: of all simulations together, at most."""
-    estimates = looked_at.estimates
-    simulated: dict[Candidate, Row] = {}
-    left, seen = list(estimates), set[tuple[str, str]]()
-    ratios = _Ratios()
-    most = max(_FEWEST, _SHARE // len(site.nodes))
-    while left and len(simulated) < most + _CHECKS:
-        # The best of several algorithms and layouts, then the others that may be the best.
-        new = [one for one in left if (one[0].algo, one[0].layout.name) not in seen]
-        fastest = min((row.seconds for row in simulated.values()), default=inf)
-        if new and len(seen) < _ALGORITHMS and len(simulated) < most:
-            candidate, passes = new[0]
-        else:
-            candidate, passes = min(left, key=lambda one: ratios.of(one[0]) * _seconds(one[1]))
-            near = _NEAR if len(simulated) < most else 1.0
-            if ratios.of(candidate) * _seconds(passes) >= near * fastest:
-                break
-        left.remove((candidate, passes))
-        seen.add((candidate.algo, candidate.layout.name))
-        needed = _simulation_work(candidate, len(site.nodes))
-        if needed <= work:
-            with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
-                simulated[candidate] = _simulated(candidate, kind, site)
-                ratios.add(candidate, simulated[candidate].seconds / _seconds(passes))
-                work -= needed
-    rows = [
-        simulated.get(candidate) or _estimated(candidate, passes, ratios.of(candidate))
-        for candidate, passes in estimates
-    ]
-    rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
-    return Table(kind, tuple(rows), looked_at.refused)
-
-
-class _Ratios:
-    """Ratios of simulated to estimated time, for one algorithm or for all."""
-
-    def __init__(self) -> None:
-        self._by_algo: dict[str, list[float]] = {}
-
-    def add(self, candidate: Candidate, ratio: float) -> None:
-        self._by_algo.setdefault(candidate.algo, []).append(ratio)
-
-    def of(self, candidate: Candidate) -> float:
-        every = [ratio for ratios in self._by_algo.values() for ratio in ratios]
-        return median(self._by_algo.get(candidate.algo) or every or [1.0])
-
-
-def _far_off(found: Iterable[Candidate], kept: Collection[str], size: int) -> Iterator[Refusal]:
-    for algo in dict.fromkeys(one.algo for one in found):
-        if algo not in kept:
-            reason = (
-                f"its busiest rank alone takes more than {_far(size)} times as long as the best"
-            )
-            yield Refusal(algo, reason)
-
-
-def _simulation_work(candidate: Candidate, size: int) -> int:
-    """Of a simulation, in pairs of blocks: of 16 and 32 ranks where there are more, see there."""
-    placement = candidate.placements[0]
-    members = 1
-    if isinstance(placement, HeadPlacement):
-        members, placement = placement.members, placement.of_teams
-    if size > 16 and placement.assembled:
-        return _BESIDE + 4 * size
-    return _BESIDE + sum(
-        (ranks // members) ** 2 * members for ranks in ((16, 32) if size > 16 else (size,))
-    )
-
-
-def _far(size: int) -> float:
-    return _FAR if size <= _MANY else _FAR_OF_MANY
+    estimates: dict[object, tuple[Candidate, tuple[Estimate, ...]]] = {}
+    for one in found:
+        passes = tuple(estimator.passes(one.placements))
+        # Of options that change nothing here the first ones are enough.
+        estimates.setdefault((one.algo, one.layout.name, passes), (one, passes))
+    return tuple(sorted(estimates.values(), key=lambda one: _seconds(one[1]))), tuple(refused)
 
 
 def _seconds(passes: Iterable[Estimate]) -> float:
     return sum(one.seconds for one in passes)
 
 
-def _estimates(
-    found: Sequence[Candidate], estimator: Estimator
-) -> list[tuple[Candidate, tuple[Estimate, ...]]]:
-    """Candidates that are not far from the best, the best first."""
-    rows: list[tuple[float, int, Candidate, tuple[Estimate, ...]]] = []
-    best, far = inf, _far(len(estimator.nodes))
-    # Algorithms of heads and of grids are quick to look at and seldom bad: they come first.
-    for number, candidate in sorted(enumerate(found), reverse=True):
-        if estimator.least(candidate.placements) > far * best:
-            continue
-        passes = tuple(estimator.passes(candidate.placements))
-        seconds = _seconds(passes)
-        best = min(best, seconds)
-        rows.append((seconds, number, candidate, passes))
-    # The best candidate of each algorithm is kept, however slow.
-    rows.sort(key=lambda row: row[:2])
-    seen: set[str] = set()
-    kept = []
-    for seconds, _, candidate, passes in rows:
-        if seconds <= far * best or candidate.algo not in seen:
-            kept.append((candidate, passes))
-        seen.add(candidate.algo)
-    return kept
+def _rows(estimates: _Estimates, kind: Kind, site: Site, most: int) -> list[Row]:
+    """Rows of all candidates: the best of each algorithm and then the next best are simulated, the
+    others stay estimated.
+
+    Args: most: number of simulations.
+    """
+    simulated: dict[Candidate, Row] = {}
+    ratios: dict[str, list[float]] = {}  # of simulated to estimated time, by algorithm
+
+    def ratio(candidate: Candidate, otherwise: Sequence[float] = ()) -> float:
+        return median(ratios.get(candidate.algo) or otherwise or [1.0])
+
+    left = [one for one in estimates if _is_quick(one[0], kind)]
+    while len(simulated) < most:
+        fastest = min((row.seconds for row in simulated.values()), default=inf)
+        times = [ratio(candidate) * _seconds(passes) for candidate, passes in left]
+        order = sorted(zip(times, left, strict=True), key=lambda one: one[0])
+        left = [one for seconds, one in order if seconds < _NEAR * fastest]
+        if not left:
+            break
+        new = [one for one in left if one[0].algo not in ratios]
+        candidate, passes = (new or left)[0]
+        left.remove((candidate, passes))
+        of_algo = ratios.setdefault(candidate.algo, [])
+        with suppress(ConfigError):  # of many ranks fewer are simulated, which may be too few
+            simulated[candidate] = _simulated_row(candidate, kind, site)
+            of_algo.append(simulated[candidate].seconds / _seconds(passes))
+    every = [one for of_algo in ratios.values() for one in of_algo]
+    return [
+        simulated.get(candidate) or _estimated_row(candidate, passes, ratio(candidate, every))
+        for candidate, passes in estimates
+    ]
 
 
-def _simulated(candidate: Candidate, kind: Kind, site: Site) -> Row:
+def _is_quick(candidate: Candidate, kind: Kind) -> bool:
+    """Whether a simulation takes little: few blocks, or teams, meet step by step."""
+    blocks = candidate.placements[0]
+    if isinstance(blocks, HeadPlacement):
+        blocks = blocks.of_teams
+    hides = kind.mask.special and kind.mask.slices is None
+    return blocks.assembled or blocks.size <= (_BLOCKS_MASKED if hides else _BLOCKS)
+
+
+def _simulated_row(candidate: Candidate, kind: Kind, site: Site) -> Row:
     of_kind = kind.shape, kind.mask, site.machine, site.nodes
     timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=site.kernel)
     sent = timeline.bytes
@@ -413,7 +329,7 @@ def _simulated(candidate: Candidate, kind: Kind, site: Site) -> Row:
     )
 
 
-def _estimated(candidate: Candidate, passes: Sequence[Estimate], scale: float) -> Row:
+def _estimated_row(candidate: Candidate, passes: Sequence[Estimate], scale: float) -> Row:
     forward, backward = passes
     return Row(
         candidate.algo,

@@ -28,16 +28,20 @@ _ERROR, _EXPERTS_ERROR = 0.05, 0.3
 _QUIET_SECONDS = 1.0  # between two lines of progress
 
 
-def plan_layer(name: str, size: int, shape: Shape, mask: Mask, path: Path | None) -> None:
+def plan_layer(
+    title: str, name: str, size: int, shape: Shape, mask: Mask, path: Path | None
+) -> None:
     """Prints which algorithm is the fastest for a layer, and why.
 
     Args:
+        title: what it is, which is printed first.
         name: of a machine.
         size: number of ranks.
         path: of a run file to write.
     """
     machine = machine_named(name)
     site = Site(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
+    print(title)
     choice = choose([Kind("attention", shape, mask)], site)
     print(table(choice))
     _say_what_is_assumed(mask)

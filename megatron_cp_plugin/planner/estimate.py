@@ -234,42 +234,9 @@ class Estimator:
     peer: bool
     kernel: str
 
-    def least(self, placements: Sequence[Placement]) -> float:
-        """A lower bound of the seconds of forward and backward, cheap to compute."""
-        return sum(self._least(*one) for one in zip(placements, PHASES, strict=True))
-
     def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
         """Forward and backward."""
         return [self._pass(*one) for one in zip(placements, PHASES, strict=True)]
-
-    def _least(self, placement: Placement, phase: Phase) -> float:
-        """A lower bound of the seconds in which one rank computes, or receives its blocks."""
-        members = 1
-        if isinstance(placement, HeadPlacement):
-            members, placement = placement.members, placement.of_teams
-        whole, most = together(placement.groups), 0.0
-        links = (self.machine.inside.exchange, self.machine.between.exchange, self.machine.copy)
-        fastest = max(link.bytes_per_second for link in links if link is not None)
-        for rank in {0, placement.size - 1, *self._busiest(placement)}:
-            queries, keys = self._blocks.owners(placement, rank)
-            if len(queries) < placement.size and len(keys) < placement.size:
-                # Of a grid, whose ranks get all blocks of their rows and columns.
-                tokens = self.shape.batch * self.shape.seq_len // placement.size
-                width = self._width(_INPUTS[phase], whole) * (len(queries) - 1)
-                width += self._width(("k", "v"), whole) * (len(keys) - 1)
-                most = max(most, tokens * width / fastest)
-            elif 1 in (len(queries), len(keys)):
-                most = max(most, self._own(placement, rank, len(queries) == 1, phase, members))
-        return most
-
-    @_kept(lambda self, placement, *of_pass: (placement.layout, placement.size, *of_pass))
-    def _own(
-        self, placement: BlockPlacement, rank: int, of_queries: bool, phase: Phase, members: int
-    ) -> float:
-        """Seconds of a rank's computations with all of its queries, or all of its keys."""
-        own, every = self._blocks.spans(placement)(rank), (Span(0, self.shape.seq_len),)
-        tiles = self._blocks.meet([(own, every) if of_queries else (every, own)])[0].tiles
-        return self._computing(tiles, together(placement.groups), phase)
 
     @_kept(lambda self, placement, phase: (placement, phase))
     def _pass(self, placement: Placement, phase: Phase) -> Estimate:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from megatron_cp_plugin.planner.choose import (
-    GIB,
-    Choice,
-    Combination,
-    Kind,
-    Row,
-    Site,
-    choose,
-    peak_of_row,
-)
-from megatron_cp_plugin.planner.machine import Links
+from megatron_cp_plugin.planner.choose import GIB, Choice, Row, peak_of_row
 from megatron_cp_plugin.terminal import text_table
 
 _OF_EACH = 3  # number of candidates of an algorithm that are shown
 _ALIKE_PERCENT = 0.2  # slower by less than this counts as equal
-_CLEARLY = 1.03  # times as fast: what differs by less would not change the choice
 
 
 def sentence(choice: Choice) -> str:
@@ -60,9 +48,7 @@ def described(choice: Choice) -> str:
 
 
 def table(choice: Choice) -> str:
-    """Tables of the candidates for each kind of layers, the fastest first; of refusals; of changes
-    that would alter the choice.
-    """
+    """Tables of the candidates for each kind of layers, the fastest first; and of refusals."""
     lines = []
     for number, (kind, found, _) in enumerate(choice.tables):
         lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
@@ -72,7 +58,6 @@ def table(choice: Choice) -> str:
         legend += "; ~ estimated, the others simulated"
     lines.append(legend)
     lines += [f"not {name}: {reason}" for name, reason in choice.refused]
-    lines += changes(choice)
     return "\n".join(lines)
 
 
@@ -114,65 +99,6 @@ def _table_of_kind(choice: Choice, number: int, rows: Sequence[Row]) -> str:
         )
     headers = ("layout", "ms", "exposed", "in node", "between", "peak GiB", "algorithm")
     return text_table(headers, cells, right=range(1, len(headers) - 1))
-
-
-def changes(choice: Choice) -> list[str]:
-    """Changes that would make another algorithm the fastest, by estimates."""
-    kinds = [table.kind for table in choice.tables]
-    shown = (
-        _shown(one.rows, row) for one, row in zip(choice.tables, choice.best.rows, strict=True)
-    )
-    among = frozenset(row.name for rows in shown for row in rows)
-    lines: list[str] = []
-    looked: list[str] = []
-    for words, changed, site in _variations(kinds, choice.site):
-        layouts = (choice.best.rows[0].layout,) if len(kinds) > 1 else None
-        others = choose(changed, site, layouts=layouts, quick=True, among=among)
-        same = [
-            one for one in others.combinations if _names_of_rows(one) == _names_of_rows(choice.best)
-        ]
-        gain = same[0].seconds / others.best.seconds if same else None
-        if others.best.algo != choice.best.algo and (gain is None or gain > _CLEARLY):
-            than = f", {gain:.2f} times as fast as {choice.best.name}" if gain else ""
-            lines.append(f"{words} it would be {others.best.name}{than}")
-        looked.append(words)
-    return lines or [f"the same choice {words}" for words in [", ".join(looked)] if looked]
-
-
-def _names_of_rows(combination: Combination) -> tuple[str, ...]:
-    return tuple(row.name for row in combination.rows)
-
-
-def _variations(kinds: Sequence[Kind], site: Site) -> Iterator[tuple[str, list[Kind], Site]]:
-    for factor, name in ((0.5, "half"), (2, "twice")):
-        tokens = int(kinds[0].shape.seq_len * factor)
-        if not any(kind.mask.documents for kind in kinds):
-            changed = [replace(k, shape=replace(k.shape, seq_len=tokens)) for k in kinds]
-            yield f"with {name} the tokens", changed, site
-        if len(set(site.nodes)) > 1:
-            machine = replace(
-                site.machine,
-                between=_scaled(site.machine.between, factor),
-                between_total=site.machine.between_total and site.machine.between_total * factor,
-            )
-            yield (
-                f"with {name} the bandwidth between nodes",
-                list(kinds),
-                replace(site, machine=machine),
-            )
-
-
-def _scaled(links: Links, factor: float) -> Links:
-    return Links(
-        replace(links.exchange, bytes_per_second=links.exchange.bytes_per_second * factor),
-        {
-            operation: {
-                count: replace(rate, bytes_per_second=rate.bytes_per_second * factor)
-                for count, rate in rates.items()
-            }
-            for operation, rates in links.collective.items()
-        },
-    )
 
 
 def _ms(seconds: float) -> str:

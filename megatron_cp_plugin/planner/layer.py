@@ -84,7 +84,7 @@ class Layer:
         """
         if self.mask.slices is not None:
             raise ConfigError(
-                "spans are simulated on up to 16 ranks where these exchange block by block: use "
+                "spans are simulated on up to 64 ranks where these exchange block by block: use "
                 "an algorithm whose ranks gather"
             )
         tokens = self.shape.seq_len // self.size * count

@@ -96,7 +96,7 @@ def shortlist(
     first, others = list[Combination](), list[Combination]()
     for one in choice.combinations:
         of = one.algo, one.rows[0].layout
-        # Of options that change nothing here, such as routes on two ranks, the first is enough.
+        # Of options that change nothing here, such as a grid of two teams, the first is enough.
         if one.seconds not in seen.get(of, ()):
             (others if of in seen else first).append(one)
             seen.setdefault(of, set()).add(one.seconds)

@@ -39,8 +39,9 @@ def simulate(
     (allgather, attention2d, ulysses over the process group), three are, at the true size: the
     others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
     four nodes or teams, with as many tokens a rank, and goes on from there in a straight line: with
-    every further rank, or team, there are as many steps more, each like the others. Of a grid by
-    blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
+    every further rank, or team, there are as many steps more, each like the others. Under windows,
+    documents and spans steps are unlike each other: there up to 64 ranks are simulated. Of a grid
+    by blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
 
     Args:
         algo, options: as `registry.create`.
@@ -62,8 +63,9 @@ def simulate(
     )
 
 
-_ALL, _OF_GRID = 16, 8  # the most ranks that are simulated one by one; of a larger grid blocks are
-_MOST = 64  # of a grid by blocks
+# The most ranks that are simulated one by one; of a larger grid blocks are.
+_ALL, _OF_GRID = 16, 8
+_MOST = 64  # of a grid by blocks, and of ranks under a mask that hides much, unequally
 
 
 def _simulated_layer(layer: Layer, machine: Machine, kernel: str, *, captured: bool) -> Timeline:
@@ -97,7 +99,8 @@ def _smaller(layer: Layer) -> tuple[int, int] | None:
     step = lcm(per_node if per_node < size else 1, team)
     few = step * max(2, _ALL // step)
     by_blocks = "rows" in dict(layer.options)
-    if not by_blocks and 2 * few < size:
+    unequal = layer.mask.special and size <= _MOST
+    if not by_blocks and not unequal and 2 * few < size:
         return few, 2 * few
     if by_blocks and size // team > _MOST:
         what = "teams" if team > 1 else "ranks"

@@ -1,9 +1,8 @@
-"""Schedules, matrices of scores and timelines as SVG, which needs no other package."""
+"""Schedules and matrices of scores as SVG, which needs no other package."""
 
 from __future__ import annotations
 
 import colorsys
-import json
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import WHOSE, Picture, Queries, below, lines_of
-from megatron_cp_plugin.planner.event_simulation import Timeline
 from megatron_cp_plugin.planner.token_picture import TokenPicture
 
 _STYLE = """
@@ -24,35 +22,22 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 } .mono { font-family: mo
 _LINE, _LETTER = 18, 7.3  # pixels: between lines, and of a letter of the monospaced font
 _CELLS: dict[Queries, str] = {"own": "#9ecae1", "others": "#fdd0a2", "both": "#dadaeb"}
 _SIDE, _SMALL, _BAR = 340, 116, 8  # the matrix, that of one step, who holds a token
-_TIMES = {"attention": "#4292c6", "other": "#9ecae1", "messages": "#fdae6b"}
-_WIDE, _LANE = 820, 18  # a timeline, a lane
 
 
-def check_ending(path: Path, *, of_times: bool) -> None:
-    """Raises: ConfigError: Neither .svg nor, of a timeline, .json: a trace for chrome://tracing."""
-    if path.suffix != ".svg" and not (of_times and path.suffix == ".json"):
-        also = " or .json" if of_times else ""
-        raise ConfigError(f"a picture is a .svg{also} file, got {path.name!r}: change its ending")
+def check_ending(path: Path, ending: str = ".svg") -> None:
+    """Raises: ConfigError: The path has another ending."""
+    if path.suffix != ending:
+        raise ConfigError(f"--output is a {ending} file, got {path.name!r}: change its ending")
 
 
-def save(drawn: Picture | TokenPicture | Timeline, path: Path, title: str = "") -> None:
+def save(drawn: Picture | TokenPicture, path: Path) -> None:
     """Writes a picture.
 
-    Args:
-        path: As of `check_ending`.
-        title: Of a timeline.
-
     Raises:
-        ConfigError: As `check_ending`.
+        ConfigError: The path does not end in .svg.
     """
-    check_ending(path, of_times=isinstance(drawn, Timeline))
-    if isinstance(drawn, Timeline) and path.suffix == ".json":
-        path.write_text(json.dumps(drawn.chrome_trace()) + "\n")
-        return
-    if isinstance(drawn, Timeline):
-        content = timeline(drawn, title)
-    else:
-        content = schedule(drawn) if isinstance(drawn, Picture) else matrix(drawn)
+    check_ending(path)
+    content = schedule(drawn) if isinstance(drawn, Picture) else matrix(drawn)
     path.write_text(content, encoding="utf-8")
 
 
@@ -115,26 +100,6 @@ def schedule(drawn: Picture) -> str:
     body += [_text(10, y + _LINE * number, line) for number, line in enumerate(words, 1)]
     width = max(x, 20 + 6.5 * max(map(len, [drawn.title, drawn.subtitle, *words])), 520)
     return _svg(drawn.title, width, y + _LINE * (len(words) + 1), body)
-
-
-def timeline(found: Timeline, title: str) -> str:
-    """A lane for each rank's computation, and one for its messages; the line ends the forward."""
-    lanes = sorted({(one.rank, one.lane != "computation") for one in found.intervals})
-    scale, left, top = _WIDE / (found.seconds or 1.0), 96, 2 * _LINE
-    bottom = top + _LANE * len(lanes)
-    body = [_text(10, 18, title, "title")]
-    for number, (rank, sends) in enumerate(lanes):
-        body.append(_text(10, top + _LANE * number + 13, f"rank {rank}{' sends' * sends}"))
-    for one in found.intervals:
-        sends = one.lane != "computation"
-        kind = "messages" if sends else "attention" if "attention" in one.name else "other"
-        y, width = top + _LANE * lanes.index((one.rank, sends)) + 2, (one.stop - one.start) * scale
-        body.append(_rect(left + one.start * scale, y, width, _LANE - 4, _TIMES[kind]))
-    body.append(_rect(left + found.forward.seconds * scale, top, 1, bottom - top, "#57606a"))
-    body.append(_text(left + _WIDE - 60, bottom + 14, f"{found.seconds * 1e3:.2f} ms"))
-    keys = [*_TIMES.items(), ("end of the forward", "#57606a")]
-    body += _legend(keys, left, bottom + 2 * _LINE)
-    return _svg(title, left + _WIDE + 20, bottom + 3 * _LINE, body)
 
 
 def color(rank: int, size: int) -> str:

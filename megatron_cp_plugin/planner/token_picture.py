@@ -22,7 +22,6 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import check_size, plan_to_draw, titles
 
 MOST_TOKENS, MOST_RANKS = 512, 32
-MOST_PRINTED = 96  # tokens of a matrix in a terminal
 _TOKENS = 64  # of a picture whose number of tokens was not asked for, about
 
 
@@ -104,7 +103,7 @@ def token_picture(
         raise ConfigError(
             f"--tokens draws at most {MOST_RANKS} ranks, got {size}: leave --tokens out"
         )
-    seq_len = seq_len or some_tokens(algo, size, options)
+    seq_len = seq_len or _some_tokens(algo, size, options)
     if seq_len > MOST_TOKENS:
         raise ConfigError(
             f"--tokens draws each token, at most {MOST_TOKENS}, got {seq_len}: "
@@ -122,19 +121,22 @@ def token_picture(
     return TokenPicture(title, subtitle, size, steps, owner, part, parts)
 
 
-def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
+def _some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
     """About 64 tokens that the ranks can split."""
     multiple = registry.layout_of(algo, options).multiple(size)
     return -(-_TOKENS // multiple) * multiple
 
 
 def held(
-    algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object]
+    algo: str, size: int, seq_len: int | None, mask: Mask, options: Mapping[str, object]
 ) -> Iterator[str]:
     """A line for each rank: the tokens that it holds, in its order, any number of them.
 
+    Args: seq_len: None: about 64.
+
     Raises: ConfigError as `picture`.
     """
+    seq_len = seq_len or _some_tokens(algo, size, options)
     if registry.kind_of(algo) == "linear":
         layout = registry.layout_of(algo, options)
         every = [layout.spans(rank, size, seq_len) for rank in range(size)]
@@ -183,26 +185,3 @@ def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[Step
         if number >= 0
     )
     return part, parts
-
-
-def text(drawn: TokenPicture) -> str:
-    """For a terminal: of each score the rank that computes it; "*": all of them, some heads each.
-
-    Columns are as wide as the largest rank.
-    """
-    width = len(str(drawn.size - 1))
-    signs = [
-        str(ranks[0]).rjust(width) if len(ranks) == 1 else "*".rjust(width)
-        for _, ranks in drawn.parts
-    ] + ["·".rjust(width)]
-    lines = [
-        f"{owner:>{width}} | " + (" " if width > 1 else "").join(signs[part] for part in row)
-        for owner, row in zip(drawn.owner.tolist(), drawn.part.tolist(), strict=True)
-    ]
-    head = f"{drawn.title} · {drawn.subtitle}"
-    legend = (
-        "left: the rank that holds a query; in its row, by key, the rank that computes the score"
-    )
-    if any(len(ranks) > 1 for _, ranks in drawn.parts):
-        legend += '; "*": several ranks, each for its share of the heads'
-    return "\n".join([head, *lines, legend, drawn.balance])

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
-from megatron_cp_plugin.planner.costs import cost
+from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.planner.layer import planned
 
 RATIOS = [(33, 33), (33, 11), (2, 2), (7, 1)]
 
@@ -40,8 +41,7 @@ def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> Non
     assert not filled.heads % lcm(filled.all_kv_heads, size)
     kv = lcm(filled.all_kv_heads, size) * (16 + 24) * 2
     row = filled.heads * (16 + 24) * 2 + kv + filled.heads * 4
-    found = cost("ulysses", size, shape)
-    assert found.forward_bytes == 64 * (size - 1) * row // size
-    assert found.heads == filled.heads
-    ring = cost("zigzag", size, shape)
-    assert ring.heads == heads
+    ulysses = planned("ulysses", size, shape, Mask(), {})
+    assert ulysses.traffic(shape, Mask(), 0).forward_bytes == 64 * (size - 1) * row // size
+    assert ulysses.computed(shape).heads == filled.heads
+    assert planned("zigzag", size, shape, Mask(), {}).computed(shape).heads == heads

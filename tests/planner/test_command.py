@@ -32,11 +32,15 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{LAYER} --algo zigzag", "--machine tries all algorithms and options: leave --algo out"),
+        (LAYER.replace("--machine h200", ""), "got no --machine: add it"),
+        (f"{LAYER} --seq-len 0", "--seq-len must be more than 0, got 0"),
+        (f"{LAYER} --mask full --window 3", "needs causal attention"),
         (LAYER.replace("h200", "h300"), "there is no machine 'h300'"),
         (LAYER.replace("-heads 2", "-heads 0"), "--kv-heads must divide the 8 heads, got 0"),
-        (LAYER.replace("--machine h200", "--yaml x.yaml"), "needs --machine, got none"),
-        ("plan --size 4", "plan needs --size, --seq-len and --heads, or --model, got no --seq-len"),
+        (
+            "plan --size 4",
+            "plan needs --machine, --size, --seq-len and --heads, or --model, got no --s",
+        ),
         ("plan --model llama3-8b --tokens 8K --gpus 8", "got no --machine"),
         (
             "plan --model llama4 --tokens 8K --gpus 8 --machine h100",

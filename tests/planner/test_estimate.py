@@ -20,9 +20,8 @@ def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     shape, where = Shape(1, size * 8192, 32, 8, 128), site(size, per_node=per_node)
     found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
     estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
-    for one in found[:: len(found) // 12]:
+    for one in found:
         estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
-        assert estimator.least(one.placements) <= 1.02 * estimated
         made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
         assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
 
@@ -41,10 +40,10 @@ def test_blocks_that_lie_alike_are_looked_at_once(
     found = [one.placements for one in candidates(*question)[0]]
     kernel = next(iter(H200.kernels))
     alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
-    estimates = [(alike.least(one), alike.passes(one)) for one in found]
+    estimates = [alike.passes(one) for one in found]
     monkeypatch.setattr(estimate._PairWork, "_places", lambda _, *spans: spans)
     monkeypatch.setattr(estimate, "_blocks_of", estimate._PairWork)  # with nothing looked at yet
-    assert estimates == [(each.least(one), each.passes(one)) for one in found]
+    assert estimates == [each.passes(one) for one in found]
 
 
 def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:

@@ -46,7 +46,7 @@ def test_documents_and_spans_of_fewer_ranks() -> None:
     assert few.mask.documents == starts[:2]
     assert (few.size, few.shape.seq_len) == (2, 2 * 4096)
     spans = mask_of([(0, 8, 0, 8, "causal")], SHAPE.seq_len)
-    with pytest.raises(ConfigError, match="spans are simulated on up to 16 ranks"):
+    with pytest.raises(ConfigError, match="spans are simulated on up to 64 ranks"):
         layer_of("zigzag", mask=spans).of_fewer(2)
 
 

@@ -15,7 +15,7 @@ import predictions as page
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.costs import cost
+from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Split
 from megatron_cp_plugin.planner.simulate import simulate
@@ -128,7 +128,8 @@ def test_the_ring_of_the_papers_is_transformer_engines():
     tokens, size = 8192, 4
     shape = Shape(1, tokens, 32, 32, 128)
     ring = page.papers()["figure4"]["ways"][0]
-    found = cost(ring["algo"], size, shape, Mask(causal=False), ring["options"])
+    algorithm = planned(ring["algo"], size, shape, Mask(causal=False), ring["options"])
+    found = algorithm.traffic(shape, Mask(causal=False), 0)
     hop = tokens // size * shape.query_width * 2
     assert (found.forward_bytes, found.backward_bytes) == (2 * 3 * hop, 4 * 3 * hop)
 

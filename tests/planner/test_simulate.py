@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 
@@ -134,10 +133,19 @@ def test_a_thousand_ranks_in_seconds(algo, mask):
     of, shape = machine(), Shape(1, 1024 * 64, 64, 8, 16)
     whole, few = (
         simulate(algo, {}, replace(shape, seq_len=64 * size), mask, of, of.nodes(size)).seconds
-        for size, mask in ((1024, mask), (64, replace(mask, documents=mask.documents[:5])))
+        for size, mask in ((1024, mask), (128, replace(mask, documents=mask.documents[:5])))
     )
     # What goes straight takes as long on any number of ranks.
-    assert whole > 8 * few if mask == Mask() else whole == pytest.approx(few, rel=0.05)
+    assert whole > 4 * few if mask == Mask() else whole == pytest.approx(few, rel=0.05)
+
+
+@pytest.mark.parametrize("algo", ["ring", "usp"])
+def test_of_unequal_steps_all_ranks_are_simulated(algo):
+    """Of usp one rank of each team, which says as much."""
+    of, mask = machine(gpus_per_node=4), Mask(documents=(100, 700, 900))
+    options = {"ulysses": 4} if algo == "usp" else {}
+    found = simulate(algo, options, Shape(1, 24 * 64, 4, 4, 16), mask, of, of.nodes(24))
+    assert found.ranks == (6 if algo == "usp" else 24)
 
 
 def test_too_many_ranks_on_a_grid_by_blocks():
@@ -185,40 +193,25 @@ def test_the_trace_is_what_chrome_reads():
     assert end == pytest.approx(found.seconds * 1e6)
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.svg"])
-def test_a_timeline_is_drawn(name, tmp_path, capsys):
+def test_a_timeline_is_written(tmp_path, capsys):
     words = "draw --algo ulysses --size 2 --seq-len 4K --heads 4 --machine h200 --output"
-    assert main([*words.split(), str(tmp_path / name)]) == 0
+    assert main([*words.split(), str(tmp_path / "a.json")]) == 0
     assert "ulysses, 2 ranks, 4096 tokens, 4:4 heads on h200_nvlink: " in capsys.readouterr().out
-    written = (tmp_path / name).read_bytes()
-    if name == "a.json":
-        assert json.loads(written)["traceEvents"]
-        return
-    root = ElementTree.fromstring(written)
-    words = [x.text for x in root.iter() if x.tag.endswith("text")]
-    assert {"rank 0", "rank 0 sends", "rank 1", "attention", "end of the forward"} <= {*words}
-    bars = [x.attrib for x in root.iter() if x.tag.endswith("rect")]
-    assert max(float(x["x"]) + float(x["width"]) for x in bars) == pytest.approx(96 + 820, rel=1e-3)
-
-
-def test_an_ending_is_refused_before_the_simulation(monkeypatch, capsys):
-    monkeypatch.setattr(simulator, "simulate", None)
-    words = "draw --algo ring --size 2 --machine h200 --seq-len 4K --output a.png"
-    assert main(words.split()) == 2
-    assert "a picture is a .svg or .json file, got 'a.png'" in capsys.readouterr().err
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--output a.svg", "--machine needs --output and --seq-len, got no --seq-len"),
+        ("--output a.json", "--machine needs --output and --seq-len, got no --seq-len"),
         ("--seq-len 4K", "--machine needs --output and --seq-len, got no --output"),
-        ("--seq-len 4K --output a.gif", "a picture is a .svg or .json file, got 'a.gif'"),
-        ("--seq-len 4K --output a.svg --kv-heads 5", "--kv-heads must divide the 32 heads, got 5"),
+        ("--seq-len 4K --output a.svg", "--output is a .json file, got 'a.svg'"),
+        ("--seq-len 4K --output a.json --kv-heads 5", "--kv-heads must divide the 32 heads, got 5"),
     ],
 )
-def test_a_timeline_that_cannot_be_drawn(words, message, tmp_path, capsys, monkeypatch):
+def test_a_timeline_that_cannot_be_written(words, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(simulator, "simulate", None)  # which takes its time
     start = "draw --algo ring --size 2 --machine h200_nvlink".split()
     assert main([*start, *words.split()]) == 2
     assert message in capsys.readouterr().err

@@ -284,15 +284,6 @@ class Plan:
             found[move.source][kind] += 1
         return found
 
-    @property
-    def idle(self) -> float:
-        """Idle share of all ranks' time, if a step takes as long as its busiest rank."""
-        work = [[0.0] * self.size for _ in range(self.steps)]
-        for compute in self.computes:
-            work[compute.step][compute.rank] += float(self.pairs(compute))
-        time = sum(map(max, work))
-        return 1 - sum(map(sum, work)) / (self.size * time) if time else 0.0
-
 
 @lru_cache(maxsize=64)
 def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
