@@ -332,21 +332,6 @@ def test_a_context_does_what_the_functions_do(algo):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_unequal_shards_of_a_context():
-    def body(topology):
-        context = cp.Context(algo="zigzag", seq_len=63, group=topology)
-        x = context.shard(whole(63))
-        with cp.record_communication() as log:
-            out = context.attention(x, x, x)
-        assert log.bytes(phase="forward")
-        return context.unshard(out)
-
-    x = whole(63)
-    want = cp.attention(x, x, x, algo="zigzag")
-    for got in run_virtual(RANKS, body):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-
-
 def test_documents_of_a_context_are_read_once(monkeypatch):
     """There are thousands of them, and many layers."""
     read = []

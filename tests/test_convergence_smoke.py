@@ -276,19 +276,6 @@ def tiny_run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_equals_megatron(
-    harness: ModuleType, tmp_path: Path, tiny_run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "launch", forked_launch.launch)
-    words = ["--config", str(tiny_run_file), "--algos", "zigzag", "--cp", "2", "--iters", "4"]
-    assert harness.main([*words, "--output", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["runs"][1]["settings"]["context_parallel_algo"] == "zigzag"
-    assert len(report["runs"][1]["comparison"]["gradients"]) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_wrong_key_gradient_in_training_is_caught(
     harness: ModuleType, tmp_path: Path, tiny_run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,11 @@
 """Plans of all algorithms: correct ones, as the checker says; their bytes, by closed formulas."""
 
-from dataclasses import astuple, replace
-from fractions import Fraction
+from dataclasses import replace
 from math import gcd, lcm
 
 import pytest
 
-from megatron_cp_plugin.core.algorithm import Algorithm, Traffic
+from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -22,10 +21,8 @@ from megatron_cp_plugin.core.plans.plan import (
     fits_slots,
 )
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
-from tests.peer_world import run_virtual
 from tests.plan_check import PlanError, check
 
 
@@ -59,8 +56,6 @@ def test_a_rank_that_gathers_looks_at_few_pairs(
     ("tokens", "name", "options"),
     [
         (152, "zigzag", {"layout": "documents"}),
-        (153, "distflash", {}),
-        (156, "attention2d", {"variant": "no", "rows": 16}),
         (159, "usp", {"ulysses": 8}),
     ],
     ids=str,
@@ -283,39 +278,6 @@ def test_allgather(size: int, kv_heads: int) -> None:
     for chunks in (1, 2):
         expected = (others * kv, chunks * others, others * 2 * kv, 2 * chunks * others)
         assert_sent("allgather", size, shape, expected, chunks=chunks)
-
-
-def sent_by_blocks(
-    name: str, size: int, kv_heads: int, mask: Mask, **options: object
-) -> list[Traffic]:
-    """Bytes of every rank, for each token and entry of the batch, over peer memory."""
-    shape = shape_of(size, 8, kv_heads)
-
-    def body(topology: Topology) -> Traffic:
-        traffic = create(name, topology, options).traffic(shape, mask, topology.rank)
-        each = [Fraction(count, 3 * S) for count in (traffic.forward_bytes, traffic.backward_bytes)]
-        return replace(traffic, forward_bytes=each[0], backward_bytes=each[1])
-
-    return run_virtual(size, body, peer_access=True)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
-def test_grid_by_blocks(size: int, kv_heads: int) -> None:
-    """As gathered without a mask; never more with one."""
-    q, out, kv = 8 * D * 2, 8 * E * 2, kv_heads * (D + E) * 2
-    for rows in (r for r in range(1, size + 1) if size % r == 0):
-        row, column = size // rows - 1, rows - 1
-        options = {"rows": rows, "chunks": 1}
-        full = sent_by_blocks("attention2d", size, kv_heads, Mask(False), **options)
-        forward = row * (q + out + 8 * 4) + column * kv
-        backward = row * (2 * q + out + 2 * 8 * 4) + column * 2 * kv
-        messages = 3 * row + 2 * column, 5 * row + 4 * column
-        for traffic in full:
-            assert astuple(traffic) == (forward, messages[0], backward, messages[1])
-        for traffic in sent_by_blocks("attention2d", size, kv_heads, Mask(), **options):
-            assert traffic.forward_bytes <= forward
-            assert traffic.backward_bytes <= backward
 
 
 def exchanged(size: int, heads: int, kv_heads: int, keep: str) -> tuple[float, float]:

@@ -151,21 +151,6 @@ def test_a_model_that_sees_later_tokens() -> None:
         assert attention_mask.differs(mask, torch.arange(N), N, (), causal=False) == other
 
 
-@pytest.mark.parametrize("layout", EXPECTED)
-def test_positions_and_embeddings_of_images(layout: str) -> None:
-    batch = {
-        "tokens": torch.arange(N).expand(2, N),
-        "position_ids": torch.randint(0, 9, (3, 2, N)),
-        "combined_embeddings": torch.randn(2, N, 4),
-        "decoder_input": torch.randn(N, 2, 4),
-    }
-    mine = EXPECTED[layout]
-    local = shard(layout, dict(batch), 3, 1)
-    assert torch.equal(local["position_ids"], batch["position_ids"][..., mine])
-    assert torch.equal(local["combined_embeddings"], batch["combined_embeddings"][:, mine])
-    assert torch.equal(local["decoder_input"], batch["decoder_input"][mine])
-
-
 def test_batch_of_one_rank_is_left_alone() -> None:
     tokens = torch.arange(N).view(1, N)
     assert Batches(runtime("zigzag")).shard({"tokens": tokens}, ALONE)["tokens"] is tokens
