@@ -31,7 +31,7 @@ from megatron_cp_plugin.integration.installer import LauncherInstaller
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.planner.call_memory import peak_bytes
-from megatron_cp_plugin.planner.choose import GIB, Site
+from megatron_cp_plugin.planner.choose import GIB, CallSite
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.layer import Layer
 
@@ -106,7 +106,7 @@ def findings(
     yield "gpus", f"{validated.world_size}{'' if gpus else ', the fewest for these flags: --gpus'}"
     lines = [line for line in printed.getvalue().splitlines() if line.startswith(_SAID)]
     yield from (("launch", line.removeprefix(_SAID)) for line in lines)
-    site = Site(machine, nodes_of(settings, machine.gpus_per_node), kernel_on(machine, "auto"))
+    site = CallSite(machine, nodes_of(settings, machine.gpus_per_node), kernel_on(machine, "auto"))
     if settings.cp.has_softmax_layers and settings.cp.kernel == "auto":
         yield "kernel", f"{site.kernel}, the fastest measured on {machine.name}"
     yield "memory", _memory(flags, settings, site)
@@ -153,7 +153,7 @@ def _instead(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _memory(flags: PluginFlags, settings: Settings, site: Site) -> str:
+def _memory(flags: PluginFlags, settings: Settings, site: CallSite) -> str:
     """Whether the step fits into a GPU of the machine."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
     lacks = [name for name in names if not getattr(settings, name)]

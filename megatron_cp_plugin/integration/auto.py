@@ -31,7 +31,7 @@ from megatron_cp_plugin.integration.args import PluginFlags, document_lengths
 from megatron_cp_plugin.integration.checks import check_arguments
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.planner.choose import GIB, Choice, Combination, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import GIB, CallSite, Choice, Combination, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import (
     check_agreement,
     documents_like,
@@ -83,7 +83,7 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
     asks = device.type == "cuda" and flags.machine is None
     gpu = torch.cuda.get_device_name(device) if asks else None
     machine, how = machine_here(flags.machine, gpu)
-    site = Site(
+    site = CallSite(
         machine,
         nodes_of(settings, machine.gpus_per_node),
         kernel_on(machine, flags.kernel),
@@ -210,7 +210,7 @@ def resolve_model(
         hosts = [every[rank][1] for rank in dist.get_process_group_ranks(group)]
         try:
             found, how = machine_here(None if machine is None else str(machine), gpu)
-            site = Site(
+            site = CallSite(
                 found,
                 tuple(map(hosts.index, hosts)),
                 kernel_on(found, asked.kernel),

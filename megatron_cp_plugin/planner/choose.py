@@ -62,7 +62,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Site:
+class CallSite:
     """The machine, ranks and kernel that run the layers.
 
     Attributes:
@@ -161,7 +161,7 @@ class Choice:
     Attributes: combinations: combinations that fit and are not refused, the fastest first.
     """
 
-    site: Site
+    site: CallSite
     tables: tuple[Table, ...]
     combinations: tuple[Combination, ...]
     refused: tuple[Refusal, ...]
@@ -174,7 +174,7 @@ class Choice:
 
 def choose(
     kinds: Sequence[Kind],
-    site: Site,
+    site: CallSite,
     *,
     layouts: tuple[str, ...] | None = None,
     runs_again: bool = False,
@@ -249,7 +249,7 @@ def _registered() -> _Classes:
 def _estimated(
     shape: Shape,
     mask: Mask,
-    site: Site,
+    site: CallSite,
     layouts: tuple[str, ...] | None,
     registered: _Classes,
 ) -> tuple[_Estimates, tuple[Refusal, ...]]:
@@ -269,7 +269,7 @@ def _seconds(passes: Iterable[Estimate]) -> float:
     return sum(one.seconds for one in passes)
 
 
-def _rows(estimates: _Estimates, kind: Kind, site: Site, most: int) -> list[Row]:
+def _rows(estimates: _Estimates, kind: Kind, site: CallSite, most: int) -> list[Row]:
     """Rows of all candidates: the best of each algorithm and then the next best are simulated, the
     others stay estimated.
 
@@ -312,7 +312,7 @@ def _is_quick(candidate: Candidate, kind: Kind) -> bool:
     return blocks.assembled or blocks.size <= (_BLOCKS_MASKED if hides else _BLOCKS)
 
 
-def _simulated_row(candidate: Candidate, kind: Kind, site: Site) -> Row:
+def _simulated_row(candidate: Candidate, kind: Kind, site: CallSite) -> Row:
     of_kind = kind.shape, kind.mask, site.machine, site.nodes
     timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=site.kernel)
     sent = timeline.bytes
@@ -404,7 +404,7 @@ def _following(lead: Row, algo: str) -> Options | None:
     return given
 
 
-def with_memory(combination: Combination, kinds: Sequence[Kind], site: Site) -> Combination:
+def with_memory(combination: Combination, kinds: Sequence[Kind], site: CallSite) -> Combination:
     """The combination with the peak memory of all rows."""
     rows = tuple(
         replace(row, peak_bytes=peak_of_row(row, kind, site))
@@ -413,13 +413,13 @@ def with_memory(combination: Combination, kinds: Sequence[Kind], site: Site) -> 
     return replace(combination, rows=rows)
 
 
-def peak_of_row(row: Row, kind: Kind, site: Site) -> int:
+def peak_of_row(row: Row, kind: Kind, site: CallSite) -> int:
     """Peak memory of a GPU in bytes, beside q, k, v and dout."""
     layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
     return peak_bytes(layer, site.kernel)
 
 
-def too_large(combination: Combination, site: Site) -> str | None:
+def too_large(combination: Combination, site: CallSite) -> str | None:
     """Why a combination with its peak memory does not fit; None if it does."""
     peaks = [row.peak_bytes for row in combination.rows if row.peak_bytes is not None]
     if site.memory_bytes is None or max(peaks, default=0) <= site.memory_bytes:

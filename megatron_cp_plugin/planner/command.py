@@ -13,7 +13,7 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.planner.candidates import Options
-from megatron_cp_plugin.planner.choose import GIB, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import GIB, CallSite, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.model import MODELS, Split
@@ -40,7 +40,9 @@ def plan_layer(
         path: of a run file to write.
     """
     machine = machine_named(name)
-    site = Site(machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB)
+    site = CallSite(
+        machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB
+    )
     print(title)
     choice = choose([Kind("attention", shape, mask)], site)
     print(table(choice))

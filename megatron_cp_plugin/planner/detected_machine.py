@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
-from megatron_cp_plugin.planner.choose import Combination, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import CallSite, Combination, Kind, choose
 from megatron_cp_plugin.planner.explain import sentence
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import measure, shortlist, timer_on
@@ -222,7 +222,7 @@ def _chosen(
             machine, how = machine_here(name, asked[0][1])
             if not peer_access:
                 machine = replace(machine, copy=None)
-            site = Site(machine, nodes, kernel_on(machine, kernel))
+            site = CallSite(machine, nodes, kernel_on(machine, kernel))
             choice = choose([kind], site, layouts=(layout,))
             _log.info("%s (machine found %s%s)", sentence(choice), how, example.words)
             measures = name is None and timer_on(device) is not None

@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError, near_multiples
-from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import GIB, CallSite, Choice, Kind, choose
 from megatron_cp_plugin.planner.dry_run import RecordedKernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
 from megatron_cp_plugin.planner.machine import Machine
@@ -208,6 +208,6 @@ def _choice_for(
     key = split.tensor, split.context
     if key not in known:
         kind = Kind("attention", job.model.shape(job.tokens, split.tensor), job.mask)
-        site = Site(job.machine, nodes_of_split(split, job.machine), job.kernel)
+        site = CallSite(job.machine, nodes_of_split(split, job.machine), job.kernel)
         known[key] = choose([kind], site, quick=quick)
     return known[key]

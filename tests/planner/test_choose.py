@@ -13,7 +13,7 @@ from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import options_by_name
 from megatron_cp_plugin.planner.candidates import candidates
-from megatron_cp_plugin.planner.choose import GIB, Choice, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import GIB, CallSite, Choice, Kind, choose
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
@@ -23,9 +23,9 @@ H200 = Machine.load("h200_nvlink")
 GQA = Shape(1, 16384, 16, 4, 64)
 
 
-def site(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.0) -> Site:
+def site(size: int, machine: Machine = H200, per_node: int = 8, gib: float = 0.0) -> CallSite:
     nodes = tuple(rank // per_node for rank in range(size))
-    return Site(machine, nodes, next(iter(machine.kernels)), gib * GIB or None)
+    return CallSite(machine, nodes, next(iter(machine.kernels)), gib * GIB or None)
 
 
 def of_one(shape: Shape, size: int, mask: Mask | None = None, **how: object) -> Choice:

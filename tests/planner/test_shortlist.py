@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner import shortlist as module
-from megatron_cp_plugin.planner.choose import Combination, Kind, Site, choose
+from megatron_cp_plugin.planner.choose import CallSite, Combination, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import documents_like
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import Measured, measure, order_of, shortlist
@@ -77,7 +77,7 @@ def measured(
     clock: Clock, of_model: list[Kind], size: int = 2
 ) -> tuple[tuple[Combination, ...], Measured]:
     """The shortlist, and what all ranks measured of it."""
-    site = Site(MACHINE, MACHINE.nodes(size), "flash4")
+    site = CallSite(MACHINE, MACHINE.nodes(size), "flash4")
     listed = shortlist(choose(of_model, site), of_model)
     clock.steps = len(listed) * sum(len(kind.measured) or 1 for kind in of_model)
 
@@ -92,7 +92,7 @@ def measured(
 
 
 def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
-    site = Site(MACHINE, MACHINE.nodes(8), "flash4")
+    site = CallSite(MACHINE, MACHINE.nodes(8), "flash4")
     of_call = [Kind("attention", Shape(1, 65536, 32, 8, 128), Mask())]
     choice = choose(of_call, site)
     found = shortlist(choice, of_call)
@@ -115,7 +115,7 @@ def test_four_to_six_that_differ_are_listed_the_best_first() -> None:
 def test_options_that_change_nothing_are_not_measured() -> None:
     """Of two candidates of an algorithm that take equally long the first."""
     of_call = [Kind("attention", Shape(1, 65536, 16, 16, 128), Mask())]
-    choice = choose(of_call, Site(MACHINE, MACHINE.nodes(4), "flash4"), layouts=("zigzag",))
+    choice = choose(of_call, CallSite(MACHINE, MACHINE.nodes(4), "flash4"), layouts=("zigzag",))
     first = choice.best
     alike = replace(first, rows=(replace(first.rows[0], options=(("chunks", 1),)),))
     both = replace(choice, combinations=(first, alike, *choice.combinations[1:]))
@@ -128,7 +128,7 @@ def test_options_that_change_nothing_are_not_measured() -> None:
 def test_nothing_is_measured_on_one_rank_or_of_linear_attention() -> None:
     for size, shape in ((1, SMALL), (4, LinearShape(1, 96, 8, 16, 16))):
         of_call = [Kind("attention", shape, Mask())]
-        choice = choose(of_call, Site(MACHINE, MACHINE.nodes(size), "flash4"))
+        choice = choose(of_call, CallSite(MACHINE, MACHINE.nodes(size), "flash4"))
         assert shortlist(choice, of_call) == (choice.best,)
 
 
@@ -269,7 +269,7 @@ def test_nothing_is_measured_unless_all_ranks_can(
             module, "_free_bytes", lambda device: 1 if ranks[get_ident()] == 1 else 2**40
         )
     of_call = kinds(Mask())
-    listed = shortlist(choose(of_call, Site(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
+    listed = shortlist(choose(of_call, CallSite(MACHINE, MACHINE.nodes(2), "flash4")), of_call)
 
     def job(topology: Topology) -> Measured | None:
         ranks[get_ident()] = topology.rank
