@@ -1,12 +1,12 @@
 """`megatron-cp check`: what a launch would say, on this machine without GPUs."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.harness.check import split_program
+from tests.integration.megatron_job import run_program
 
 SIZES = """
 --num-layers 8 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16
@@ -118,7 +118,7 @@ def test_attention_is_in_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "attention " in said
 
 
-def test_nothing_stays_changed() -> None:
+def test_nothing_stays_changed(tmp_path: Path) -> None:
     """Megatron's functions and the command line, after a check."""
     code = (
         "import sys, torch; from megatron.training import arguments as a; from megatron_cp_plugin."
@@ -126,4 +126,4 @@ def test_nothing_stays_changed() -> None:
         "main(['check', '--config', 'tiny_zigzag']);"
         "assert before == (a.is_te_min_version, torch.cuda.get_device_capability, sys.argv)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_program(tmp_path, "-c", code).succeeded()

@@ -126,7 +126,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("name", ["zigzag", "ring"])
+@pytest.mark.parametrize("name", ["zigzag", pytest.param("ring", marks=pytest.mark.slow)])
 def test_patched_script_needs_no_launcher(
     name: str, rope: Job, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -21,7 +21,7 @@ decay = Decay((0.999, 0.5))
 log2_rates = decay.logarithms(torch.device("cpu")).div(torch.log(torch.tensor(2.0))).float()
 for x_dim, out_dim, *intervals in (
     (16, 16, (0, 1)),
-    (20, 130, (0, 1100)),
+    (20, 130, (0, 70)),
     (16, 20, (3, 10), (20, 1060), (1200, 1201)),
 ):
     tokens = intervals[-1][1] + 5
