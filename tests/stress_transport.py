@@ -109,7 +109,6 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
         options["chunks"] = random.choice((1, 2))
     elif algo == "distflash":
         options["helpers"] = random.choice(("work", "work", "work", "none"))
-        options["overlap"] = random.random() < 0.75
         options["last_step"] = random.choice(("shared", "owner"))
         options["chunks"] = random.choice((1, 2))
     else:

@@ -110,6 +110,7 @@ class Batches:
                     check("batch", Settings(None, self.runtime.config))
                 starts = _documents_of(batch)
                 followed = replace(self.spans or DocumentMask(), starts=starts)
+        self._has_compared = True  # on all ranks, or on none
         if group.size() == 1:
             _mark(whole, Cut(self.spans))
             return batch
@@ -194,7 +195,6 @@ class Batches:
             "batch before": before,
         }
         at_once = not self._has_compared or not self.later.waits
-        self._has_compared = True
         return values | (self.later.take() if at_once else {})
 
     def _look(self, whole: Mapping[str, Tensor], *, ordered: bool) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import Group
+from megatron_cp_plugin.core.agree import LaterValues
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
@@ -206,7 +208,13 @@ OF_BATCHES = (
     *("tokens", "labels", "loss_mask", "order", "shape", "no labels", "spans", "positions"),
     *("positions without spans", "training", "mask", "documents", "no cut", "other exception"),
 )
-CASES = {"functional": tuple(FUNCTIONAL), "install": OF_MODELS, "launcher": OF_BATCHES}
+# "as on GPUs": values of a batch are compared when the model has run, and not before.
+CASES = {
+    "functional": tuple(FUNCTIONAL),
+    "install": OF_MODELS,
+    "launcher": OF_BATCHES,
+    "launcher, as on GPUs": OF_BATCHES,
+}
 LENGTHS = (7, 24)
 
 
@@ -424,7 +432,10 @@ def of_ways(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(7)
     steps = Steps(ProcessGroupCollection.use_mpu_process_groups(), device)
-    return found | {"install": of_install(steps), "launcher": of_launcher(steps)}
+    found |= {"install": of_install(steps), "launcher": of_launcher(steps)}
+    later = property(lambda _: True, lambda _, given: None)
+    with patch.object(LaterValues, "waits", later, create=True):
+        return found | {"launcher, as on GPUs": of_launcher(steps)}
 
 
 def main() -> None:
