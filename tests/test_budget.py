@@ -20,7 +20,7 @@ LINES = {
     "planner": 6_620,
     "harness": 2_300,
     "scripts": 7_240,
-    "tests": 40_470,
+    "tests": 40_490,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}
