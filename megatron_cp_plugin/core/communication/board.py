@@ -28,7 +28,8 @@ class Board:
     """Two entries for each rank, in turn: a rank writes its next entry but one when all have
     written the next one, and so have read the one before.
 
-    A rank holds a lock of the file, which the system takes away when its process ends.
+    A rank holds a lock of the file, which the system takes away when its process, and those that
+    it has forked, have ended.
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
