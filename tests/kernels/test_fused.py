@@ -136,7 +136,7 @@ COMPILED = (
     ("two_sums", {"DIM_2": 64}),
     ("two_sums", {"DIM_2": 64, "b": None, "c": None, "b_2": None, "c_2": None}),
     ("delta", {}),
-    ("stand_in", {"TERMS": 3}),
+    ("placeholder", {"TERMS": 3}),
     ("product", {}),
     ("product", {"x": None, "share_ptr": None}),
     ("logit_statistics", {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None}),
