@@ -323,8 +323,9 @@ def steps() -> list[Prediction]:
         gpus, tokens, layers = (int(row[name]) for name in ("gpus", "tokens", "layers"))
         machine, model = machine_of(row["machine"]), replace(MODELS[row["model"]], layers=layers)
         how = Split(context=gpus, recompute=row["recompute"], distributed_optimizer=split)  # type: ignore[arg-type]
-        of_step = model, how, tokens, machine, row["algorithm"]
-        one = step(*of_step, options_of(row["options"])).seconds
+        of_layer = model.shape(tokens), Mask(), machine, nodes_of_split(how, machine)
+        layer = simulate(row["algorithm"], options_of(row["options"]), *of_layer)
+        one = step(model, how, tokens, machine, attention=layer.seconds).seconds
         what = f"{row['model']}, {layers} layers, {tokens} on {gpus} GPUs, {row['algorithm']}"
         want, host, source = (float(row["seconds"]), float(row["host_seconds"]), row["source"])
         if host:

@@ -31,7 +31,7 @@ class Candidate:
     Attributes:
         options: options that differ from their defaults.
         placements: placements of forward and backward; candidates with equal placements do the
-            same.
+            same. Empty: linear attention's.
     """
 
     algo: str
@@ -58,9 +58,12 @@ def label(algo: str, options: Options) -> str:
 
 
 def candidates(
-    shape: Shape, mask: Mask, topology: Topology, layouts: tuple[str, ...] | None = None
+    shape: Shape | LinearShape,
+    mask: Mask,
+    topology: Topology,
+    layouts: tuple[str, ...] | None = None,
 ) -> tuple[list[Candidate], list[Refusal]]:
-    """All candidates for a layer of softmax attention, each once, in a fixed order.
+    """All candidates for a layer, each once, in a fixed order.
 
     Of candidates that do the same, the one with the fewest options is taken. The first refusal of
     each algorithm is reported; contradictory combinations of options are not.
@@ -75,45 +78,42 @@ def candidates(
         cut_by_callers = layout.name == PaddedDocuments.name
         return not cut_by_callers and (not layout.follows_documents or bool(mask.resolved))
 
-    found: dict[tuple[Placement, ...], Candidate] = {}
+    found: dict[object, Candidate] = {}
     refused: dict[str, Refusal] = {}
-    for algo in registry.available("softmax"):
+    for algo in registry.available("linear" if isinstance(shape, LinearShape) else "softmax"):
         cls = registry.algorithm_class(algo)
-        assert issubclass(cls, Algorithm)
         for options, given in _combinations(cls, topology.size):
             if not is_open(cls.layout_for(options)):
                 continue
             try:
-                algorithm = checked(cls(topology, options), shape, mask)
-                placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
+                layout, placements = _made(cls, options, shape, mask, topology)
             except ContextParallelError as error:
                 if len(given) < 2:
                     refused.setdefault(algo, Refusal(label(algo, given), str(error)))
                 continue
-            found.setdefault(placements, Candidate(algo, given, algorithm.layout, placements))
+            one = Candidate(algo, given, layout, placements)
+            found.setdefault(placements or one.name, one)
     return list(found.values()), list(refused.values())
 
 
-def linear_candidates(
-    shape: LinearShape, size: int, layouts: tuple[str, ...] | None
-) -> tuple[list[Candidate], list[Refusal]]:
-    """The same for linear attention, which has no placements."""
-    found: list[Candidate] = []
-    refused: dict[str, str] = {}
-    for algo in registry.available("linear"):
-        cls = registry.algorithm_class(algo)
+def _made(
+    cls: registry.AnyClass,
+    options: Any,
+    shape: Shape | LinearShape,
+    mask: Mask,
+    topology: Topology,
+) -> tuple[Layout, tuple[Placement, ...]]:
+    """Layout and placements of an algorithm; linear attention has no placements.
+
+    Raises: ContextParallelError if it cannot serve this.
+    """
+    if isinstance(shape, LinearShape):
         assert issubclass(cls, LinearAlgorithm)
-        for options, given in _combinations(cls, size):
-            layout = cls.layout_for(options)
-            if layouts is not None and layout.name not in layouts:
-                continue
-            try:
-                cls.check(options, size=size, heads=shape.heads)
-            except ContextParallelError as error:
-                refused.setdefault(str(error), algo)
-                continue
-            found.append(Candidate(algo, given, layout, ()))
-    return found, [Refusal(name, why) for why, name in refused.items()]
+        cls.check(options, size=topology.size, heads=shape.heads)
+        return cls.layout_for(options), ()
+    assert issubclass(cls, Algorithm)
+    algorithm = checked(cls(topology, options), shape, mask)
+    return algorithm.layout, tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
 
 
 @lru_cache(maxsize=128)  # many questions are of as many ranks

@@ -28,7 +28,6 @@ from megatron_cp_plugin.planner.candidates import (
     Refusal,
     candidates,
     label,
-    linear_candidates,
 )
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
@@ -198,7 +197,8 @@ def choose(
         refused: Sequence[Refusal]
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
-            found, refused = linear_candidates(kind.shape, len(site.nodes), layouts)
+            topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
+            found, refused = candidates(kind.shape, kind.mask, topology, layouts)
             rows = [_simulated_row(one, kind, site) for one in found]
         else:
             estimates, refused = _estimated(kind.shape, kind.mask, site, layouts, _registered())

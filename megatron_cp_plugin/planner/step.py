@@ -17,14 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_cp_plugin.core.comm import Operation
-from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.experts import Dispatch
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory, own_parameters
 from megatron_cp_plugin.planner.model import Model, Split
 from megatron_cp_plugin.planner.products import Product, passes_seconds
-from megatron_cp_plugin.planner.simulate import simulate
 
 # How often a layer reads or writes a tensor of one activation: norms, residual sums, rotations,
 # activation functions and gradients of them all. Of a profile of Llama 7B's layers, 128K tokens on
@@ -70,27 +68,19 @@ def step(
     split: Split,
     tokens: int,
     machine: Machine,
-    algo: str = "zigzag",
-    options: Mapping[str, object] | None = None,
     *,
-    mask: Mask | None = None,
-    attention: float | None = None,
+    attention: float,
     attention_gib: float = 0.0,
 ) -> TrainingStep:
     """A step of training.
 
     Args:
-        algo, options: of attention.
-        mask: default: causal.
-        attention: seconds of one layer's, if they are known already.
+        attention: seconds of one layer's.
         attention_gib: memory that it needs beside its inputs and results.
 
     Raises: ConfigError if the model cannot be split like this.
     """
     check_split(model, split, tokens)
-    if attention is None:
-        shape, nodes = model.shape(tokens, split.tensor), nodes_of_split(split, machine)
-        attention = simulate(algo, options or {}, shape, mask or Mask(), machine, nodes).seconds
     parts = _times(model, split, tokens, machine, attention)
     return TrainingStep(
         sum(parts.values()),

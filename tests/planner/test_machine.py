@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.detected_machine import machine_named
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.model import MODELS, Split
-from megatron_cp_plugin.planner.step import step
+from megatron_cp_plugin.planner.model import MODELS
+from megatron_cp_plugin.planner.simulate import simulate
 
 
 @pytest.mark.parametrize(
@@ -48,4 +49,4 @@ def test_machines_that_cannot_be(tmp_path: Path, keys: str, value: object, messa
 def test_linear_attention_on_a_machine_that_does_not_know_it() -> None:
     machine = replace(machine_named("h100"), linear_flops={})
     with pytest.raises(ConfigError, match="has no linear_flops of a forward: add them, or use"):
-        step(MODELS["tnl-1b"], Split(context=2), 8192, machine, "lasp2")
+        simulate("lasp2", {}, MODELS["tnl-1b"].shape(8192), Mask(), machine, (0, 0))

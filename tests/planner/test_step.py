@@ -185,12 +185,7 @@ def test_what_fits():
 )
 def test_what_cannot_be_split_is_refused(split, message):
     with pytest.raises(ConfigError, match=message):
-        step(MODELS["llama3-8b"], split, 8192, H100)
-
-
-def test_attention_is_simulated_where_it_is_not_given():
-    found = step(MODELS["llama3-8b"], Split(context=4), 65536, H100, "ulysses")
-    assert 0 < found.parts["attention"] < found.seconds
+        step(MODELS["llama3-8b"], split, 8192, H100, attention=0.0)
 
 
 @pytest.mark.parametrize(
