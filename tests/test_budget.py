@@ -19,8 +19,8 @@ LINES = {
     "integration": 8_420,
     "planner": 6_610,
     "harness": 2_300,
-    "scripts": 7_240,
-    "tests": 40_490,
+    "scripts": 7_250,
+    "tests": 40_480,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}

@@ -78,7 +78,7 @@ def test_torch_is_enough_or_what_is_missing_is_said(tmp_path: Path) -> None:
     for number in range(len(SERVED), len(out)):
         (line,) = err[number].splitlines()
         assert out[number] == ""
-        assert "needs megatron, got none" in line or "needs yaml, got none" in line
+        assert "needs megatron" in line or "needs yaml" in line
         assert line.endswith("installed: pip install 'megatron-cp-plugin[megatron]'")
 
 

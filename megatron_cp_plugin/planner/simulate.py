@@ -40,8 +40,9 @@ def simulate(
     others are taken to come when these do. All else is simulated on 16 and on 32 ranks, or two and
     four nodes or teams, with as many tokens a rank, and goes on from there in a straight line: with
     every further rank, or team, there are as many steps more, each like the others. Under windows,
-    documents and spans steps are unlike each other: there up to 64 ranks are simulated. Of a grid
-    by blocks eight ranks are, evenly spaced. Of a team of usp one rank stands for all.
+    documents and spans steps are unlike each other: there up to 64 ranks are simulated. Under other
+    masks eight ranks of a grid by blocks are, evenly spaced. Of a team of usp one rank stands for
+    all.
 
     Args:
         algo, options: as `registry.create`.
@@ -82,9 +83,10 @@ def _simulated_layer(layer: Layer, machine: Machine, kernel: str, *, captured: b
             )
             return _extended(few, more, counts, size)
         else:
-            team = layer.number("ulysses")
-            sampled = "rows" in dict(layer.options) and size // team > _OF_GRID
-            ranks = tuple(range(0, size, size // _OF_GRID if sampled else team))
+            step = layer.number("ulysses")
+            if "rows" in dict(layer.options) and not layer.mask.special:
+                step = max(step, size // _OF_GRID)
+            ranks = tuple(range(0, size, step))
     traces = traces_of(layer, ranks, sums_in(kernel))
     return play(machine, layer.nodes, traces, kernel, captured=captured)
 

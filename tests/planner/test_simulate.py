@@ -139,7 +139,7 @@ def test_a_thousand_ranks_in_seconds(algo, mask):
     assert whole > 4 * few if mask == Mask() else whole == pytest.approx(few, rel=0.05)
 
 
-@pytest.mark.parametrize("algo", ["ring", "usp"])
+@pytest.mark.parametrize("algo", ["ring", "attention2d", "usp"])
 def test_of_unequal_steps_all_ranks_are_simulated(algo):
     """Of usp one rank of each team, which says as much."""
     of, mask = machine(gpus_per_node=4), Mask(documents=(100, 700, 900))
