@@ -24,6 +24,7 @@ def forward_of(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See SoftmaxKernel.forward and KernelCall."""
+    assert kernel.packs or packing is None
     return kernel.forward(KernelCall(q, k, v, scale, causal, packing, into, window))
 
 
@@ -42,5 +43,6 @@ def backward_of(
     window: int = 0,
 ) -> Gradients:
     """See SoftmaxKernel.backward and KernelCall."""
+    assert kernel.packs or packing is None
     call = KernelCall(q, k, v, scale, causal, packing, into, window)
     return kernel.backward(call, dout, statistics)

@@ -249,7 +249,8 @@ class KernelCall(NamedTuple):
         scale: factor of the scores.
         causal: row i sees column j iff j <= i + T - S; S equals T unless `rectangular_causal`. With
             packed sequences this holds in each sequence.
-        packing: the sequences, each computed by itself; None: one sequence of S queries and T keys.
+        packing: the sequences, each computed by itself, only for kernels that pack; None: one
+            sequence of S queries and T keys.
         into: memory for the results, possibly some heads of wider tensors; only for kernels that
             place results, and without packing. None: results are new tensors.
         window: row i sees no column j <= i + T - S - window, in each packed sequence; 0: no window.

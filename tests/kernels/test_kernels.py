@@ -149,14 +149,12 @@ def test_values_of_another_width(bounds, kv_heads):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
-def test_cpu_kernels_with_documents(name, batch):
+def test_the_reference_with_documents(batch):
     bounds = (0, 1, 20, 21, 64, 65)
     expected = expected_attention(
         batch=batch, seq_len=65, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
     )
-    kernel = resolve(name, problem_of(expected))
-    check(kernel, expected, 1e-12, bounds=bounds)
+    check(Reference(), expected, 1e-12, bounds=bounds)
 
 
 @pytest.mark.gpu
@@ -235,10 +233,11 @@ def share_of_scores(kernel, problem, given, packed):
     return max(float(x.double().norm() / y.norm()) for x, y in zip(found[:2], usual, strict=False))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    ("name", "packed"), [("reference", False), ("reference", True), ("torch_cpu", False)]
+)
 @pytest.mark.parametrize("given", ["out", "delta"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
 def test_scores_of_equal_values_have_no_gradients(name, dtype, given, packed):
     """Up to float32, whatever the dtype: delta is a sum of so many products."""
     problem = Problem(CPU, dtype, 4, 2, 64)
