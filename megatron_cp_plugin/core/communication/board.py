@@ -19,9 +19,9 @@ _FOLDER = Path("/dev/shm")
 # Numbers of a rank for one call: the call's number, the two that it shows, and the hash of all
 # three, since others may read while they are written.
 _ENTRY = 4
-# Seconds for which a rank only lets others run while it waits, for which it sleeps at a time then,
-# and between two looks at whether the others still run.
-_YIELDS, _SLEEPS, _LOOKS = 0.001, 0.00005, 0.05
+# Seconds for which a rank only lets others run while it waits; then it sleeps for a tenth of what
+# it has waited, at most so long at a time; and between two looks at whether the others still run.
+_YIELDS, _SLEEPS, _LOOKS = 0.001, 0.005, 0.05
 
 
 class Board:
@@ -76,7 +76,7 @@ class Board:
             if now - begun > seconds:
                 raise RuntimeError(f"rank {rank} did not come in {seconds:.0f} s")
             looked = now if now - looked > _LOOKS else looked
-            time.sleep(0 if now - begun < _YIELDS else _SLEEPS)
+            time.sleep(0 if now - begun < _YIELDS else min((now - begun) / 10, _SLEEPS))
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the system has taken the lock of a rank away."""
