@@ -269,6 +269,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--documents",
+        type=documents_of,
         default="",
         help="packed documents of random lengths, as in benchmark_attention.py: 16K, FILE.csv",
     )
@@ -284,8 +285,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=Path("results/train"))
     args = parser.parse_args()
-    if args.documents:
-        lengths_of(args.documents)  # refuses what it cannot read
     for graphs in args.graphs.split(","):
         if graphs not in GRAPHS:
             parser.error(f"--graphs takes {', '.join(GRAPHS)}, got {graphs}")
@@ -319,6 +318,13 @@ def parse() -> argparse.Namespace:
         if shape.linear and (name.startswith("te:") or name in TENSOR):
             parser.error(f"{args.shape} has linear attention, {name} is softmax attention")
     return args
+
+
+def documents_of(text: str) -> str:
+    """The words of a distribution; "": none. Raises: ArgumentTypeError as `lengths_of`."""
+    if text:
+        lengths_of(text)
+    return text
 
 
 def steps_of(text: str) -> tuple[int, ...]:

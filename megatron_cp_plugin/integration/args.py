@@ -24,6 +24,7 @@ from megatron_cp_plugin.integration.comm_type import CommType
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.kernels.linear import linear_kernel_names
 from megatron_cp_plugin.layers import leading_algorithm, parse_layers
+from megatron_cp_plugin.terminal import flag_of
 
 # Stays on Megatron's command line: a process that reads it without the plugin, such as a worker
 # that a script starts, is refused by Megatron's parser instead of training without the algorithm.
@@ -187,7 +188,7 @@ def _flags() -> Iterator[tuple[str, dict[str, Any]]]:
     """The plugin's flags: what they are to argparse, and what else `setting` takes."""
     for option in sorted(fields(PluginFlags), key=lambda option: option.name != "algo"):
         if option.metadata:
-            flag = ALGORITHM if option.name == "algo" else f"--cp-{option.name.replace('_', '-')}"
+            flag = ALGORITHM if option.name == "algo" else flag_of(f"cp_{option.name}")
             switch = option.default is False
             how = {"action": "store_true"} if switch else {"default": option.default or None}
             yield flag, how | dict(option.metadata)

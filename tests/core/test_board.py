@@ -13,7 +13,9 @@ from megatron_cp_plugin.core.communication import board
 from megatron_cp_plugin.core.communication.board import Board, shared_board
 
 
-def run_ranks(folder: Path, size: int, body: Callable[[Board, int], None]) -> list[int | None]:
+def run_ranks(
+    folder: Path, size: int, body: Callable[[Board, int], None], seconds: float = 30
+) -> list[int | None]:
     """Exit codes of processes that share a board, by rank."""
     path = folder / "board"
     path.write_bytes(bytes(2 * size * 4 * 8))
@@ -21,7 +23,7 @@ def run_ranks(folder: Path, size: int, body: Callable[[Board, int], None]) -> li
     opened = fork.Barrier(size)
 
     def run(rank: int) -> None:
-        mine = Board(path, rank, size)
+        mine = Board(path, rank, size, seconds)
         opened.wait(30)
         body(mine, rank)
 
@@ -41,7 +43,7 @@ def test_ranks_see_the_numbers_of_each_call(tmp_path: Path, size: int) -> None:
         for call in range(500):
             if random.random() < 0.02:
                 time.sleep(random.random() * 0.01)
-            found = mine.compare(-1 if call % 7 == rank else call, (call << 40) + rank, 30)
+            found = mine.compare(-1 if call % 7 == rank else call, (call << 40) + rank)
             assert found == [
                 (-1 if call % 7 == other else call, (call << 40) + other) for other in range(size)
             ]
@@ -51,13 +53,13 @@ def test_ranks_see_the_numbers_of_each_call(tmp_path: Path, size: int) -> None:
 
 def test_a_rank_whose_process_ends_is_missed_at_once(tmp_path: Path) -> None:
     def body(mine: Board, rank: int) -> None:
-        mine.compare(1, 0, 30)
+        mine.compare(1, 0)
         if rank == 2:
             time.sleep(0.2)
             os._exit(3)
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="the process of rank 2 has ended"):
-            mine.compare(2, 0, 30)
+            mine.compare(2, 0)
         assert time.monotonic() - begun < 20
 
     assert run_ranks(tmp_path, 3, body) == [0, 0, 3]
@@ -66,7 +68,7 @@ def test_a_rank_whose_process_ends_is_missed_at_once(tmp_path: Path) -> None:
 def test_numbers_of_a_rank_that_has_ended_since_are_seen(tmp_path: Path) -> None:
     def body(mine: Board, rank: int) -> None:
         time.sleep(0.5 * rank)
-        assert mine.compare(7, rank, 30) == [(7, 0), (7, 1)]
+        assert mine.compare(7, rank) == [(7, 0), (7, 1)]
         if rank == 0:
             time.sleep(0.5)
 
@@ -79,17 +81,17 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None
             time.sleep(1)
             return
         with pytest.raises(RuntimeError, match="rank 1 did not come in 0 s"):
-            mine.compare(1, 0, 0.2)
+            mine.compare(1, 0)
 
-    assert run_ranks(tmp_path, 2, body) == [0, 0]
+    assert run_ranks(tmp_path, 2, body, seconds=0.2) == [0, 0]
 
 
 def test_hosts_without_shared_memory_have_no_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_FOLDER", Path("/nowhere"))
-    assert shared_board(0, 1, lambda mine: [mine]) is None
+    assert shared_board(0, 1, 30, lambda mine: [mine]) is None
     monkeypatch.undo()
-    assert shared_board(0, 2, lambda mine: [mine, False if mine is True else mine]) is None
-    alone = shared_board(0, 1, lambda mine: [mine])
+    assert shared_board(0, 2, 30, lambda mine: [mine, False if mine is True else mine]) is None
+    alone = shared_board(0, 1, 30, lambda mine: [mine])
     assert alone is not None
-    assert alone.compare(3, 4, 1) == [(3, 4)]
+    assert alone.compare(3, 4) == [(3, 4)]
     assert not list(board._FOLDER.glob("megatron_cp_plugin-*"))

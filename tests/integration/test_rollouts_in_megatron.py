@@ -84,7 +84,7 @@ def test_a_policy_is_trained_with_rewards_as_on_one_rank(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(find_spec("verl") is None, reason="needs verl")
+@pytest.mark.skipif(find_spec("verl") is None, reason="needs verl: docs/data/frameworks.md")
 def test_verls_own_training_loop_gives_what_it_gives_on_one_rank(tmp_path: Path) -> None:
     found = []
     for size in (1, 4):

@@ -1,7 +1,6 @@
 """A page of memory on which the ranks of one machine show each other two numbers a call.
 
-A comparison over gloo takes the hosts 0.4 ms, a third of a short forward pass; this one takes some
-microseconds.
+Over gloo that takes the hosts 0.4 ms, a third of a short forward pass.
 """
 
 import fcntl
@@ -28,23 +27,20 @@ class Board:
     """Two entries for each rank, in turn: a rank writes its next entry but one when all have
     written the next one, and so have read the one before.
 
-    A rank holds a lock of the file, which the system takes away when its process, and those that
-    it has forked, have ended.
+    A rank locks its part of the file until its process, and all that it has forked, have ended.
     """
 
-    def __init__(self, path: Path, rank: int, size: int) -> None:
-        """Raises: OSError if there is no such file, or it cannot be locked."""
+    def __init__(self, path: Path, rank: int, size: int, seconds: float) -> None:
+        """Args: seconds: to wait for others. Raises: OSError: no such file, or no lock of it."""
         self._file = path.open("r+b", buffering=0)
         self._lock(fcntl.F_WRLCK, rank)
         self._numbers = memoryview(mmap(self._file.fileno(), 0)).cast("q")
-        self._rank, self._size, self._call = rank, size, 0
+        self._rank, self._size, self._seconds, self._call = rank, size, seconds, 0
 
-    def compare(self, first: int, second: int, seconds: float) -> list[tuple[int, int]]:
+    def compare(self, first: int, second: int) -> list[tuple[int, int]]:
         """Every rank's two numbers for this call, by rank.
 
-        Args:
-            first, second: below 2^63.
-            seconds: for which to wait for other ranks.
+        Args: first, second: below 2^63.
 
         Raises: RuntimeError if one does not come.
         """
@@ -52,7 +48,7 @@ class Board:
         shown = self._call, first, second
         at = self._place(self._rank)
         self._numbers[at : at + _ENTRY] = memoryview(array("q", (*shown, hash(shown))))
-        return [self._seen(rank) or self._awaited(rank, seconds) for rank in range(self._size)]
+        return [self._seen(rank) or self._awaited(rank) for rank in range(self._size)]
 
     def _place(self, rank: int) -> int:
         return (self._call % 2 * self._size + rank) * _ENTRY
@@ -64,18 +60,19 @@ class Board:
         is_there = call == self._call and check == hash((call, first, second))
         return (first, second) if is_there else None
 
-    def _awaited(self, rank: int, seconds: float) -> tuple[int, int]:
+    def _awaited(self, rank: int) -> tuple[int, int]:
         begun = looked = time.monotonic()
         while True:
             now = time.monotonic()
-            has_ended = now - looked > _LOOKS and self._has_ended(rank)
+            looks = now - looked > _LOOKS
+            has_ended = looks and self._has_ended(rank)
             if found := self._seen(rank):  # it may have ended after it showed them
                 return found
             if has_ended:
                 raise RuntimeError(f"the process of rank {rank} has ended")
-            if now - begun > seconds:
-                raise RuntimeError(f"rank {rank} did not come in {seconds:.0f} s")
-            looked = now if now - looked > _LOOKS else looked
+            if now - begun > self._seconds:
+                raise RuntimeError(f"rank {rank} did not come in {self._seconds:.0f} s")
+            looked = now if looks else looked
             time.sleep(0 if now - begun < _YIELDS else min((now - begun) / 10, _SLEEPS))
 
     def _has_ended(self, rank: int) -> bool:
@@ -95,10 +92,14 @@ class Board:
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, asked)
 
 
-def shared_board(rank: int, size: int, gather: Callable[[object], list[object]]) -> Board | None:
+def shared_board(
+    rank: int, size: int, seconds: float, gather: Callable[[object], list[object]]
+) -> Board | None:
     """A board of these ranks; None if they do not share memory. A collective operation.
 
-    Args: gather: every rank's value, by rank.
+    Args:
+        seconds: as of `Board`.
+        gather: every rank's value, by rank.
     """
     path, board = _FOLDER / f"megatron_cp_plugin-{uuid4().hex}", None
     if rank == 0:
@@ -106,7 +107,7 @@ def shared_board(rank: int, size: int, gather: Callable[[object], list[object]])
             file.truncate(2 * size * _ENTRY * 8)
     first = gather(path.name)[0]
     with suppress(OSError):
-        board = Board(_FOLDER / str(first), rank, size)
+        board = Board(_FOLDER / str(first), rank, size, seconds)
     shared = all(gather(board is not None))
     if rank == 0:
         path.unlink(missing_ok=True)  # all ranks have it open

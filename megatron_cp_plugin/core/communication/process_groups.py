@@ -257,18 +257,19 @@ class ProcessGroupTopology(Topology):
 
     @cached_property
     def _board(self) -> Board | None:
-        return (
-            shared_board(self.rank, self.size, self.gather) if len(set(self.nodes)) == 1 else None
-        )
+        if len(set(self.nodes)) > 1:
+            return None
+        seconds = _timeout_of(self._hosts).total_seconds()
+        return shared_board(self.rank, self.size, seconds, self.gather)
 
     def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
-        group = self._hosts
+        board = self._board
         try:
-            if self._board is not None:
-                return self._board.compare(*mine, _timeout_of(group).total_seconds())
+            if board is not None:
+                return board.compare(*mine)
             sent = torch.tensor([mine] * self.size, device="cpu")
             found = torch.empty_like(sent)
-            dist.all_to_all_single(found, sent, group=group)
+            dist.all_to_all_single(found, sent, group=self._hosts)
         except RuntimeError as error:
             raise others_lost(self.rank, self.size, "in a comparison", error) from error
         return [(first, second) for first, second in found.tolist()]
