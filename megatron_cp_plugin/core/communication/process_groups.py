@@ -263,10 +263,9 @@ class ProcessGroupTopology(Topology):
         return shared_board(self.rank, self.size, seconds, self.gather)
 
     def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
-        board = self._board
         try:
-            if board is not None:
-                return board.compare(*mine)
+            if self._board is not None:
+                return self._board.compare(*mine)
             sent = torch.tensor([mine] * self.size, device="cpu")
             found = torch.empty_like(sent)
             dist.all_to_all_single(found, sent, group=self._hosts)
