@@ -34,8 +34,8 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
-from megatron_cp_plugin.core.masks.tile_batches import TileBatches
+from megatron_cp_plugin.core.kernel import Problem, Statistics
+from megatron_cp_plugin.core.masks.tile_batches import KernelCall, packed_calls
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
@@ -129,16 +129,18 @@ def document_rows(
             for queries, keys in ((earlier, later), (later, earlier)):
                 tiles = plan_tiles(queries, keys, mask, rectangular=True)
                 pairs = median(tile.area for tile in tiles)
-                work = TileBatches(tiles, heads)
-                forward, backward = times(tokens, kv_heads, heads, dims, work, call)
-                calls = len(work.calls(packed=packs, gaps=gaps))
+                both = [
+                    packed_calls(tiles, heads, gaps, forward) if packs else tiles.each
+                    for forward in (True, False)
+                ]
+                forward, backward = times(tokens, kv_heads, heads, dims, both, call)
                 which = "later keys" if queries is earlier else "earlier keys"
                 rows.append(
                     (
                         f"{name}, {way}",
                         which,
                         f"{forward:.3f}",
-                        f"{calls} calls",
+                        f"{len(both[1])} calls",
                         f"{backward:.3f}",
                         f"{len(tiles)} tiles, 2^{log2(heads * pairs):.1f}",
                     )
@@ -147,21 +149,26 @@ def document_rows(
 
 
 def times(
-    tokens: int, kv_heads: int, heads: int, dims: tuple[int, int], work: TileBatches, call: Call
+    tokens: int,
+    kv_heads: int,
+    heads: int,
+    dims: tuple[int, int],
+    both: Sequence[tuple[KernelCall, ...]],
+    call: Call,
 ) -> tuple[float, float]:
-    """Of a block's forward, merged with another one's, and backward."""
+    """Of a block's forward, merged with another one's, and backward. Args: both: their calls."""
     dim, value_dim = dims
     q, k, v, dout = (
         torch.randn(1, tokens, n, width, device="cuda", dtype=torch.bfloat16)
         for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     lse = torch.zeros(1, heads, tokens, device="cuda")
-    way = {"packed": call.packed, "gaps": call.kernel.gaps}
+    of_forward, of_backward = both
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         total = Accumulator(q, value_dim)
         total.add(slice(0, tokens), dout, lse)
-        attend_block(total, q, k, v, work.calls(**way, forward=True), call)
+        attend_block(total, q, k, v, of_forward, call)
         return total.result(torch.float32)
 
     out, merged = forward()
@@ -169,7 +176,7 @@ def times(
 
     def backward() -> None:
         sums = Gradients(GradientSum(q), GradientSum(k, v))
-        differentiate_block(sums, dout, q, k, v, statistics, work.calls(**way), call)
+        differentiate_block(sums, dout, q, k, v, statistics, of_backward, call)
 
     return milliseconds(forward), milliseconds(backward)
 

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.blocks.visible_rows import sees, visible_rows
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
-from megatron_cp_plugin.core.masks.tile_batches import TileBatches
+from megatron_cp_plugin.core.masks.tile_batches import packed_calls
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
@@ -290,5 +290,5 @@ def test_rollouts_of_one_prefix_are_two_kernel_calls() -> None:
     (full,) = plan_tiles([rollouts], [prefix], mask)
     assert (full.rows, full.cols, full.causal) == (400, 100, False)
     own = plan_tiles([rollouts], [rollouts], mask)
-    (call,) = TileBatches(own, 4).calls(packed=True)
+    (call,) = packed_calls(own, 4)
     assert call.packing.edges[0].tolist() == [[*range(0, 400, 50)], [*range(50, 401, 50)]]

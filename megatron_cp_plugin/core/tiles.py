@@ -11,7 +11,7 @@ grow by one a row, so a few rectangles and triangles cover what is between them 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.masks.bands import (
     SteppedBlocks,
     stretched,
 )
-from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import (
     Flags,
     Numbers,
@@ -110,8 +110,9 @@ class Mask:
 @lru_cache(maxsize=64, typed=True)  # every layer asks: one object, which is hashed once
 def mask_of(causal: bool, window: int | None, followed: Documents = ()) -> Mask:
     """The mask of a call. Args: followed: documents; or spans, in place of causal."""
-    documents, slices = starts_and_slices(followed)
-    return Mask(causal, window, documents) if slices is None else Mask.of(slices, window)
+    if isinstance(followed, Slices):
+        return Mask.of(followed, window)
+    return Mask(causal, window, cast(tuple[int, ...], followed))
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class TileTable:
         return cls(q, kv, *map(np.concatenate, flags))
 
     @cached_property
-    def _tiles(self) -> tuple[Tile, ...]:
+    def each(self) -> tuple[Tile, ...]:
+        """The tiles."""
         places = (map(_slice, *side.table.tolist()) for side in (self.q, self.kv))
         columns = self.rows, self.cols, self.causal, self.reverse, self.window
         return tuple(map(Tile, *places, *(column.tolist() for column in columns)))
@@ -185,7 +187,7 @@ class TileTable:
         return len(self.q)
 
     def __iter__(self) -> Iterator[Tile]:
-        return iter(self._tiles)
+        return iter(self.each)
 
     @property
     def rows(self) -> Numbers:

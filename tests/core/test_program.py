@@ -119,12 +119,12 @@ def test_half_of_the_own_work_covers_results() -> None:
     for rank in range(8):
         before, after = (program(plan, rank, covers=covers).rounds[0].steps for covers in (0, 1))
         tasks = [[task for step in steps for task in step.tasks] for steps in (before, after)]
-        areas = [[int(task.work.tiles.areas.sum()) for task in each] for each in tasks]
+        areas = [[int(task.tiles.areas.sum()) for task in each] for each in tasks]
         assert sum(areas[0]) == sum(areas[1])
         assert not before[-1].tasks
         if after[-1].tasks:
             moved += 1
-            halves = [step.tasks[0].work.tiles for step in (after[0], after[-1])]
+            halves = [step.tasks[0].tiles for step in (after[0], after[-1])]
             rows = [{*tiles.q.elements.tolist()} for tiles in halves]
             assert not rows[0] & rows[1]
     assert moved

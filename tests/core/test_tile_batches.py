@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
-from megatron_cp_plugin.core.masks.tile_batches import TileBatches, parts
+from megatron_cp_plugin.core.masks.tile_batches import packed_calls, parts
 from megatron_cp_plugin.core.partial import RowIndex
 from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
@@ -105,30 +105,31 @@ def test_calls_compute_the_pairs_of_their_tiles(
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
             want = pairs_of(tiles, (rows, cols))
             for packed, gaps, forward in WAYS:
-                way = {"packed": packed, "gaps": gaps, "forward": forward}
-                calls = TileBatches(tiles, heads).calls(**way)
+                calls = packed_calls(tiles, heads, gaps, forward) if packed else tiles.each
                 assert torch.equal(pairs_of(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
                 for part in parts(tiles, rows, heads, packed, gaps):
                     length = part.rows.stop - part.rows.start
                     assert part.rows.start == reached
                     reached = part.rows.stop
-                    of_part = pairs_of(part.work.calls(**way), (length, cols))
-                    found[part.rows] += of_part
+                    calls = part.tiles.each
+                    if packed:
+                        calls = packed_calls(part.tiles, heads, gaps, forward)
+                    found[part.rows] += pairs_of(calls, (length, cols))
                 assert torch.equal(found, want)
                 assert reached == rows
 
 
-def batches(tiles: list[Tile], heads: int) -> TileBatches:
+def calls_of(tiles: list[Tile], heads: int, **way: bool):
     """The calls of some tiles."""
-    return TileBatches(table_of(tiles), heads)
+    return packed_calls(table_of(tiles), heads, **way)
 
 
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):
     """The calls of two blocks of two ranks, with 4 heads."""
     within = layout.for_documents(documents)
     spans = [within.spans(rank, 2, 4096) for rank in (query, key)]
-    return TileBatches(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
+    return packed_calls(plan_tiles(*spans, Mask(documents=documents), rectangular=rectangular), 4)
 
 
 DOCUMENTS = tuple(start // 4 * 4 for start in random_documents(4096, 200) if start >= 4)
@@ -141,11 +142,11 @@ def test_large_tiles_are_calls_of_their_own() -> None:
         Tile(slice(a, a + length), slice(a, a + length), length, length, False)
         for a in range(length, 17 * length, 2 * length)
     ]
-    small, large = batches(tiles, 2**5), batches(tiles, 2**6)
-    assert [len(call.rows) for call in small.calls(packed=True)] == [4, 4]
-    assert set(large.calls(packed=True)) == set(tiles)
+    small, large = calls_of(tiles, 2**5), calls_of(tiles, 2**6)
+    assert [len(call.rows) for call in small] == [4, 4]
+    assert set(large) == set(tiles)
     same = [Tile(slice(a, a + 64), slice(0, 99), 64, 99, False) for a in range(0, 1024, 128)]
-    assert [len(call.rows) for call in batches(same, 1).calls(packed=True)] == [2] * 4
+    assert [len(call.rows) for call in calls_of(same, 1)] == [2] * 4
 
 
 def test_full_tiles_side_by_side_are_one() -> None:
@@ -155,12 +156,11 @@ def test_full_tiles_side_by_side_are_one() -> None:
 
     upper, lower, left, right = slice(0, 3), slice(3, 8), slice(4, 6), slice(6, 10)
     tiles = [tile(rows, cols) for cols in (right, left) for rows in (lower, upper)]
-    assert batches(tiles, 1).calls(packed=True) == (tile(slice(0, 8), slice(4, 10)),)
-    assert len(batches(tiles, 1).calls(packed=False)) == 4
+    assert calls_of(tiles, 1) == (tile(slice(0, 8), slice(4, 10)),)
 
 
 def test_indices_go_to_a_device_once() -> None:
-    (call,) = planned(PaddedDocuments(), 0, 1, DOCUMENTS).calls(packed=True)
+    (call,) = planned(PaddedDocuments(), 0, 1, DOCUMENTS)
     assert call.sides(CPU) is call.sides(CPU)
     assert call.packing.lengths(1, CPU) is call.packing.lengths(1, CPU)
     lengths = call.packing.lengths(2, CPU)
@@ -180,7 +180,7 @@ def test_few_rows_far_apart_are_copied() -> None:
             Tile(slice(a, a + 8), slice(b, b + 8), 8, 8, causal=False)
             for a, b in zip(starts, cols, strict=True)
         ]
-        return batches(tiles, 1).calls(packed=True, gaps=True)
+        return calls_of(tiles, 1, gaps=True)
 
     for starts, cols, apart in (
         ([0, 56], [0, 56], True),
@@ -196,20 +196,18 @@ def test_few_rows_far_apart_are_copied() -> None:
 def test_keys_that_are_only_read_are_taken_where_they_are() -> None:
     """Images: each sees all before it. Gradients of keys need copies, or calls one by one."""
     tiles = [Tile(slice(a, a + 8), slice(0, a), 8, a, causal=False) for a in range(16, 160, 16)]
-    work = batches(tiles, 4)
-    [call] = work.calls(packed=True, gaps=True, forward=True)
+    [call] = calls_of(tiles, 4, gaps=True, forward=True)
     assert [side.taken for side in call.sides(CPU)] == [slice(16, 152), slice(0, 144)]
     assert call.packing.lengths(1, CPU).cu_k.tolist() == [0] * 9 + [144]
     for copies in (
-        work.calls(packed=True, gaps=True),
-        work.calls(packed=True, forward=True),
-        batches(tiles, 4).calls(packed=True),
+        calls_of(tiles, 4, gaps=True),
+        calls_of(tiles, 4, forward=True),
+        calls_of(tiles, 4),
     ):
         assert len(copies) == 3
         assert not any(isinstance(one, Tile) or one.apart for one in copies)
-    large = batches(tiles, 2**26)
-    assert len(large.calls(packed=True, gaps=True, forward=True)) == 1
-    assert len(large.calls(packed=True, gaps=True)) == len(tiles)
+    assert len(calls_of(tiles, 2**26, gaps=True, forward=True)) == 1
+    assert len(calls_of(tiles, 2**26, gaps=True)) == len(tiles)
 
 
 @pytest.mark.parametrize(("heads", "most"), [(4, 64), (8, 64), (128, 64), (256, 32), (2**13, 1)])
@@ -219,6 +217,6 @@ def test_few_queries_are_copied_at_a_time(heads: int, most: int) -> None:
         Tile(slice(a, a + 16), slice(a, a + 16), 16, 16, causal=True, reverse=True)
         for a in range(16, 2048, 32)
     ]
-    calls = batches(tiles, heads).calls(packed=True, gaps=True)
+    calls = calls_of(tiles, heads, gaps=True)
     counts = [1 if isinstance(one, Tile) else len(one.rows) for one in calls]
     assert counts == [most] * (64 // most)

@@ -14,9 +14,9 @@ from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.masks.tile_batches import Batch, TileBatches
+from megatron_cp_plugin.core.masks.tile_batches import Batch, packed_calls
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, delta_of
-from megatron_cp_plugin.core.tiles import Mask, Tile
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.kernel_calls import backward_of, forward_of
 from tests.kernels.test_kernels import resolved
@@ -231,8 +231,8 @@ def test_tiles_of_all_kinds(
         pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
         seen[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
     assert seen.max() == 1
-    work = TileBatches(table_of(tiles), 4)
-    calls = work.calls(packed=True, gaps=gaps)
+    table = table_of(tiles)
+    calls = packed_calls(table, 4, gaps)
     assert gaps == any(isinstance(call, Batch) and call.apart for call in calls)
     assert len(calls) < len(tiles) / 4
     packed = [call for call in calls if isinstance(call, Batch)]
@@ -247,8 +247,7 @@ def test_tiles_of_all_kinds(
     call = Call(Shape.of(q, k, v, rows), Mask(window=5), 64**-0.5, kernel)
     assert call.packed
     total = Accumulator(q, 64)
-    way = {"packed": True, "gaps": kernel.gaps}
-    attend_block(total, q, k, v, work.calls(**way, forward=True), call)
+    attend_block(total, q, k, v, packed_calls(table, 4, kernel.gaps, forward=True), call)
     out, lse = total.result()
     assert (out[:, ~mine] == 0).all()
     assert (lse[:, :, ~mine] == -torch.inf).all()
@@ -257,7 +256,8 @@ def test_tiles_of_all_kinds(
     if given == "delta":
         statistics = Statistics(statistics.lse, delta=delta_of(dout, out))
     sums = Gradients(GradientSum(q), GradientSum(k, v))
-    differentiate_block(sums, dout, q, k, v, statistics, work.calls(**way), call)
+    both = packed_calls(table, 4, kernel.gaps)
+    differentiate_block(sums, dout, q, k, v, statistics, both, call)
     (dq,), (dk, dv) = sums.dq.result(), sums.dkv.result()
     assert (dq[:, ~mine] == 0).all()
     assert (dk[:, ~theirs] == 0).all()
@@ -299,27 +299,27 @@ def test_a_new_mask_does_not_make_the_host_wait_and_a_graph_wants_one_that_ran(n
     q, k, v, _ = inputs
     call = Call(Shape.of(q, k, v, 800), Mask(window=5), 64**-0.5, kernel)
 
-    def attend(work: TileBatches) -> tuple[Tensor, Tensor]:
+    def attend(table: TileTable) -> tuple[Tensor, Tensor]:
         total = Accumulator(q, 64)
-        calls = work.calls(packed=True, gaps=kernel.gaps, forward=True)
+        calls = packed_calls(table, 4, kernel.gaps, forward=True)
         attend_block(total, q, k, v, calls, call)
         return total.result()
 
-    want = attend(TileBatches(table_of(tiles), 4))
+    want = attend(table_of(tiles))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = attend(TileBatches(table_of(tiles), 4))
+        got = attend(table_of(tiles))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    graph, work = torch.cuda.CUDAGraph(), TileBatches(table_of(tiles), 4)
+    graph, table = torch.cuda.CUDAGraph(), table_of(tiles)
     with (
         pytest.raises(ContextParallelError, match="run the same call once before it"),
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
     ):
-        attend(work)
-    graph, captured = capture(lambda: attend(work), torch.cuda.synchronize)
+        attend(table)
+    graph, captured = capture(lambda: attend(table), torch.cuda.synchronize)
     for x in captured:
         x.zero_()
     graph.replay()

@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
-from megatron_cp_plugin.core.blocks.rows import (
-    Rows,
-    packed,
-    token_dim,
-)
+from megatron_cp_plugin.core.blocks.rows import Rows, packed, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import (
     NOTHING_BESIDE,
@@ -55,9 +51,8 @@ from megatron_cp_plugin.core.execution.team import (
     Team,
     Tensors,
 )
-from megatron_cp_plugin.core.partial import (
-    accumulation_dtype,
-)
+from megatron_cp_plugin.core.masks.tile_batches import packed_calls
+from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -188,7 +183,9 @@ class Pass(ABC):
     def run(self) -> None:
         """Goes through all rounds and steps."""
         rounds, call, held = self._program.rounds, self._call, self._held
-        way = {"packed": call.packed, "gaps": call.kernel.gaps, "forward": KEYS not in self.sides}
+        gaps, forward, heads = call.kernel.gaps, KEYS not in self.sides, 0
+        if call.packed:
+            heads = rounds[0].steps[0].heads.heads  # as many in all groups
         coming = self._gather(rounds[0]) if self._teams else None
         completions: Completions = []
         for number, part in enumerate(rounds):
@@ -205,7 +202,9 @@ class Pass(ABC):
                     self._cast(step)
                 for task in step.tasks:
                     operands = self.operands(task, held.get(task.query), held.get(task.key))
-                    self.compute(*operands, task.work.calls(**way), call)
+                    tiles = task.tiles
+                    calls = packed_calls(tiles, heads, gaps, forward) if heads else tiles.each
+                    self.compute(*operands, calls, call)
                     if task.rows is not None:
                         self.send_results(task.rows, operands[0])
                     del operands

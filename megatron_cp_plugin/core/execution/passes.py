@@ -56,7 +56,7 @@ def attend_block(
         q: [B,rows,H,D].
         k: [B,cols,G,D].
         v: [B,cols,G,E].
-        calls: kernel calls of the block, as `Batches.calls` gives them.
+        calls: kernel calls of the block: tiles, or as `packed_calls` gives them.
     """
     kernel, scale = call.kernel, call.scale
     for each in calls:

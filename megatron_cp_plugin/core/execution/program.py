@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.blocks.rows import Rows, common, positions_of_all, row_count
 from megatron_cp_plugin.core.call import HeadGroup, together
-from megatron_cp_plugin.core.masks.tile_batches import TileBatches
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -105,14 +104,14 @@ class Task(NamedTuple):
     """A computation of this rank.
 
     Attributes:
-        work: its tiles; rows are numbered as in the blocks that the rank holds.
+        tiles: of its blocks; rows are numbered as in the blocks that the rank holds.
         rows: query rows that only this task computes, if the program is `parted`; tiles count from
             the first of them.
     """
 
     query: BlockId
     key: BlockId
-    work: TileBatches
+    tiles: TileTable
     heads: HeadGroup
     rows: slice | None = None
 
@@ -400,7 +399,7 @@ def _tasks(
         if compute.rank == rank and (tiles := tiles_of(compute)):
             query, rows = _held(compute, QUERIES, held, joints)
             key, cols = _held(compute, KEYS, held, joints)
-            task = Task(query, key, _work(tiles, rows, cols, compute.heads.heads), compute.heads)
+            task = Task(query, key, _moved(tiles, rows, cols), compute.heads)
             tasks[compute.step] = (*tasks.get(compute.step, ()), task)
     return tasks
 
@@ -427,19 +426,18 @@ def _covering(tasks: Mapping[int, tuple[Task, ...]], each: int) -> dict[int, tup
     for step, own in tasks.items():
         if step % each or len(own) != 1:
             continue
-        halves = _halves(own[0].work)
+        halves = _halves(own[0].tiles)
         if halves is not None:
-            first, second = (own[0]._replace(work=half) for half in halves)
+            first, second = (own[0]._replace(tiles=half) for half in halves)
             found[step], found[step + each - 1] = (first,), (second,)
     return found
 
 
 @lru_cache(maxsize=256)
-def _halves(work: TileBatches) -> tuple[TileBatches, TileBatches] | None:
+def _halves(tiles: TileTable) -> tuple[TileTable, TileTable] | None:
     """Two parts of about equal work, of which neither has a row or a column of the other; None if
     the larger one has most of the work.
     """
-    tiles = work.tiles
     start = np.minimum(tiles.q.start, tiles.kv.start)
     stop = np.maximum(tiles.q.stop, tiles.kv.stop)
     order = np.argsort(start, kind="stable")
@@ -451,16 +449,14 @@ def _halves(work: TileBatches) -> tuple[TileBatches, TileBatches] | None:
     cut = cuts[np.abs(areas[cuts - 1] - areas[-1] / 2).argmin()]
     if not _LEAST < areas[cut - 1] / areas[-1] < 1 - _LEAST:
         return None
-    first, second = (
-        TileBatches(tiles.some(np.sort(some)), work.heads) for some in np.split(order, [cut])
-    )
-    return first, second
+    first, second = np.split(order, [cut])
+    return tiles.some(np.sort(first)), tiles.some(np.sort(second))
 
 
 @lru_cache(maxsize=256)
-def _work(tiles: TileTable, rows: int, cols: int, heads: int) -> TileBatches:
+def _moved(tiles: TileTable, rows: int, cols: int) -> TileTable:
     """Tiles moved by some rows and columns; one object for equal tiles."""
-    return TileBatches(tiles.moved(rows, cols), heads)
+    return tiles.moved(rows, cols)
 
 
 def _first(rows: Rows, held: Rows | None) -> int:

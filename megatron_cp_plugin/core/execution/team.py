@@ -299,18 +299,18 @@ def gathering_program(
     Args:
         tiles: what the rank computes.
         tokens: queries of the team.
-        packed, gaps: see `TileBatches`.
+        packed, gaps: see `parts`.
     """
     found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
     if plan.phase == "backward":
         # Parts that see more leading keys come first: the sum of key gradients can start as the
         # first part's gradient if that part sees all keys.
-        found = tuple(sorted(found, key=lambda x: -int(x.work.tiles.kv.stop.max(initial=0))))
+        found = tuple(sorted(found, key=lambda x: -int(x.tiles.kv.stop.max(initial=0))))
     block = (rank, QUERIES), (rank, KEYS)
     rounds = _rounds(plan, rank, plan.groups)
     steps = (
         # Not `last`: results of tasks leave as they are.
-        Step(step, heads, tasks=tuple(Task(*block, x.work, heads, x.rows) for x in found))
+        Step(step, heads, tasks=tuple(Task(*block, x.tiles, heads, x.rows) for x in found))
         for step, heads in enumerate(plan.groups)
     )
     return Program(

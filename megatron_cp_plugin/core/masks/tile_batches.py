@@ -6,7 +6,7 @@ they may leave out rows or columns between them. Other small tiles are copied to
 because a call for each would cost more than the copies.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -120,42 +120,24 @@ _SPARSE = 4
 KernelCall = Tile | Batch
 
 
-class TileBatches:
-    """The tiles of a block of queries and one of keys, and the kernel calls that compute them."""
+@lru_cache(maxsize=256)  # all layers ask for the same
+def packed_calls(
+    tiles: TileTable, heads: int, gaps: bool = False, forward: bool = False
+) -> tuple[KernelCall, ...]:
+    """Calls of a kernel that packs, which compute every tile once.
 
-    def __init__(self, tiles: TileTable, heads: int) -> None:
-        """Args: heads: query heads that are computed at a time."""
-        self.tiles, self.heads = tiles, heads
-
-    @lru_cache(maxsize=256)  # noqa: B019  (all layers ask for the same)
-    def calls(
-        self, *, packed: bool, gaps: bool = False, forward: bool = False
-    ) -> tuple[KernelCall, ...]:
-        """Kernel calls that compute every tile once.
-
-        Args:
-            packed: the kernel packs; otherwise each tile is a call.
-            gaps: the kernel takes sequences with other rows between them.
-            forward: results are for queries alone.
-        """
-        if packed and len(self.tiles) > 1:
-            return tuple(_packed_call(self.tiles, self._units, self.heads, gaps, forward))
-        return tuple(self.tiles)
-
-    @cached_property
-    def _units(self) -> tuple["_Units", ...]:
-        """Units of tiles of each kind, the same in both passes."""
-        return tuple(_units_of(self.tiles))
-
-
-def _packed_call(
-    tiles: TileTable, kinds: tuple["_Units", ...], heads: int, gaps: bool, forward: bool
-) -> list[KernelCall]:
+    Args:
+        heads: query heads that are computed at a time.
+        gaps: the kernel takes sequences with other rows between them.
+        forward: results are for queries alone.
+    """
+    if len(tiles) < 2:
+        return tiles.each
     found: list[KernelCall] = []
     rows, keys = (int(x.stop.max(initial=0)) for x in (tiles.q, tiles.kv))
     least, most = (queries // heads for queries in _COPIED)
     most_rows = min(max(rows // 2, least), most)
-    for units in kinds:
+    for units in _units_of(tiles):
         rest = np.ones(len(units), np.bool_)
         for group in _in_place(units, forward, most_rows) if gaps else ():
             found.append(_call(units.tiles, units.numbers(group), apart=True, forward=forward))
@@ -167,17 +149,18 @@ def _packed_call(
         groups = _disjoint(units, small, most_rows, 2 * keys)
         found += (_call(units.tiles, units.numbers(group), forward=forward) for group in groups)
     # What may be all rows comes first: there is nothing yet to merge it with.
-    return sorted(found, key=_row_count, reverse=True)
+    return tuple(sorted(found, key=_row_count, reverse=True))
 
 
-def _units_of(tiles: TileTable) -> Iterator["_Units"]:
+@lru_cache(maxsize=256)  # the same in both passes
+def _units_of(tiles: TileTable) -> tuple["_Units", ...]:
+    """Units of tiles of each kind."""
     # A document of one token goes with the other documents, which are causal.
     of_one = (tiles.rows == 1) & (tiles.cols == 1) & ~tiles.reverse
     tiles = replace(tiles, causal=tiles.causal | (of_one & tiles.causal.any()))
     kinds = 4 * tiles.window + 2 * tiles.causal + tiles.reverse
-    for kind in dict.fromkeys(kinds.tolist()):
-        of_kind = tiles.some(kinds == kind)
-        yield _Units(of_kind if kind else _larger(of_kind))
+    of_kinds = {kind: tiles.some(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
+    return tuple([_Units(some if kind else _larger(some)) for kind, some in of_kinds.items()])
 
 
 class _Units:
@@ -318,11 +301,11 @@ class Part:
 
     Attributes:
         rows: of the block.
-        work: the tiles, whose rows count from rows.start.
+        tiles: their rows count from rows.start.
     """
 
     rows: slice
-    work: TileBatches
+    tiles: TileTable
 
 
 @lru_cache(maxsize=64)
@@ -332,24 +315,20 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
     are a part without tiles.
 
-    Args: heads, packed, gaps: as in `TileBatches`.
+    Args:
+        packed: the kernel packs; otherwise each tile is a call.
+        heads, gaps: as of `packed_calls`.
     """
-    return tuple(
-        _call_parts(TileBatches(tiles, heads).calls(packed=packed, gaps=gaps), tiles, rows, heads)
-    )
-
-
-def _call_parts(
-    calls: Iterable[KernelCall], tiles: TileTable, rows: int, heads: int
-) -> Iterator[Part]:
-    reached = 0
+    calls = packed_calls(tiles, heads, gaps) if packed else tiles.each
+    reached, found = 0, list[Part]()
     for start, stop in (*_merged_extents(map(_rows_of, calls)), (rows, rows)):
         if start > reached:
-            yield Part(slice(reached, start), TileBatches(NO_TILES, heads))
+            found.append(Part(slice(reached, start), NO_TILES))
         if start < stop:
             own = tiles.some((start <= tiles.q.start) & (tiles.q.start < stop))
-            yield Part(slice(start, stop), TileBatches(own.moved(-start, 0), heads))
+            found.append(Part(slice(start, stop), own.moved(-start, 0)))
         reached = stop
+    return tuple(found)
 
 
 def _rows_of(call: KernelCall) -> tuple[int, int]:
