@@ -34,10 +34,10 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.execution.passes import Gradients, attend_block, differentiate_block
-from megatron_cp_plugin.core.kernel import Problem, Statistics
-from megatron_cp_plugin.core.masks.tile_batches import KernelCall, packed_calls
+from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
+from megatron_cp_plugin.core.masks.tile_batches import Batch, packed_calls
 from megatron_cp_plugin.core.partial import Accumulator, GradientSum, accumulation_dtype
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
@@ -129,18 +129,15 @@ def document_rows(
             for queries, keys in ((earlier, later), (later, earlier)):
                 tiles = plan_tiles(queries, keys, mask, rectangular=True)
                 pairs = median(tile.area for tile in tiles)
-                both = [
-                    packed_calls(tiles, heads, gaps, forward) if packs else tiles.each
-                    for forward in (True, False)
-                ]
-                forward, backward = times(tokens, kv_heads, heads, dims, both, call)
+                forward, backward = times(tokens, kv_heads, heads, dims, tiles, call)
+                calls = len(_calls(tiles, heads, call, False))
                 which = "later keys" if queries is earlier else "earlier keys"
                 rows.append(
                     (
                         f"{name}, {way}",
                         which,
                         f"{forward:.3f}",
-                        f"{len(both[1])} calls",
+                        f"{calls} calls",
                         f"{backward:.3f}",
                         f"{len(tiles)} tiles, 2^{log2(heads * pairs):.1f}",
                     )
@@ -148,22 +145,21 @@ def document_rows(
     return rows
 
 
+def _calls(tiles: TileTable, heads: int, call: Call, forward: bool) -> Sequence[Tile | Batch]:
+    return packed_calls(tiles, heads, call.kernel.gaps, forward) if call.packed else tiles.each
+
+
 def times(
-    tokens: int,
-    kv_heads: int,
-    heads: int,
-    dims: tuple[int, int],
-    both: Sequence[tuple[KernelCall, ...]],
-    call: Call,
+    tokens: int, kv_heads: int, heads: int, dims: tuple[int, int], tiles: TileTable, call: Call
 ) -> tuple[float, float]:
-    """Of a block's forward, merged with another one's, and backward. Args: both: their calls."""
+    """Of a block's forward, merged with another one's, and backward."""
     dim, value_dim = dims
     q, k, v, dout = (
         torch.randn(1, tokens, n, width, device="cuda", dtype=torch.bfloat16)
         for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim))
     )
     lse = torch.zeros(1, heads, tokens, device="cuda")
-    of_forward, of_backward = both
+    of_forward, of_backward = (_calls(tiles, heads, call, one) for one in (True, False))
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
         total = Accumulator(q, value_dim)

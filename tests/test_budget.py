@@ -13,10 +13,10 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_060,
-    "core": 13_870,
+    "core": 13_720,
     "algorithms": 1_820,
     "kernels": 3_650,
-    "integration": 8_420,
+    "integration": 8_540,
     "planner": 6_610,
     "harness": 2_300,
     "scripts": 7_250,

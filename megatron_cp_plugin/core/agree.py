@@ -9,13 +9,12 @@ Ranks that disagree would compute a wrong result, or wait for messages of anothe
 the process over gloo and hangs over NCCL.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from textwrap import shorten
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -194,116 +193,3 @@ def content_of(x: Tensor) -> int:
         return 0
     part = x.detach()[0, :, 0, :8].cpu().double()
     return _number_of(part.numpy().tobytes().hex()) if bool((part != part[0]).any()) else 0
-
-
-class LaterValues:
-    """Values of a call that a GPU finds, and faults: the host asks for them when it need not wait.
-
-    All ranks add the same names in the same order; see `names`.
-    """
-
-    def __init__(self) -> None:
-        self._begun: list[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]]] = []
-        self.waits = False
-
-    def add(self, name: str, x: Tensor, read: Callable[[Tensor], object]) -> None:
-        """Begins to copy a tensor to the host; `read` makes a value of it, or raises
-        ContextParallelError for a fault.
-        """
-        self._begun.append((name, _on_host(x), read))
-        self.waits = self.waits or x.is_cuda
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What was added, to be compared before."""
-        return tuple(name for name, *_ in self._begun)
-
-    def take(self) -> dict[str, object]:
-        """Waits for all values, and forgets them. Raises: ContextParallelError for a fault."""
-        begun = self._begun
-        self.clear()
-        return {name: read(found()) for name, found, read in begun}
-
-    def clear(self) -> None:
-        """Forgets what was added."""
-        self._begun, self.waits = [], False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Forgets what was added in a call that failed."""
-        if kind is not None:
-            self.clear()
-
-
-def _on_host(x: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host; the function that is returned waits for the copy."""
-    if not x.is_cuda:
-        return lambda: x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def value() -> Tensor:
-        copied.synchronize()
-        return host
-
-    return value
-
-
-class Stages:
-    """Lets the stages of a pipeline compare what they share of each micro-batch.
-
-    A later stage runs after the first one, so that they cannot wait for each other: the first stage
-    leaves its values in a store when a forward pass has ended, and the last of the others to read
-    them deletes them.
-    """
-
-    def __init__(
-        self, ranks: Sequence[int], rank: int, chunk: int, chunks: int, *, is_first: bool
-    ) -> None:
-        """All stages make them in the same order.
-
-        Args:
-            ranks: the pipeline's, in the job.
-            rank: the index of this one.
-            chunk, chunks: index and number of a rank's virtual stages, which are one model.
-        """
-        built = _store().add(f"megatron_cp_plugin/models/{ranks[rank]}", 1)
-        self._key = f"megatron_cp_plugin/stages/{ranks[0]}/{built - chunk}"
-        self._readers = len(ranks) * chunks - 1
-        self._is_first, self._calls = is_first, 0
-
-    def first(self) -> dict[str, list[str]]:
-        """The first stage's values of this call, as text and in words; {}: this is the first one.
-
-        Raises: CommunicationError if the first stage does not come.
-        """
-        if self._is_first:
-            return {}
-        store, key = _store(), f"{self._key}/{self._calls}"
-        self._calls += 1
-        try:
-            found: dict[str, list[str]] = json.loads(store.get(key))
-        except RuntimeError as error:
-            raise CommunicationError(
-                "a pipeline stage lost the first one in a comparison; has it died? "
-                f"({str(error).splitlines()[0]})"
-            ) from error
-        if store.add(f"{key}/read", 1) == self._readers:
-            store.delete_key(key)
-            store.delete_key(f"{key}/read")
-        return found
-
-    def tell(self, values: Mapping[str, object]) -> None:
-        """Leaves the first stage's values of a call that has ended for the others."""
-        if self._is_first:
-            said = {name: [repr(value), words_of(value)] for name, value in values.items()}
-            _store().set(f"{self._key}/{self._calls}", json.dumps(said))
-            self._calls += 1
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()

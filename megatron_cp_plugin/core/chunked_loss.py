@@ -28,11 +28,11 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.autograd.function import (
     cast_inputs,
+    check_devices,
     differentiable_once,
     dtypes_as_given,
 )
-from megatron_cp_plugin.core.communication.devices import check_devices, fused_for
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype, fused_for
 from megatron_cp_plugin.errors import ContextParallelError
 
 CHUNK_TOKENS = 4096
@@ -375,7 +375,7 @@ def logit_statistics(
     Returns: two or three [n], in float32 or in float64.
     """
     fused = fused_for(logits)
-    if fused is not None and logits.dtype != torch.float64:
+    if fused is not None:
         return fused.logit_statistics(logits, wanted, scale, entropy)
     wide = logits.to(accumulation_dtype(logits.dtype))
     if scale is not None:
@@ -406,7 +406,7 @@ def logit_gradients_(
         entropy, dentropy: [n], each entropy and its gradient, likewise; None: it has none.
     """
     fused = fused_for(logits)
-    if fused is not None and logits.dtype != torch.float64:
+    if fused is not None:
         fused.logit_gradients_(logits, wanted, lse, dloss, scale, entropy, dentropy)
         return
     wide = logits.to(lse.dtype)

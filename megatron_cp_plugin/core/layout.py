@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import eq
 from operator import index as whole_number
 from typing import NamedTuple
 
@@ -175,6 +177,74 @@ class Grouped(Layout):
 
     def for_documents(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.for_documents(documents), self.members)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap(Sequence[Ranges]):
+    """The positions that each rank holds; maps with equal positions are equal.
+
+    A rank's positions are made on demand: with many documents, making all ranks' positions takes
+    longer than planning one rank.
+
+    Attributes: layout: for the documents of the mask.
+    """
+
+    layout: Layout
+    size: int
+    seq_len: int
+
+    @staticmethod
+    @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
+    def of(layout: Layout, size: int, seq_len: int) -> "TokenMap":
+        """What the ranks hold in a layout."""
+        return TokenMap(layout, size, seq_len)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenMap):
+            return NotImplemented
+        mine, others = ((x.layout, x.size, x.seq_len) for x in (self, other))
+        # Different layouts differ in the first ranks, so positions of the others need not be made.
+        return mine == others or (len(self) == len(other) and all(map(eq, self, other)))
+
+    def __hash__(self) -> int:
+        return hash(self.lengths)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Ranges:  # type: ignore[override]
+        rank, made = range(self.size)[index], self._made
+        if rank not in made:
+            made[rank] = Ranges.of(self.layout.spans(rank, self.size, self.seq_len))
+        return made[rank]
+
+    @cached_property
+    def _made(self) -> dict[int, Ranges]:
+        """Positions that were asked for, by rank."""
+        return {}
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of positions that each rank holds."""
+        ranks = range(self.size)
+        return tuple(self.layout.length(rank, self.size, self.seq_len) for rank in ranks)
+
+    @cached_property
+    def gaps(self) -> bool:
+        """Whether a rank holds positions with a step."""
+        if self.layout.follows_documents:
+            return False
+        return not all(spans.plain for spans in self)
+
+    def all_see_all(self, causal: bool) -> bool:
+        """Whether some query of every rank's block sees some key of every block, without windows,
+        documents and spans: from each block's first and last position.
+        """
+        found = [(block[0].start, block[-1].positions[-1]) for block in self if len(block)]
+        if len(found) < len(self):
+            return False
+        first, last = zip(*found, strict=True)
+        return not causal or min(last) >= max(first)
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Cyclic())}

@@ -10,12 +10,10 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from megatron_cp_plugin.core.communication.devices import fused_for
 
 
 class RowIndex(NamedTuple):
@@ -38,6 +36,24 @@ _ADJACENT = {None, 1}  # steps of slices
 Piece = tuple[SomeRows, list[Tensors]]
 
 
+_fused: dict[str, Callable[[], Any]] = {}
+
+
+def register_fused(device_type: str, load: Callable[[], Any]) -> None:
+    """Registers fused operations in float32 for a type of device.
+
+    Args: load: returns, at each use, an object with fused versions of functions of `core`, under
+        the same names. They take all dtypes but float64; lse and statistics are float32.
+    """
+    _fused[device_type] = load
+
+
+def fused_for(x: Tensor) -> Any:
+    """Fused operations for tensors like x; None: use PyTorch's operations."""
+    load = None if x.dtype == torch.float64 else _fused.get(x.device.type)
+    return None if load is None else load()
+
+
 @cache  # in every pass of every layer
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32."""
@@ -52,7 +68,7 @@ def merge_into(
     Args: out, a, b: [B,S,H,D], any floating dtype; lse, a_lse, b_lse: [B,H,S], wide dtype.
     """
     fused = fused_for(out)
-    if fused is not None and lse.dtype == torch.float32:
+    if fused is not None:
         fused.merge_into(out, lse, a, a_lse, b, b_lse)
         return
     merged = torch.logaddexp(a_lse, b_lse)
@@ -75,7 +91,7 @@ def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None
         merge_into(out, lse, outs[0], lses[0], outs[1], lses[1])
         return
     fused = fused_for(out)
-    if fused is not None and lse.dtype == torch.float32:
+    if fused is not None:
         fused.merge_all_into(out, lse, outs, lses)
         return
     merged = torch.logsumexp(lses, 0)
@@ -97,7 +113,7 @@ def _sum_into(outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
     float64). Args: terms: three at most, each for all outs; the first may be the outs.
     """
     fused = fused_for(outs[0])
-    if fused is not None and terms[0][0].dtype != torch.float64:
+    if fused is not None:
         fused.sum_into(outs, *terms)
         return
     for out, a, *others in zip(outs, *terms, strict=True):
@@ -115,7 +131,7 @@ def _add_rows(totals: Sequence[Tensor], rows: SomeRows, *terms: Sequence[Tensor]
     (gradients,) = terms
     fused = fused_for(totals[0])
     for total, gradient in zip(totals, gradients, strict=True):
-        if fused is not None and total.dtype != torch.float64:
+        if fused is not None:
             fused.add_rows_into(total, rows.to, gradient, rows.of)
             continue
         added = gradient if rows.of is None else gradient.index_select(1, rows.of)
@@ -132,7 +148,7 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: SomeRows, b: Tensor, b_lse: Tens
         merge_into(out, lse, out, lse, b, b_lse)
         return
     fused = fused_for(out)
-    if fused is not None and lse.dtype == torch.float32:
+    if fused is not None:
         fused.merge_rows_into(out, lse, rows.to, b, b_lse, rows.of)
         return
     if rows.of is not None:
@@ -164,7 +180,7 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous():
         return first
-    fused = None if first.dtype == torch.float64 else fused_for(first)
+    fused = fused_for(first)
     if fused is None:
         return torch.cat(tuple(tensors), -1).contiguous()
     widths = [x.shape[3] for x in tensors]
@@ -653,7 +669,7 @@ class WholeGradient:
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
     fused = fused_for(out)
-    if fused is not None and out.dtype != torch.float64:
+    if fused is not None:
         return fused.delta_of(dout, out)
     dtype = accumulation_dtype(out.dtype)
     return (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).contiguous()
@@ -672,7 +688,7 @@ def placeholder_out(dout: Tensor, delta: Tensor) -> Tensor:
     the ones before it leave of delta. Args: dout: [B,S,H,D] or [S,H,D]. delta: [B,H,S] or [H,S].
     """
     fused = fused_for(dout)
-    if fused is not None and delta.dtype != torch.float64:
+    if fused is not None:
         return fused.placeholder_out(dout, delta)
     at = dout.abs().topk(min(PLACEHOLDER_TERMS, dout.shape[-1]), -1).indices
     rest = delta.transpose(-2, -1)

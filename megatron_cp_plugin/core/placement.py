@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, sees
+from megatron_cp_plugin.core.blocks.visible_rows import sees
 from megatron_cp_plugin.core.call import HeadGroup
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Layout, TokenMap
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 

@@ -7,16 +7,16 @@ here are marked, and a model refuses tensors without the mark (`integration.inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall
+from megatron_cp_plugin.core.agree import Digest, SameCall
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.errors import ContextParallelError
@@ -288,3 +288,60 @@ def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     bounds: Sequence[int] = lengths.flatten().tolist()
     return document_starts(bounds, bounds[-1])
+
+
+class LaterValues:
+    """Values of a call that a GPU finds, and faults: the host asks for them when it need not wait.
+
+    All ranks add the same names in the same order; see `names`.
+    """
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, Callable[[], Tensor], Callable[[Tensor], object]]] = []
+        self.waits = False
+
+    def add(self, name: str, x: Tensor, read: Callable[[Tensor], object]) -> None:
+        """Begins to copy a tensor to the host; `read` makes a value of it, or raises
+        ContextParallelError for a fault.
+        """
+        self._begun.append((name, _on_host(x), read))
+        self.waits = self.waits or x.is_cuda
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What was added, to be compared before."""
+        return tuple(name for name, *_ in self._begun)
+
+    def take(self) -> dict[str, object]:
+        """Waits for all values, and forgets them. Raises: ContextParallelError for a fault."""
+        begun = self._begun
+        self.clear()
+        return {name: read(found()) for name, found, read in begun}
+
+    def clear(self) -> None:
+        """Forgets what was added."""
+        self._begun, self.waits = [], False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Forgets what was added in a call that failed."""
+        if kind is not None:
+            self.clear()
+
+
+def _on_host(x: Tensor) -> Callable[[], Tensor]:
+    """Starts to copy a tensor to the host; the function that is returned waits for the copy."""
+    if not x.is_cuda:
+        return lambda: x
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def value() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return value

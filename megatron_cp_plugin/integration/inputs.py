@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.agree import Digest, LaterValues, SameCall, Stages, words_of
+from megatron_cp_plugin.core.agree import Digest, SameCall, words_of
 from megatron_cp_plugin.core.communication.devices import capturing
 from megatron_cp_plugin.core.layout import describe_mismatch
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
-from megatron_cp_plugin.integration.batch import Batches, Cut, is_multimodal, other_samples
+from megatron_cp_plugin.integration.batch import (
+    Batches,
+    Cut,
+    LaterValues,
+    is_multimodal,
+    other_samples,
+)
 from megatron_cp_plugin.integration.documents import (
     ALONE,
     DocumentMask,
@@ -389,6 +396,62 @@ def _of_batch(call: _Call) -> dict[str, object]:
         "attention_spans": Digest(mask.spans),
         "attention_positions": Digest(mask.positions),
     }
+
+
+class Stages:
+    """Lets the stages of a pipeline compare what they share of each micro-batch.
+
+    A later stage runs after the first one, so that they cannot wait for each other: the first stage
+    leaves its values in a store when a forward pass has ended, and the last of the others to read
+    them deletes them.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, chunk: int, chunks: int, *, is_first: bool
+    ) -> None:
+        """All stages make them in the same order.
+
+        Args:
+            ranks: the pipeline's, in the job.
+            rank: the index of this one.
+            chunk, chunks: index and number of a rank's virtual stages, which are one model.
+        """
+        built = _store().add(f"megatron_cp_plugin/models/{ranks[rank]}", 1)
+        self._key = f"megatron_cp_plugin/stages/{ranks[0]}/{built - chunk}"
+        self._readers = len(ranks) * chunks - 1
+        self._is_first, self._calls = is_first, 0
+
+    def first(self) -> dict[str, list[str]]:
+        """The first stage's values of this call, as text and in words; {}: this is the first one.
+
+        Raises: CommunicationError if the first stage does not come.
+        """
+        if self._is_first:
+            return {}
+        store, key = _store(), f"{self._key}/{self._calls}"
+        self._calls += 1
+        try:
+            found: dict[str, list[str]] = json.loads(store.get(key))
+        except RuntimeError as error:
+            raise CommunicationError(
+                "a pipeline stage lost the first one in a comparison; has it died? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        if store.add(f"{key}/read", 1) == self._readers:
+            store.delete_key(key)
+            store.delete_key(f"{key}/read")
+        return found
+
+    def tell(self, values: Mapping[str, object]) -> None:
+        """Leaves the first stage's values of a call that has ended for the others."""
+        if self._is_first:
+            said = {name: [repr(value), words_of(value)] for name, value in values.items()}
+            _store().set(f"{self._key}/{self._calls}", json.dumps(said))
+            self._calls += 1
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _stages_of(model: Any) -> Stages | None:

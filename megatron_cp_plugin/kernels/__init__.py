@@ -6,7 +6,7 @@ The only folder that imports flash_attn, fla and Triton, and only on use.
 from functools import cache, partial
 from importlib import import_module
 
-from megatron_cp_plugin.core.communication.devices import register_fused
+from megatron_cp_plugin.core.partial import register_fused
 from megatron_cp_plugin.kernels.choice import kernel_names, register_kernel, resolve, resolver
 
 __all__ = ["kernel_names", "register_kernel", "resolve", "resolver"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.communication.devices import register_fused
 from megatron_cp_plugin.core.kernel import KernelCall, KernelSum, Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import (
     Cache,
@@ -22,7 +21,7 @@ from megatron_cp_plugin.core.linear.kernel import (
     Running,
 )
 from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype, register_fused
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 from megatron_cp_plugin.planner.dry_run import Linear, Memory, RecordedKernel, note, recording

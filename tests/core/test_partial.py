@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.blocks.rows import packed
-from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
@@ -177,9 +176,9 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch):
-    monkeypatch.setattr(devices, "_fused", {})
+    monkeypatch.setattr(partial, "_fused", {})
     operations = Counted()
-    devices.register_fused("cpu", lambda: operations)
+    partial.register_fused("cpu", lambda: operations)
     return operations
 
 
@@ -385,8 +384,8 @@ class Recorded:
 
 def test_fused_operations_take_all_but_float64(monkeypatch):
     recorded = Recorded()
-    monkeypatch.setattr(devices, "_fused", {})
-    devices.register_fused("cpu", lambda: recorded)
+    monkeypatch.setattr(partial, "_fused", {})
+    partial.register_fused("cpu", lambda: recorded)
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         x, lse = torch.zeros(1, 2, 1, 4, dtype=dtype), torch.zeros(1, 1, 2, dtype=wide)
         merge_into(x, lse, x, lse, x, lse)
@@ -398,7 +397,7 @@ def test_fused_operations_take_all_but_float64(monkeypatch):
 
 
 def test_no_other_device_has_them():
-    assert devices.fused_for(torch.zeros(1)) is None
+    assert partial.fused_for(torch.zeros(1)) is None
 
 
 def test_rows_in_float64_are_not_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

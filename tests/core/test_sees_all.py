@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, sees, sees_all
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Zigzag
+from megatron_cp_plugin.core.blocks.visible_rows import sees, sees_all
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, TokenMap, Zigzag
 from megatron_cp_plugin.core.tiles import Mask
 
 

@@ -105,24 +105,23 @@ def test_calls_compute_the_pairs_of_their_tiles(
             rows, cols = sum(map(len, queries)), sum(map(len, keys))
             want = pairs_of(tiles, (rows, cols))
             for packed, gaps, forward in WAYS:
-                calls = packed_calls(tiles, heads, gaps, forward) if packed else tiles.each
+                way = {"packed": packed, "gaps": gaps, "forward": forward}
+                calls = calls_of(tiles, heads, **way)
                 assert torch.equal(pairs_of(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
                 for part in parts(tiles, rows, heads, packed, gaps):
                     length = part.rows.stop - part.rows.start
                     assert part.rows.start == reached
                     reached = part.rows.stop
-                    calls = part.tiles.each
-                    if packed:
-                        calls = packed_calls(part.tiles, heads, gaps, forward)
-                    found[part.rows] += pairs_of(calls, (length, cols))
+                    found[part.rows] += pairs_of(calls_of(part.tiles, heads, **way), (length, cols))
                 assert torch.equal(found, want)
                 assert reached == rows
 
 
-def calls_of(tiles: list[Tile], heads: int, **way: bool):
-    """The calls of some tiles."""
-    return packed_calls(table_of(tiles), heads, **way)
+def calls_of(tiles, heads: int, *, packed: bool = True, **way: bool):
+    """The calls of some tiles, or of a table of them."""
+    table = table_of(tiles) if isinstance(tiles, list) else tiles
+    return packed_calls(table, heads, **way) if packed else table.each
 
 
 def planned(layout: Layout, query: int, key: int, documents: tuple[int, ...], *, rectangular=True):

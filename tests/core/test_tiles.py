@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
@@ -17,11 +16,20 @@ from megatron_cp_plugin.core.layout import (
     Contiguous,
     Grouped,
     Layout,
+    TokenMap,
     Zigzag,
     positions,
 )
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.tiles import NO_TILES, Mask, Tile, TileTable, plan_pairs, plan_tiles
+from megatron_cp_plugin.core.tiles import (
+    NO_TILES,
+    Mask,
+    Tile,
+    TileTable,
+    equivalent_pairs,
+    plan_pairs,
+    plan_tiles,
+)
 from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
@@ -190,7 +198,7 @@ def test_documents_that_are_planned_together(
         assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, **kinds))
         want = visible(*(positions(tokens.layout, n, size, seq_len) for n in (query, key)), mask)
         assert torch.equal(pairs_of(table, want.shape), want.long())
-        equivalent = tokens.equivalent_pairs(query, mask)
+        equivalent = equivalent_pairs(tokens, query, mask)
         assert equivalent is None or mask.window is None
         if equivalent is not None:
             assert found.setdefault(equivalent[key], tiles) == tiles

@@ -9,20 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.blocks.rows import (
-    union,
-)
-from megatron_cp_plugin.core.blocks.visible_rows import (
-    TokenMap,
-    longest_gap,
-    rows_met,
-    rows_of_parts,
-    visible_rows,
-)
+from megatron_cp_plugin.core.blocks.rows import longest_gap, union
+from megatron_cp_plugin.core.blocks.visible_rows import rows_met, rows_of_parts, visible_rows
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import Balanced
-from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag, document_starts
+from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, TokenMap, Zigzag
+from megatron_cp_plugin.core.layout import document_starts as starts_of
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask
@@ -217,7 +210,7 @@ def assert_sent(
     sizes = {"batch": BATCH, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
     settings = {"seq_len": seq_len, "window": window, "cu_seqlens": lengths}
     _, log = assert_conforms(case, size, **sizes, **settings)
-    documents = document_starts(lengths, seq_len)
+    documents = starts_of(lengths, seq_len)
     layout = layout_of(case.algo, dict(case.options)).for_documents(documents)
     spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
     held = [[n for span in own for n in span.positions] for own in spans]
@@ -230,7 +223,7 @@ def assert_sent(
 def test_whole_documents_stay_where_they_are() -> None:
     """Rows of documents that are on several ranks travel; of whole ones none."""
     lengths = [0, 24, 27, 32, 56, 60, 64]
-    mask = Mask(documents=document_starts(lengths, 64))
+    mask = Mask(documents=starts_of(lengths, 64))
     algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
     algorithm = algorithm.for_documents(mask.documents)
     plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
@@ -296,7 +289,7 @@ def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size:
     seq_len = 14 * size
     lengths = [0, 3, seq_len]
     assert_conforms(case, size, seq_len=seq_len, kv_heads=1, cu_seqlens=lengths)
-    mask = Mask(documents=document_starts(lengths, seq_len))
+    mask = Mask(documents=starts_of(lengths, seq_len))
     shape = Shape(1, seq_len, 4, 1, 8, 8, 8)
     made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
     for phase in PHASES:

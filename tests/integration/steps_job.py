@@ -23,10 +23,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import Group
-from megatron_cp_plugin.core.agree import LaterValues
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration.batch import LaterValues
 
 STEPS = (1, 2, 40)
 BOUND = 1e-5

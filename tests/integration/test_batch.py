@@ -15,12 +15,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.agree import LaterValues
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration import attention_mask
-from megatron_cp_plugin.integration.batch import Batches
+from megatron_cp_plugin.integration.batch import Batches, LaterValues
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.inputs import SplitInputs
 from megatron_cp_plugin.integration.rope import (

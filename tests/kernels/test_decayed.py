@@ -36,7 +36,7 @@ for x_dim, out_dim, *intervals in (
 """
 
 PASSED = """
-from megatron_cp_plugin.core.communication.devices import register_fused
+from megatron_cp_plugin.core.partial import register_fused
 from megatron_cp_plugin.core.layout import Contiguous, Zigzag
 from megatron_cp_plugin.core.linear.states import Route
 from megatron_cp_plugin.core.linear.states import RunStates

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp_plugin.core.communication.devices import fused_for
+from megatron_cp_plugin.core.partial import fused_for
 
 FUSED = """
 import torch
@@ -109,7 +109,7 @@ torch.testing.assert_close(out, less)
 def test_gpus_have_fused_operations():
     """Whoever imports the package: `core` does not know of them."""
     triton_kernels = pytest.importorskip("megatron_cp_plugin.kernels.fused")
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     assert fused_for(on_gpu) is triton_kernels
     assert fused_for(torch.zeros(1)) is None
 

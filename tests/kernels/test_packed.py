@@ -256,8 +256,7 @@ def test_tiles_of_all_kinds(
     if given == "delta":
         statistics = Statistics(statistics.lse, delta=delta_of(dout, out))
     sums = Gradients(GradientSum(q), GradientSum(k, v))
-    both = packed_calls(table, 4, kernel.gaps)
-    differentiate_block(sums, dout, q, k, v, statistics, both, call)
+    differentiate_block(sums, dout, q, k, v, statistics, packed_calls(table, 4, kernel.gaps), call)
     (dq,), (dk, dv) = sums.dq.result(), sums.dkv.result()
     assert (dq[:, ~mine] == 0).all()
     assert (dk[:, ~theirs] == 0).all()

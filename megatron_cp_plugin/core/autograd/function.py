@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import PHASE, CommunicatingIn, Phase
-from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.partial import delta_of
@@ -261,6 +260,22 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     else:
         return
     raise ContextParallelError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
+
+
+def check_devices(names: str, *tensors: Tensor) -> None:
+    """Raises: ContextParallelError unless all tensors are on one device; a GPU must be the current
+    one, because kernels and messages are queued on its streams. Args: names: of the tensors, for
+    errors.
+    """
+    device = tensors[0].device
+    if len({x.device for x in tensors}) > 1:
+        got = ", ".join(str(x.device) for x in tensors)
+        raise ContextParallelError(f"{names} need one device, got {got}: move them first")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ContextParallelError(
+            f"needs tensors on the current GPU cuda:{torch.cuda.current_device()}, got {device}: "
+            f"call torch.cuda.set_device({device.index}) before"
+        )
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

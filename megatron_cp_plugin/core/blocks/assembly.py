@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.blocks.rows import Rows, narrowed, united
-from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
-from megatron_cp_plugin.core.partial import taken
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.partial import fused_for, taken
 from megatron_cp_plugin.core.ranges import (
     Numbers,
     Ranges,

@@ -20,6 +20,18 @@ Rows = tuple[tuple[int, int], ...]
 FEW = 2
 
 
+# Rows in gaps shorter than a block's rows divided by this number are sent although nobody needs
+# them: every further range costs a copy before and after a message.
+_GAPS = 64
+
+
+def longest_gap(tokens: int) -> int:
+    """Longest gap of rows that nobody needs and that are sent with their neighbours. Args: tokens:
+    of the block.
+    """
+    return tokens // _GAPS
+
+
 def between(start: int, stop: int) -> Rows:
     """Rows [start, stop)."""
     return ((start, stop),) if start < stop else ()

@@ -1,18 +1,14 @@
-"""The positions that each rank holds, and the rows of blocks that meet under a mask and so are
-sent.
-"""
+"""The rows of blocks that meet under a mask, and so are sent."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
-from operator import eq
-from typing import Literal, NamedTuple, Self, overload
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.rows import Rows, union, united
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.blocks.rows import Rows, longest_gap, union, united
+from megatron_cp_plugin.core.layout import Layout, TokenMap
 from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
 from megatron_cp_plugin.core.ranges import (
     Numbers,
@@ -24,88 +20,7 @@ from megatron_cp_plugin.core.ranges import (
     offsets_of_each,
     runs,
 )
-from megatron_cp_plugin.core.tiles import Mask
-
-
-@dataclass(frozen=True, eq=False)
-class TokenMap(Sequence[Ranges]):
-    """The positions that each rank holds; maps with equal positions are equal.
-
-    A rank's positions are made on demand: with many documents, making all ranks' positions takes
-    longer than planning one rank.
-
-    Attributes: layout: for the documents of the mask.
-    """
-
-    layout: Layout
-    size: int
-    seq_len: int
-
-    @staticmethod
-    @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
-    def of(layout: Layout, size: int, seq_len: int) -> "TokenMap":
-        """What the ranks hold in a layout."""
-        return TokenMap(layout, size, seq_len)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenMap):
-            return NotImplemented
-        mine, others = ((x.layout, x.size, x.seq_len) for x in (self, other))
-        # Different layouts differ in the first ranks, so positions of the others need not be made.
-        return mine == others or (len(self) == len(other) and all(map(eq, self, other)))
-
-    def __hash__(self) -> int:
-        return hash(self.lengths)
-
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Ranges: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Ranges, ...]: ...
-    def __getitem__(self, index: int | slice) -> Ranges | tuple[Ranges, ...]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        rank, made = range(self.size)[index], self._made
-        if rank not in made:
-            made[rank] = Ranges.of(self.layout.spans(rank, self.size, self.seq_len))
-        return made[rank]
-
-    @cached_property
-    def _made(self) -> dict[int, Ranges]:
-        """Positions that were asked for, by rank."""
-        return {}
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of positions that each rank holds."""
-        ranks = range(self.size)
-        return tuple(self.layout.length(rank, self.size, self.seq_len) for rank in ranks)
-
-    @cached_property
-    def gaps(self) -> bool:
-        """Whether a rank holds positions with a step."""
-        if self.layout.follows_documents:
-            return False
-        return not all(spans.plain for spans in self)
-
-    def equivalent_pairs(self, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
-        """See `Layout.equivalent_pairs`; also None if the mask depends on distances."""
-        distances = mask.window is not None or mask.slices is not None
-        return None if distances else self.layout.equivalent_pairs(query, self.size)
-
-
-# Rows in gaps shorter than a block's rows divided by this number are sent although nobody needs
-# them: every further range costs a copy before and after a message.
-_GAPS = 64
-
-
-def longest_gap(tokens: int) -> int:
-    """Longest gap of rows that nobody needs and that are sent with their neighbours. Args: tokens:
-    of the block.
-    """
-    return tokens // _GAPS
+from megatron_cp_plugin.core.tiles import Mask, equivalent_pairs
 
 
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
@@ -148,7 +63,7 @@ def rows_met(
     As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
     """
     tokens = TokenMap.of(layout, size, seq_len)
-    if not tokens.gaps and tokens.equivalent_pairs(0, mask) is None:
+    if not tokens.gaps and equivalent_pairs(tokens, 0, mask) is None:
         blocks = _Blocks.of(tokens)
         gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
         return _visible(blocks, gaps, blocks, mask.bands if side else mask.bands.transposed)
@@ -199,19 +114,8 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     layout = layout.for_documents(mask.resolved)
     blocks = TokenMap.of(layout, size, seq_len)
     if not mask.special:
-        return _all_see_all(blocks, mask)
+        return blocks.all_see_all(mask.causal)
     return all(len(seen) == size for seen in rows_met(layout, size, seq_len, mask, 1))
-
-
-def _all_see_all(blocks: Sequence[Ranges], mask: Mask) -> bool:
-    """As `sees_all`, without windows, documents and spans: from each block's first and last
-    position.
-    """
-    found = [(block[0].start, block[-1].positions[-1]) for block in blocks if len(block)]
-    if len(found) < len(blocks):
-        return False
-    first, last = zip(*found, strict=True)
-    return not mask.causal or min(last) >= max(first)
 
 
 def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
@@ -220,7 +124,7 @@ def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Ro
     """
     ranks = range(len(tokens))
     equivalent = [
-        tokens.equivalent_pairs(query, mask) or [(query, key) for key in ranks] for query in ranks
+        equivalent_pairs(tokens, query, mask) or [(query, key) for key in ranks] for query in ranks
     ]
     rows = {}
     for pair in set().union(*equivalent):

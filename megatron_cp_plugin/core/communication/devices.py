@@ -1,4 +1,4 @@
-"""A rank's GPU: copies from the host, streams, and fused operations."""
+"""A rank's GPU: copies from the host, streams, and graphs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,39 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.errors import ContextParallelError
-
-_fused: dict[str, Callable[[], Any]] = {}
-
-
-def register_fused(device_type: str, load: Callable[[], Any]) -> None:
-    """Registers fused operations in float32 for a type of device.
-
-    Args: load: returns, at each use, an object with fused versions of functions of `core`, under
-        the same names. They take all dtypes but float64; lse and statistics are float32.
-    """
-    _fused[device_type] = load
-
-
-def fused_for(x: Tensor) -> Any:
-    """Fused operations for tensors on x's device; None: use PyTorch's operations."""
-    load = _fused.get(x.device.type)
-    return None if load is None else load()
-
-
-def check_devices(names: str, *tensors: Tensor) -> None:
-    """Raises: ContextParallelError unless all tensors are on one device; a GPU must be the current
-    one, because kernels and messages are queued on its streams. Args: names: of the tensors, for
-    errors.
-    """
-    device = tensors[0].device
-    if len({x.device for x in tensors}) > 1:
-        got = ", ".join(str(x.device) for x in tensors)
-        raise ContextParallelError(f"{names} need one device, got {got}: move them first")
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ContextParallelError(
-            f"needs tensors on the current GPU cuda:{torch.cuda.current_device()}, got {device}: "
-            f"call torch.cuda.set_device({device.index}) before"
-        )
 
 
 def kept_on_device[*Ts, R](

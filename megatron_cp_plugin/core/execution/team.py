@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
     common,
+    longest_gap,
     narrowed,
     packed,
     positions_of_all,
@@ -26,7 +27,6 @@ from megatron_cp_plugin.core.blocks.rows import (
     token_dim,
     united,
 )
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap, longest_gap
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator, Pending
 from megatron_cp_plugin.core.communication.devices import copy_into
@@ -40,6 +40,7 @@ from megatron_cp_plugin.core.execution.program import (
     Step,
     Task,
 )
+from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import (
     accumulation_dtype,

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.autograd.function import (
     cast_inputs,
+    check_devices,
     check_dtypes,
     differentiable_once,
     dtypes_as_given,
 )
 from megatron_cp_plugin.core.autograd.recompute import computed_once
 from megatron_cp_plugin.core.comm import CommunicatingIn
-from megatron_cp_plugin.core.communication.devices import check_devices
 from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem

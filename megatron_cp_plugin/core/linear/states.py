@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.communication.devices import fused_for, kept_on_device, uploaded
+from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.partial import fused_for
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.errors import ConfigError, brief
 

@@ -19,19 +19,15 @@ from megatron_cp_plugin.core.blocks.rows import (
     Rows,
     between,
     clipped,
+    longest_gap,
     row_count,
     rows_of_all,
     union,
 )
-from megatron_cp_plugin.core.blocks.visible_rows import (
-    TokenMap,
-    longest_gap,
-    rows_met,
-    rows_of_parts,
-    sees_all,
-)
+from megatron_cp_plugin.core.blocks.visible_rows import rows_met, rows_of_parts
 from megatron_cp_plugin.core.call import together
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -422,7 +418,7 @@ class _Routes:
         """
         if side not in self._met:
             others: Sequence[Iterable[int]] = [range(self.size)] * self.size
-            if self.selective or (self.masked and not sees_all(*self.tokens, self.mask)):
+            if self.selective or (self.masked and not self.spans.all_see_all(self.mask.causal)):
                 others = self._met[side] = rows_met(*self.tokens, self.mask, side.value)
             if not self.selective:
                 blocks = enumerate(others)

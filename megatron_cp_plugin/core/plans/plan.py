@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.ranges import Ranges
-from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
+from megatron_cp_plugin.core.tiles import Mask, TileTable, equivalent_pairs, plan_pairs
 from megatron_cp_plugin.errors import ConfigError
 
 
@@ -243,7 +243,7 @@ class Plan:
         """The blocks of a computation, or the blocks of an equivalent pair of ranks."""
         queries, keys = compute.queries, compute.keys
         if len(queries.owners) == len(keys.owners) == 1:
-            equivalent = self.spans.equivalent_pairs(queries.owners[0], self.mask)
+            equivalent = equivalent_pairs(self.spans, queries.owners[0], self.mask)
             if equivalent is not None:
                 pair = equivalent[keys.owners[0]]
                 return Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))

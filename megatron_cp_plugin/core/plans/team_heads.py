@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp_plugin.core.blocks.rows import between, narrowed, token_dim
-from megatron_cp_plugin.core.blocks.visible_rows import TokenMap
 from megatron_cp_plugin.core.call import HeadGroup
+from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
