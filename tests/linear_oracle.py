@@ -1,69 +1,120 @@
 """Independent oracle of linear attention: the recurrence, token by token, gradients by autograd."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+NAMES = "out", "final", "dq", "dk", "dv", "dgate", "dbeta", "dinitial"
+
 
 @dataclass(frozen=True)
-class LinearExpected:
-    """Whole tensors of an unsplit linear attention, float64."""
+class Linear:
+    """Whole tensors of an unsplit linear attention, float64.
 
-    rates: tuple[float, ...]
+    Attributes: q: [B,N,*,D], k: [B,N,*,D], v: [B,N,*,E]; gate: [B,N,G] or [B,N,G,D], beta: [B,N,G];
+        initial: [B,G,D,E]; rates: of heads, in place of a gate; documents: tokens before which the
+        state becomes 0.
+    """
+
     q: Tensor
     k: Tensor
     v: Tensor
+    gate: Tensor | None
+    beta: Tensor | None
     initial: Tensor
     dout: Tensor
     dfinal: Tensor
-    out: Tensor
-    final: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dinitial: Tensor
+    _: KW_ONLY
+    rates: tuple[float, ...] | None = None
+    causal: bool = True
+    documents: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.dout.shape[1]
+
+    def expected(self) -> "LinearExpected":
+        """With the results of the recurrence."""
+        gate = self.gate
+        if self.rates is not None:
+            logarithms = torch.tensor(self.rates, dtype=torch.float64).log()
+            gate = logarithms.expand(1, self.tokens, -1)
+        given = (self.q, self.k, self.v, gate, self.beta, self.initial)
+        asked = [None if x is None else x.clone().requires_grad_() for x in given]
+        out, final = recurrence(*asked, causal=self.causal, documents=self.documents)
+        some = [x for x in asked if x is not None]
+        results = iter(torch.autograd.grad((out, final), some, (self.dout, self.dfinal)))
+        gradients = [None if x is None else next(results) for x in asked]
+        return LinearExpected(**vars(self), results=(out.detach(), final.detach(), *gradients))
+
+
+@dataclass(frozen=True)
+class LinearExpected(Linear):
+    """With its results, by the names of `NAMES`."""
+
+    results: Sequence[Tensor | None] = ()
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        if name not in NAMES:
+            raise AttributeError(name)
+        return self.results[NAMES.index(name)]
 
 
 def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rates: Tensor,
+    gate: Tensor | None,
+    beta: Tensor | None,
     initial: Tensor,
     *,
-    causal: bool,
+    causal: bool = True,
     documents: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """[B,N,H,D], [B,N,H,D], [B,N,H,E], [H], [B,H,D,E] -> out [B,N,H,E], kv_N [B,H,D,E].
+    """Token by token, with transitions as they are defined: see `Linear`.
 
-    Args: documents: tokens before which the state becomes 0.
+    Returns: out [B,N,H,E] and the last state [B,G,D,E].
     """
-    tokens = q.shape[1]
-    rate = rates.view(1, -1, 1, 1)
+    states = initial.shape[1]
+    heads = max(q.shape[2], states)
+    k, v = (x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
+    q = q.repeat_interleave(heads // q.shape[2], 2)
 
-    def outer(s: int) -> Tensor:
-        return k[:, s, :, :, None] * v[:, s, :, None, :]
+    def kept(s: int, state: Tensor) -> Tensor:
+        if gate is None:
+            return state
+        of_token = gate[:, s].unsqueeze(-1) if gate.dim() == 3 else gate[:, s]
+        return of_token.exp().unsqueeze(-1) * state
 
-    def read(s: int, kv: Tensor) -> Tensor:
-        return (q[:, s, :, :, None] * kv).sum(-2)
+    def added(s: int, state: Tensor) -> Tensor:
+        value = v[:, s]
+        if beta is not None:
+            known = torch.einsum("bhd,bhde->bhe", k[:, s], state)
+            value = beta[:, s].unsqueeze(-1) * (value - known)
+        return state + k[:, s, :, :, None] * value[:, :, None, :]
 
-    kv, out = initial, []
-    for s in range(tokens):
+    def read(s: int, state: Tensor) -> Tensor:
+        shared = state.repeat_interleave(heads // states, 1)
+        return torch.einsum("bhd,bhde->bhe", q[:, s], shared)
+
+    state, out = initial, []
+    for s in range(q.shape[1]):
         if s in documents:
-            kv = torch.zeros_like(kv)
-        kv = rate * kv + outer(s)
-        out.append(read(s, kv))
+            state = torch.zeros_like(state)
+        state = added(s, kept(s, state))
+        out.append(read(s, state))
     if not causal:
         later = torch.zeros_like(initial)
-        for s in reversed(range(tokens)):
-            later = rate * later
+        for s in reversed(range(q.shape[1])):
+            later = kept(s, later)
             out[s] = out[s] + read(s, later)
-            later = later + outer(s)
+            later = added(s, later)
             if s in documents:
                 later = torch.zeros_like(later)
-    return torch.stack(out, 1), kv
+    return torch.stack(out, 1), state
 
 
 @cache
@@ -88,50 +139,8 @@ def linear_expected(
     q, k = (random(batch, seq_len, heads, head_dim) for _ in range(2))
     v, dout = (random(batch, seq_len, heads, value_dim) for _ in range(2))
     initial, dfinal = (states * random(batch, heads, head_dim, value_dim) for _ in range(2))
-    inputs = [x.clone().requires_grad_() for x in (q, k, v, initial)]
-    rate = torch.tensor(rates, dtype=torch.float64)
-    out, final = recurrence(*inputs[:3], rate, inputs[3], causal=causal, documents=documents)
-    gradients = torch.autograd.grad((out, final), inputs, (dout, dfinal))
-    return LinearExpected(
-        rates, q, k, v, initial, dout, dfinal, out.detach(), final.detach(), *gradients
-    )
-
-
-def gated_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    beta: Tensor | None,
-    initial: Tensor,
-    documents: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Token by token, with transitions as they are defined.
-
-    Args: q: [B,N,*,D], k: [B,N,*,D], v: [B,N,*,E]; gate: [B,N,G] or [B,N,G,D], beta: [B,N,G];
-        initial: [B,G,D,E]; documents: tokens before which the state becomes 0.
-
-    Returns: out [B,N,H,E] and the last state [B,G,D,E].
-    """
-    states = initial.shape[1]
-    heads = max(q.shape[2], states)
-    k, v = (x.repeat_interleave(states // x.shape[2], 2) for x in (k, v))
-    q = q.repeat_interleave(heads // q.shape[2], 2)
-    state, out = initial, []
-    for s in range(q.shape[1]):
-        if s in documents:
-            state = torch.zeros_like(state)
-        if gate is not None:
-            of_token = gate[:, s].unsqueeze(-1) if gate.dim() == 3 else gate[:, s]
-            state = of_token.exp().unsqueeze(-1) * state
-        value = v[:, s]
-        if beta is not None:
-            known = torch.einsum("bhd,bhde->bhe", k[:, s], state)
-            value = beta[:, s].unsqueeze(-1) * (value - known)
-        state = state + k[:, s, :, :, None] * value[:, :, None, :]
-        shared = state.repeat_interleave(heads // states, 1)
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, s], shared))
-    return torch.stack(out, 1), state
+    how = {"rates": rates, "causal": causal, "documents": documents}
+    return Linear(q, k, v, None, None, initial, dout, dfinal, **how).expected()
 
 
 def passed_along(

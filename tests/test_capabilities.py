@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.layers import layout_choices
-from tests.linear_oracle import linear_expected, recurrence
+from tests.linear_oracle import linear_expected
 from tests.oracle import expected_attention, relative_error
 
 SEQ_LEN = 4 * RANKS
@@ -63,10 +63,9 @@ def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, l
         whole, want = (expected.q, expected.k, expected.v), expected.out
     else:
         rates = torch.linspace(0.5, 1, heads, dtype=torch.float64)
-        drawn = linear_expected(tuple(rates.tolist()), SEQ_LEN, causal=causal)
-        whole = drawn.q, drawn.k, drawn.v
-        starts, zeros = bounds.get(layout, ())[1:-1], torch.zeros_like(drawn.initial)
-        want, _ = recurrence(*whole, rates, zeros, causal=causal, documents=starts)
+        given = {"causal": causal, "documents": bounds.get(layout, ())[1:-1], "states": False}
+        drawn = linear_expected(tuple(rates.tolist()), SEQ_LEN, **given)
+        whole, want = (drawn.q, drawn.k, drawn.v), drawn.out
 
     def body(topology):
         group = {"group": topology, **settings}

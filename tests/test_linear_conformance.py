@@ -1,27 +1,34 @@
 """Every algorithm of linear attention against the recurrence in float64: forward, all gradients."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import CommunicationLog
-from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.layout import Layout, shard, unshard
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
+from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.topology import Topology
-from megatron_cp_plugin.registry import create_linear, layout_of
+from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.registry import algorithm_class, create_linear
 from tests.fla_on_cpu import fla_on_cpu, launches
 from tests.linear_bytes import counted, stated
-from tests.linear_oracle import LinearExpected, linear_expected
+from tests.linear_calls import Found, LinearCall, run
+from tests.linear_oracle import Linear, LinearExpected, linear_expected
 from tests.oracle import relative_error
+from tests.pairwise import pairwise
+from tests.random_tests import examples
+from tests.test_random_attention import World, worlds
 
 
 @dataclass(frozen=True)
@@ -78,71 +85,6 @@ ROWS = [(name, kernel) for name in DOCUMENTS for kernel in ("auto", "fla")]
 ROWS.append(("none", "bfloat16"))
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one rank got."""
-
-    out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    final: Tensor | None = None
-    dinitial: Tensor | None = None
-
-
-def run(
-    case: Case,
-    expected: LinearExpected,
-    size: int,
-    *,
-    causal: bool = True,
-    states: bool = False,
-    dtype: torch.dtype = torch.float64,
-    cu_seqlens: Sequence[int] | None = None,
-    kernel: str = "auto",
-) -> tuple[list[Result], CommunicationLog]:
-    """The result of every virtual rank, and what they sent. states: initial and final ones too."""
-    seq_len = expected.q.shape[1]
-    layout = layout_for(case, cu_seqlens)
-
-    def body(topology: Topology) -> Result:
-        whole = (expected.q, expected.k, expected.v, expected.dout)
-        *qkv, dout = (shard(x, 1, layout, topology.rank, size).to(dtype) for x in whole)
-        inputs = [x.requires_grad_() for x in qkv]
-        initial = expected.initial.clone().requires_grad_() if states else None
-        got = cp.linear_attention(
-            *inputs,
-            decay=torch.tensor(expected.rates, dtype=torch.float64),
-            algo=case.algo,
-            group=topology,
-            causal=causal,
-            initial_state=initial,
-            output_final_state=states,
-            seq_len=seq_len,
-            cu_seqlens=cu_seqlens,
-            kernel=kernel,
-            **dict(case.options),
-        )
-        if initial is None:
-            assert isinstance(got, Tensor)
-            return Result(got.detach(), *torch.autograd.grad(got, inputs, dout))
-        out, final = got
-        # Every rank's loss takes an unequal part of the final state.
-        part = (topology.rank + 1) / (size * (size + 1) / 2)
-        *gradients, dinitial = torch.autograd.grad(
-            (out, final), (*inputs, initial), (dout, part * expected.dfinal), allow_unused=True
-        )
-        return Result(out.detach(), *gradients, final.detach(), dinitial)
-
-    with cp.record_communication() as log:
-        results = run_virtual(size, body)
-    return results, log
-
-
-def layout_for(case: Case, cu_seqlens: Sequence[int] | None) -> Layout:
-    return layout_of(case.algo, dict(case.options)).for_documents(tuple(cu_seqlens or ())[1:-1])
-
-
 def assert_conforms(
     case: Case,
     size: int,
@@ -157,29 +99,22 @@ def assert_conforms(
 ) -> None:
     """Outputs, final states and all gradients; bytes and messages as docstrings state them.
 
-    Args: documents: where those but the first one begin. kernel: "bfloat16": "auto", of tensors in
-        bfloat16 and states in float32, and the error is that of rounding inputs and outputs once.
+    Args: documents: where those but the first one begin. states: there are an initial and a final
+        one. kernel: "bfloat16": "auto", of tensors in bfloat16 and states in float32, and the error
+        is that of rounding inputs and outputs once.
     """
     sizes = {"causal": causal, "documents": documents, "states": states, "batch": batch}
-    expected = linear_expected(RATES[rates], seq_len, **sizes)
+    expected, narrow = linear_expected(RATES[rates], seq_len, **sizes), kernel == "bfloat16"
     bounds = (0, *documents, seq_len) if documents else None
-    narrow = kernel == "bfloat16"
-    settings = {"causal": causal, "states": states, "cu_seqlens": bounds}
-    settings |= {"dtype": torch.bfloat16 if narrow else torch.float64}
+    call = LinearCall(case.algo, case.options, expected, bounds, begins=states, ends=states)
+    how = {"dtype": torch.bfloat16} if narrow else {"kernel": kernel}
     with fla_on_cpu() if kernel == "fla" else nullcontext():
-        results, log = run(case, expected, size, kernel="auto" if narrow else kernel, **settings)
+        results, log = run(replace(call, **how), size)
         assert (kernel == "fla") == bool(launches())
     bound = 6e-3 if narrow else 1e-9 if seq_len > 64 * size else 1e-10
-    for name in ("out", "dq", "dk", "dv"):
-        whole = unshard([getattr(x, name) for x in results], 1, layout_for(case, bounds))
-        error = relative_error(whole, getattr(expected, name))
-        assert error <= bound, f"{case}: {name} is off by {error:.1e}"
-    for result in results if states else ():
-        assert result.final.dtype == (torch.float32 if narrow else torch.float64)
-        assert relative_error(result.final, expected.final) <= bound
-    if states:  # the ranks' gradients of the initial state are those of their losses' sum
-        dinitial = sum(result.dinitial for result in results if result.dinitial is not None)
-        assert relative_error(dinitial, expected.dinitial) <= bound
+    call.assert_equals(results, expected, bound)
+    for _, final, *_ in results if states else ():
+        assert final.dtype == (torch.float32 if narrow else torch.float64)
     widths = {} if narrow else {"element_bytes": 8, "wide_bytes": 8}
     shape = LinearShape(*expected.q.shape, expected.v.shape[3], **widths)
     said = {"causal": causal, "final_state": states, "documents": documents}
@@ -222,27 +157,24 @@ def test_equals_the_recurrence(
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_an_empty_batch(case: Case, size: int) -> None:
-    expected = linear_expected(RATES["slopes"], 6 * size, batch=0)
-    for result in run(case, expected, size, states=True)[0]:
-        assert result.final.shape == expected.initial.shape
-        assert result.out.shape == result.dv.shape == (0, 6, 4, 6)
+    call = LinearCall(case.algo, case.options, linear_expected(RATES["slopes"], 6 * size, batch=0))
+    for out, final, *_, dv, _, _, _ in run(call, size)[0]:
+        assert final.shape == call.given.initial.shape
+        assert out.shape == dv.shape == (0, 6, 4, 6)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("case", tuple(cases()), ids=str)
 def test_as_many_launches_for_any_number_of_documents(case: Case, causal: bool) -> None:
     """Of each of fla's kernels."""
-    seq_len = 24
-    of_rates = 1.0, 0.9, 0.5, 1.0
     with fla_on_cpu():
         found = []
         for starts in ((12,), (5, 12, 14), (*range(1, 24),)):
-            expected = linear_expected(of_rates, seq_len, causal=causal, documents=starts, batch=1)
-            bounds = (0, *starts, seq_len)
-            run(case, expected, 2, causal=causal, states=True, cu_seqlens=bounds, kernel="fla")
+            sizes = {"causal": causal, "documents": starts, "batch": 1}
+            expected = linear_expected((1.0, 0.9, 0.5, 1.0), 24, **sizes)
+            run(LinearCall(case.algo, case.options, expected, (0, *starts, 24), kernel="fla"), 2)
             found.append(Counter(name for name, _ in launches()))
-    ways = 1 if causal else 2
-    of_both_ranks = 2 * ways
+    of_both_ranks = 2 * (1 if causal else 2)  # of each direction
     assert {name: count for name, count in found[0].items() if name != "add_decayed_"} == {
         "chunk_fwd_kernel_h": 2 * of_both_ranks,  # states that leave, and those between chunks
         "fused_chunk_fwd_kernel": of_both_ranks,
@@ -258,7 +190,199 @@ def test_a_state_in_another_order_of_memory() -> None:
     expected = linear_expected(RATES["half"], 8, batch=1)
     turned = replace(expected, initial=expected.initial.mT.contiguous().mT)
     assert not turned.initial.is_contiguous()
+    call = LinearCall("lasp", (), turned, kernel="fla")
     with fla_on_cpu():
-        (found,), _ = run(Case("lasp"), turned, 1, states=True, kernel="fla")
-    for name in ("out", "final", "dq", "dk", "dv", "dinitial"):
-        assert relative_error(getattr(found, name), getattr(expected, name)) <= 1e-10
+        call.assert_equals(run(call, 1)[0], expected, 1e-10)
+
+
+# Which gates there are, and whether it is the delta rule.
+FAMILIES = {
+    "simple_gla": ("heads", False),
+    "gla": ("channels", False),
+    "delta_rule": (None, True),
+    "gated_delta_net": ("heads", True),
+    "kda": ("channels", True),
+}
+PLACES = (
+    ("lasp", "contiguous"),
+    *(("lasp2", layout) for layout in ("contiguous", "zigzag", "thd", "documents")),
+    *(("linear_ulysses", layout) for layout in ("contiguous", "thd", "documents")),
+)
+# Numbers of heads of q, k and v: equal ones, groups of q and k, grouped queries, both.
+HEADS = ((2, 2, 2), (1, 1, 4), (4, 2, 2), (4, 1, 2))
+DIM, VALUE_DIM = 4, 3
+
+
+@cache
+def gated(
+    family: str,
+    strength: str,
+    seq_len: int,
+    documents: tuple[int, ...] = (),
+    heads: tuple[int, int, int] = (2, 2, 2),
+) -> LinearExpected:
+    """Args: strength: of the gates."""
+    generator = torch.Generator().manual_seed(len(family) + seq_len)
+    kind, delta = FAMILIES[family]
+    states, all_heads = max(heads[1:]), max(heads)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+
+    q, k = (random(seq_len, count, DIM) for count in heads[:2])
+    k = k / k.norm(dim=-1, keepdim=True)
+    v, gate, beta = random(seq_len, heads[2], VALUE_DIM), None, None
+    if kind is not None:
+        drawn = random(seq_len, states, DIM) if kind == "channels" else random(seq_len, states)
+        gate = {
+            "plain": -drawn.abs() / 4,
+            "near 0 and 1": -torch.where(drawn > 0, 1e-7, 20.0) * drawn.abs(),
+            "-40": torch.where(drawn > 0.5, -40.0, -drawn.abs() / 8),
+            "all -40": torch.full_like(drawn, -40.0),
+        }[strength]
+    if delta:
+        beta = (random(seq_len, states) * (9 if strength == "near 0 and 1" else 1)).sigmoid()
+    initial, dfinal = (random(states, DIM, VALUE_DIM) for _ in range(2))
+    dout = random(seq_len, all_heads, VALUE_DIM)
+    return Linear(q, k, v, gate, beta, initial, dout, dfinal, documents=documents).expected()
+
+
+def gated_call(given: Linear, algo: str, layout: str, **how: Any) -> LinearCall:
+    bounds = (0, *given.documents, given.tokens) if given.documents else None
+    options = () if algo == "lasp" else (("layout", layout),)
+    return LinearCall(algo, options, given, bounds, **how)
+
+
+# Where documents of gated linear attention begin.
+STARTS = {
+    "one": lambda size, n: (),
+    "multiples": lambda size, n: (2 * size, 6 * size),
+    "anywhere": lambda size, n: (1, 2, n // 2 - 1, n // 2, n - 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "strength", "size", "place", "documents", "heads"),
+    pairwise(
+        tuple(FAMILIES),
+        ("plain", "near 0 and 1", "-40", "all -40"),
+        (1, 2, 3, 4, 8),
+        PLACES,
+        tuple(STARTS),
+        HEADS,
+    ),
+    ids=str,
+)
+def test_gates_and_the_delta_rule_equal_the_recurrence(
+    family: str,
+    strength: str,
+    size: int,
+    place: tuple[str, str],
+    documents: str,
+    heads: tuple[int, int, int],
+) -> None:
+    """Outputs, final states, gradients of tokens, gates and the initial state."""
+    seq_len = 10 * size if size > 2 else 36
+    starts = STARTS["multiples" if place[1] == "thd" and documents == "anywhere" else documents](
+        size, seq_len
+    )
+    if place[1] == "thd":
+        seq_len = -(-seq_len // (2 * size)) * 2 * size
+    if place[1] == "zigzag":
+        seq_len = 12 * size
+    given = gated(family, strength, seq_len, starts, heads)
+    call = gated_call(given, *place)
+    call.assert_equals(run(call, size)[0], given, 1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_gates_are_stated(family: str) -> None:
+    kind, delta = FAMILIES[family]
+    gates = [DIM if kind == "channels" else 1] * (kind is not None) + [1] * delta
+    for algo, layout in PLACES:
+        given = gated(family, "plain", 48, () if layout == "contiguous" else (12, 36))
+        call = gated_call(given, algo, layout, dtype=torch.bfloat16)
+        _, log = run(call, 3)
+        shape = LinearShape(2, 48, 2, DIM, VALUE_DIM)
+        settings = {"transition": DIM * DIM if delta else gates[0], "gates": gates}
+        settings |= {"causal": True, "final_state": True, "documents": given.documents}
+        for rank in range(3):
+            made = create_linear(algo, VirtualWorld(3).topology(rank), dict(call.options))
+            assert counted(log, rank) == stated(made, shape, rank, **settings)
+
+
+@pytest.mark.parametrize("family", ["gla", "gated_delta_net", "kda"])
+def test_16k_tokens_in_float32(family: str) -> None:
+    """Finite and right, outputs and gradients: P = 3 against one rank in float64, which shorter
+    ones are compared with.
+    """
+    (kind, delta), tokens = FAMILIES[family], 16384
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, tokens, 1, 8, generator=generator) for _ in range(4))
+    k = k / k.norm(dim=-1, keepdim=True)
+    drawn = torch.rand(1, tokens, 1, *((8,) if kind == "channels" else ()), generator=generator)
+    gate = torch.where(drawn > 0.9, -40.0, -1e-6) if kind else None
+    beta = torch.rand(1, tokens, 1, generator=generator) if delta else None
+    given = Linear(q, k, v, gate, beta, none := torch.zeros(1, 1, 8, 8), dout, none)
+    call = LinearCall("lasp2", (), given, begins=False, ends=False)
+    wanted = call.whole(run(call, 1)[0])
+    found = call.whole(run(replace(call, dtype=torch.float32), 3)[0])
+    for got, want in zip(found, wanted, strict=True):
+        if got is not None:
+            assert got.isfinite().all()
+            assert relative_error(got, want) < 5e-5
+
+
+@st.composite
+def linear_calls(draw: st.DrawFn, world: World) -> LinearCall:
+    """Random options, lengths, rates and documents."""
+    algo = draw(st.sampled_from(cp.available("linear")))
+    options: dict[str, Any] = {}
+    for option, kind in get_type_hints(algorithm_class(algo).Options).items():
+        options[option] = draw(st.sampled_from(get_args(kind)))
+    seq_len = draw(st.integers(1, 6 * world.size))
+    if options.get("layout") == "zigzag" and draw(st.booleans()):
+        seq_len = 2 * world.size * draw(st.integers(1, 4))
+    rate = st.sampled_from([1.0, 0.9, 0.5, 1e-6, 1e-300])
+    heads = draw(st.sampled_from([1, 3, world.size, 2 * world.size]))
+    edges = draw(st.lists(st.integers(0, seq_len), max_size=5))
+    bounds = (0, *sorted(edges), seq_len)
+    batch, dim, value_dim = (draw(st.sampled_from(few)) for few in ((1, 2), (1, 4), (1, 3)))
+    rates = tuple(draw(rate) for _ in range(heads))
+    causal, begins, ends, strided = (draw(st.booleans()) for _ in range(4))
+    wanted = draw(st.just((True,) * 4) | st.tuples(*[st.booleans()] * 4))
+    kernel = draw(st.sampled_from(["auto", "fla"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tokens, state = (batch, seq_len, heads), (batch, heads, dim, value_dim)
+    sizes = [(*tokens, dim), (*tokens, dim), (*tokens, value_dim)]
+    q, k, v, initial, dout, dfinal = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in (*sizes, state, sizes[2], state)
+    )
+    how = {"rates": rates, "causal": causal, "documents": document_starts(bounds, seq_len)}
+    given = Linear(q, k, v, None, None, begins * initial, dout, ends * dfinal, **how)
+    choice = algo, tuple(sorted(options.items()))
+    return LinearCall(*choice, given, bounds, begins, ends, wanted, strided, kernel)
+
+
+@examples(15)
+@given(st.data())
+def test_any_calls_equal_the_recurrence(data: st.DataObject) -> None:
+    """Or all ranks refuse them."""
+    world = data.draw(worlds())
+    calls = data.draw(st.lists(linear_calls(world), min_size=1, max_size=2))
+
+    def body(topology: Topology) -> list[Found] | str:
+        try:
+            return [one.on(topology) for one in calls]
+        except ContextParallelError as error:
+            return str(error)
+
+    with fla_on_cpu():
+        results = world.run(body)
+    if refusals := [of_rank for of_rank in results if isinstance(of_rank, str)]:
+        assert len(refusals) == world.size
+        event(f"refused: {refusals[0][:70]}")
+        return
+    for one, of_ranks in zip(calls, zip(*results, strict=True), strict=True):
+        one.assert_equals(of_ranks, one.given.expected(), 1e-10)

@@ -10,6 +10,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualTopology, _Virt
 from megatron_cp_plugin.registry import create
 from tests import test_conformance as softmax
 from tests import test_linear_conformance as linear
+from tests.linear_calls import LinearCall, run
 from tests.linear_oracle import linear_expected
 from tests.oracle import expected_attention
 from tests.peer_world import run_virtual
@@ -67,7 +68,7 @@ def test_every_rank_posts_every_operation(case, size: int, causal: bool, posted:
 @pytest.mark.parametrize("case", tuple(linear.cases()), ids=str)
 def test_so_it_is_with_linear_attention(case, size: int, causal: bool, posted: Journal) -> None:
     expected = linear_expected(next(iter(linear.RATES.values())), 6 * size, causal=causal)
-    linear.run(case, expected, size, causal=causal, states=True)
+    run(LinearCall(case.algo, case.options, expected), size)
     assert_alike(posted)
 
 

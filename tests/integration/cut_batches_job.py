@@ -270,6 +270,11 @@ class Batch:
             mine += [chunks[self.rank], chunks[2 * self.size - 1 - self.rank]]
         return torch.cat(mine)[None]
 
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Ids, positions, labels, and which tokens count, [1,T/P] each."""
+        places, counts = ([f(len(x)) for x in self.ids] for f in (torch.arange, torch.ones))
+        return self.cut(self.ids), self.cut(places), self.cut(self.labels), self.cut(counts)
+
     def whole(self, documents: Sequence[Tensor]) -> Tensor:
         """[1,T,...]: all documents [n,...], each padded to a multiple of 2P."""
         pack = []
@@ -329,7 +334,7 @@ class Expected:
 class Reference:
     """A model that neither context nor stages split, given each document by itself.
 
-    The same batch is computed once, whatever it is compared with.
+    The same batch is computed once, whatever it is compared with: some documents by each rank.
     """
 
     def __init__(self, model: Any) -> None:
@@ -348,14 +353,19 @@ class Reference:
         return self._found[key]
 
     def _in_turn(self, batch: "Batch", spanned: bool) -> Expected:
-        model, loss, log_probs = self.model, 0.0, []
+        from megatron.core import parallel_state
+
+        sharing = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model, loss = self.model, torch.zeros(1)
+        log_probs = [torch.zeros(len(ids)) for ids in batch.ids]
         # Sequence parallelism splits each document evenly: what follows it changes nothing.
         split = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
         model.zero_grad()
         predicted = sum(len(ids) - 1 for ids in batch.ids)
         masks = batch.masks(spanned=spanned)
         images = bool(model.config.mrope_section)
-        for ids, labels, mask in zip(batch.ids, batch.labels, masks, strict=True):
+        for number in range(sharing.rank(), len(masks), sharing.size()):
+            ids, labels, mask = batch.ids[number], batch.labels[number], masks[number]
             tokens = len(ids)
             counts = torch.ones(1, tokens)
             if further := -tokens % split:
@@ -371,15 +381,22 @@ class Reference:
             part = losses.sum() / batch.tokens
             weigh_further_tokens((tokens - 1) / max(1, predicted))
             torch.autograd.backward(part)  # as Megatron does, and the CPU platform needs
-            loss += float(part.detach())
+            loss += part.detach()
             with torch.no_grad():
                 found = log_probs_of(model, ids[None], places, labels, mask=mask, **more)
-                log_probs.append(found[:tokens])
-        gradients = {name: gradient_of(each) for name, each in model.named_parameters()}
-        for name, each in model.named_parameters():
+                log_probs[number] = found[:tokens]
+        gradients = [gradient_of(each) for each in model.parameters()]
+        for each, gradient in zip(model.parameters(), gradients, strict=True):
             if getattr(each, "sequence_parallel", False):
-                dist.all_reduce(gradients[name], group=model.pg_collection.tp)
-        return Expected(loss, log_probs, gradients)
+                dist.all_reduce(gradient, group=model.pg_collection.tp)
+        parts = [loss, *log_probs, *gradients]
+        together = torch.cat([each.flatten() for each in parts])
+        dist.all_reduce(together, group=sharing)
+        of_all = together.split([each.numel() for each in parts])
+        total, *found = (x.view_as(each) for x, each in zip(of_all, parts, strict=True))
+        names = (name for name, _ in model.named_parameters())
+        of_names = dict(zip(names, found[len(masks) :], strict=True))
+        return Expected(float(total), found[: len(masks)], of_names)
 
 
 def gradient_of(parameter: Any) -> Tensor:
@@ -432,6 +449,26 @@ def log_probs_of(
     return logits[0].float().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
 
 
+def both_passes(
+    model: Any, batch: Batch, packs: Sequence[Any], expected: Expected, tokens: int, **more: Any
+) -> tuple[Tensor, float]:
+    """The part of a loss of so many tokens, after its backward, and what log-probs are off by.
+
+    Args: packs: packed_seq_params of each pass. more: position_ids, if they are others than those
+        of a text, and arguments of the model.
+    """
+    ids, places, labels, counts = batch.inputs()
+    places = more.pop("position_ids", places)
+    settings = more | {"labels": labels, "loss_mask": counts, "packed_seq_params": packs[0]}
+    loss = (model(ids, places, None, **settings) * counts).sum() / tokens
+    weigh_further_tokens(batch.tokens / tokens / batch.size)  # Megatron averages it over the ranks
+    torch.autograd.backward(loss)
+    with torch.no_grad():
+        found = log_probs_of(model, ids, places, labels[0], packs[1], **more)
+    off = (found - batch.cut(expected.log_probs)[0]) * counts[0]
+    return loss.detach().clone(), float(off.abs().max())
+
+
 def compare(
     reference: Reference, model: Any, batch: Batch, *, real: bool, spanned: bool
 ) -> dict[str, float]:
@@ -439,38 +476,25 @@ def compare(
     group = model.pg_collection.cp
     model.zero_grad()
     expected = reference.expected(batch, spanned=spanned)
-    ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
-    counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
-    images = bool(model.config.mrope_section)
-    of_documents = [places_of(len(x), images=images) for x in batch.ids]
-    places = batch.cut(of_documents)
     more: dict[str, Any] = {}
-    if images:  # cut by the caller, or whole
-        places = (places if real else batch.whole(of_documents)).permute(2, 0, 1)
-        shown = ids if real else batch.whole(batch.ids)
-        more = {"decoder_input": with_images(model, shown)}
+    if model.config.mrope_section:  # images, cut by the caller, or whole
+        of_documents = [places_of(len(x), images=True) for x in batch.ids]
+        cut = batch.cut if real else batch.whole
+        more["position_ids"] = cut(of_documents).permute(2, 0, 1)
+        more["decoder_input"] = with_images(model, cut(batch.ids))
     seen: list[Any] = []
     hook = model.decoder.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
     )
-    packed = batch.packed(real=real, spanned=spanned)
-    settings = more | {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
-    losses = model(ids, places, None, **settings)
+    packs = [batch.packed(real=real, spanned=spanned) for _ in range(2)]
+    total, log_probs = both_passes(model, batch, packs, expected, batch.tokens, **more)
     hook.remove()
     assert seen[0].of_the_framework == "kept"
-    loss = (losses * counts).sum() / batch.tokens
-    weigh_further_tokens(1 / batch.size)  # Megatron averages it over the ranks
-    torch.autograd.backward(loss)
-    total = loss.detach().clone()
     dist.all_reduce(total, group=group)
-    with torch.no_grad():
-        packed = batch.packed(real=real, spanned=spanned)
-        found = log_probs_of(model, ids, places, labels[0], packed, **more)
-    log_probs = (found - batch.cut(expected.log_probs)[0]) * counts[0]
     parameters = zip(model.parameters(), expected.gradients.values(), strict=True)
     return {
         "loss": abs(float(total) - expected.loss) / expected.loss,
-        "log-probs": float(log_probs.abs().max()),
+        "log-probs": log_probs,
         "gradients": gradients_off(parameters, group, model.pg_collection.tp),
     }
 
@@ -558,8 +582,7 @@ def use_offloading(model: Any) -> list[int]:
 
 def left_by_log_probs(model: Any, batch: Batch) -> int:
     """How many tensors the sixth to tenth forward without gradients leave behind."""
-    ids = batch.cut(batch.ids)
-    places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+    ids, places, *_ = batch.inputs()
     living = []
     for _ in range(2):
         for _ in range(5):
@@ -727,19 +750,9 @@ def compare_steps(
     total, furthest = torch.zeros(()), 0.0
     for step in steps:
         batch, packed = own_batch(step, ranks, layout)
-        ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
-        counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
-        places = batch.cut([torch.arange(len(x)) for x in batch.ids])
-        settings = {"labels": labels, "loss_mask": counts, "packed_seq_params": packed}
-        loss = (model(ids, places, None, **settings) * counts).sum() / tokens
-        weigh_further_tokens(batch.tokens / tokens / batch.size)
-        torch.autograd.backward(loss)
-        total += loss.detach()
-        with torch.no_grad():
-            found = log_probs_of(model, ids, places, labels[0], packed)
-        theirs = reference.expected(batch).log_probs
-        off = (found - batch.cut(theirs)[0]) * counts[0]
-        furthest = max(furthest, float(off.abs().max()))
+        theirs = reference.expected(batch)
+        loss, off = both_passes(model, batch, (packed, packed), theirs, tokens)
+        total, furthest = total + loss, max(furthest, off)
     dist.all_reduce(total, group=ranks)
     loss = sum(weight * each.loss for weight, each in expected)
     parameters = (
@@ -873,9 +886,7 @@ class Pipeline:
 
         def forward(data: Iterator[tuple[Batch, Any]], model: Any) -> Any:
             batch, packed = next(data)
-            ids, labels = batch.cut(batch.ids), batch.cut(batch.labels)
-            counts = batch.cut([torch.ones(len(x)) for x in batch.ids])
-            places = batch.cut([torch.arange(len(x)) for x in batch.ids])
+            ids, places, labels, counts = batch.inputs()
             more = {} if log_probs else {"labels": labels, "loss_mask": counts}
             out = model(ids, places, None, packed_seq_params=packed, **more)
 

@@ -405,12 +405,11 @@ def try_paths(reference: Any, model: Any, size: int, folder: Path) -> dict[str, 
     from megatron_cp_plugin.errors import ContextParallelError
 
     model.load_state_dict(reference.state_dict(), strict=False)
+    packs = Reference(reference)  # is asked once the samples have trained it
     paths: dict[str, Callable[[], dict[str, float]]] = {
         "samples": lambda: by_samples(reference, model, size),
-        "packed documents": lambda: worst_of(Reference(reference), model, size, real=False),
-        "packed documents with padding": lambda: worst_of(
-            Reference(reference), model, size, real=True
-        ),
+        "packed documents": lambda: worst_of(packs, model, size, real=False),
+        "packed documents with padding": lambda: worst_of(packs, model, size, real=True),
         "checkpoint": lambda: by_checkpoint(reference, model, folder),
     }
     found: dict[str, dict[str, Any]] = {"off": {}, "refused": {}}

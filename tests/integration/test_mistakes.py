@@ -134,7 +134,8 @@ MISTAKES = (
     Mistake(
         "benchmark without GPUs",
         "",
-        "needs a GPU for each of 2 ranks, got 0: add --device cpu",
+        "needs a GPU for each of 1 ranks, got 0: add --device cpu",
+        ranks=1,
         program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
     ),
 )

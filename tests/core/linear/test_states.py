@@ -12,21 +12,21 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.linear.states import Route, Runs, RunStates
 from megatron_cp_plugin.registry import create_linear
-from tests.core.linear.test_algorithm import DIM, DOCUMENTS, VALUE_DIM
 from tests.linear_oracle import passed_along
 from tests.oracle import relative_error
 from tests.random_tests import examples
+from tests.test_linear_conformance import DIM, STARTS, VALUE_DIM
 
 
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("documents", list(DOCUMENTS))
+@pytest.mark.parametrize("documents", list(STARTS))
 @pytest.mark.parametrize(("size", "layout"), [(1, "contiguous"), (3, "zigzag"), (4, "thd")])
 def test_ways_of_a_kernel_that_passes_runs_by_itself(
     monkeypatch: pytest.MonkeyPatch, size: int, layout: str, documents: str, begun: bool
 ) -> None:
     """States before all runs and behind the last one are those without it."""
     seq_len = 16 * size
-    starts = DOCUMENTS["multiples" if layout == "thd" else documents](size, seq_len)
+    starts = STARTS["multiples" if layout == "thd" else documents](size, seq_len)
     made = create_linear("lasp2", VirtualWorld(size).topology(0), {"layout": layout})
     route = made.route_of(seq_len, starts)
     runs = sum(map(len, route.runs))
