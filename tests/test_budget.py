@@ -20,7 +20,7 @@ LINES = {
     "planner": 6_610,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 40_480,
+    "tests": 40_290,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}
