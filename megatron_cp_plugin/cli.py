@@ -198,7 +198,8 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
 def _draw(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.drawing import picture, text
-    from megatron_cp_plugin.planner.svg import check_ending, save
+    from megatron_cp_plugin.planner.svg import check_ending, matrix, schedule
+    from megatron_cp_plugin.planner.token_picture import held, scores_of, some_tokens
 
     path = arguments.output
     if arguments.machine is not None:
@@ -210,13 +211,21 @@ def _draw(arguments: argparse.Namespace) -> int:
         return 0
     if path is not None:
         check_ending(path)
-    if arguments.tokens:
-        drawn = _tokens(arguments)
-    else:
-        drawn = picture(arguments.algo, arguments.size, **_pass(arguments))
+    algo, size, options = arguments.algo, arguments.size, dict(arguments.option)
+    tokens, given = arguments.seq_len, {"mask": _mask(arguments), "phase": arguments.phase}
+    if arguments.tokens and tokens is None:
+        tokens = some_tokens(algo, size, options)
+    drawn = picture(algo, size, seq_len=tokens, options=options, **given)
+    if not arguments.tokens:
         print(text(drawn))
+    elif path is None:
+        print("\n".join(held(drawn)))
+    else:
+        scores = scores_of(drawn)
+        print(scores.balance)
     if path is not None:
-        save(drawn, path)
+        content = matrix(drawn, scores) if arguments.tokens else schedule(drawn)
+        path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
     return 0
 
@@ -241,29 +250,6 @@ def _times(arguments: argparse.Namespace) -> Timeline:
     title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
     print(f"{title}{found.backward.seconds * 1e3:.2f} ms")
     return found
-
-
-def _tokens(arguments: argparse.Namespace) -> Any:
-    """The picture of tokens to write; None: which rank holds which was printed instead."""
-    from megatron_cp_plugin.planner.token_picture import held, token_picture
-
-    algo, size, given = arguments.algo, arguments.size, _pass(arguments)
-    if arguments.output is not None:
-        drawn = token_picture(algo, size, **given)
-        print(drawn.balance)
-        return drawn
-    del given["phase"]
-    print("\n".join(held(algo, size, **given)))
-    return None
-
-
-def _pass(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "seq_len": arguments.seq_len,
-        "mask": _mask(arguments),
-        "options": dict(arguments.option),
-        "phase": arguments.phase,
-    }
 
 
 def _plan(arguments: argparse.Namespace) -> int:

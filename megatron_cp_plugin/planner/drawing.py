@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearWork
+from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, LinearWork
 from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
+from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.layer import planned
+from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.terminal import text_table
 
 _TOKENS_PER_CHUNK = 256
@@ -29,6 +29,7 @@ _HEADS_PER_RANK = 4
 
 Queries = Literal["own", "others", "both"]
 Kind = Literal["keys", "queries", "results", "states"]
+_OF_STATES: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,26 @@ class Picture:
     Attributes:
         title: algorithm and options.
         subtitle: ranks, mask, tokens, pass.
-        size: number of ranks.
+        spans: tokens that each rank holds.
         steps: cells by step and rank; None: the rank waits.
         transfers, collectives: the messages.
         results: the meaning of results that are sent.
-        head_groups: of heads, which are computed one after another in equally many steps each.
+        plan: of softmax attention; None: linear attention has none.
     """
 
     title: str
     subtitle: str
-    size: int
+    spans: tuple[Sequence[Span], ...]
     steps: tuple[tuple[Cell | None, ...], ...]
     transfers: tuple[DrawnTransfer, ...]
     collectives: tuple[Collective, ...]
     results: str
-    head_groups: int = 1
+    plan: Plan | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.spans)
 
     @property
     def waiting(self) -> int:
@@ -168,56 +174,39 @@ def picture(
         ConfigError: The algorithm, an option or a value is unknown, or has no such mask or pass.
     """
     mask, options = mask or Mask(), options or {}
-    check_size(size)
-    if seq_len is None:
-        seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
-    title, subtitle = titles(algo, size, seq_len, mask, options, phase)
-    if registry.kind_of(algo) == "linear":
-        _check_drawable(algo, seq_len, mask)
-        if phase == "backward":
-            raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
-        linear = registry.create_linear(algo, VirtualWorld(size).topology(0), options)
-        return _of_linear(linear, seq_len, mask, title, subtitle)
-    plan = plan_to_draw(algo, size, seq_len, mask, options, phase)
-    travelling = _travelling([_message(plan, move) for move in plan.moves])
-    groups = len(plan.groups)
-    return Picture(title, subtitle, size, _steps(plan), *travelling, _results(plan), groups)
-
-
-def check_size(size: int) -> None:
-    """Raises: ConfigError: fewer than one rank."""
     if size < 1:
         raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
-
-
-def _check_drawable(algo: str, seq_len: int, mask: Mask) -> None:
+    if seq_len is None:
+        seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
     if seq_len < 1:
         raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
-    if mask.special and not getattr(registry.algorithm_class(algo), "windows", False):
-        raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
-
-
-def titles(
-    algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
-) -> tuple[str, str]:
-    """The title and the subtitle of a picture."""
     title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
     ranks = "1 rank" if size == 1 else f"{size} ranks"
-    return title, f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
-
-
-def plan_to_draw(
-    algo: str, size: int, seq_len: int, mask: Mask, options: Mapping[str, object], phase: Phase
-) -> Plan:
-    """The plan of one pass of a softmax algorithm that a picture is made from.
-
-    Raises: ConfigError as `picture`.
-    """
-    _check_drawable(algo, seq_len, mask)
+    subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
     # A number of heads that every algorithm can divide, and each part again.
-    heads = _HEADS_PER_RANK * size
-    layer = Shape(1, seq_len, heads, heads, 1)
-    return planned(algo, size, layer, mask, options).plan(layer, mask, phase)
+    heads, linear = _HEADS_PER_RANK * size, registry.kind_of(algo) == "linear"
+    softmax = Shape(1, seq_len, heads, heads, 1)
+    shape = LinearShape(1, seq_len, heads, 1, 1) if linear else softmax
+    layer = Layer(algo, tuple(options.items()), shape, mask, (0,) * size, peer_access=False)
+    algorithm, plan = layer.on(0), None
+    spans: Iterable[Sequence[Span]]
+    if isinstance(algorithm, LinearAlgorithm):
+        if mask.special:
+            raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
+        if phase == "backward":
+            raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
+        spans = (algorithm.layout.spans(rank, size, seq_len) for rank in range(size))
+        steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
+        moves = algorithm.moves(seq_len, causal=mask.causal)
+        messages = [_Message(*move, _OF_STATES[move.tensors[0]]) for move in moves]
+        results = "outputs"
+    else:
+        plan = algorithm.plan(softmax, mask, phase)
+        spans, steps = plan.spans, _steps(plan)
+        messages = [_message(plan, move) for move in plan.moves]
+        partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
+        results = f"{partial}{'gradients' if phase == 'backward' else 'outputs'}"
+    return Picture(title, subtitle, tuple(spans), steps, *_travelling(messages), results, plan)
 
 
 def _words_of(mask: Mask) -> str:
@@ -229,11 +218,6 @@ def _words_of(mask: Mask) -> str:
     if mask.documents:
         words.append(f"{len(mask.documents) + 1} documents")
     return ", ".join(words)
-
-
-def _results(plan: Plan) -> str:
-    partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
-    return f"{partial}{'gradients' if plan.phase == 'backward' else 'outputs'}"
 
 
 class _Message(NamedTuple):
@@ -266,19 +250,6 @@ def _message(plan: Plan, move: Move) -> _Message:
     kind: Kind = "results" if move.result else "keys" if move.side else "queries"
     owners = move.block.owners
     return _Message(before, move.source, move.target, tensors, owners, move.share, kind)
-
-
-def _of_linear(
-    algorithm: LinearAlgorithm, seq_len: int, mask: Mask, title: str, subtitle: str
-) -> Picture:
-    size = algorithm.topology.size
-    steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
-    kinds: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
-    messages = [
-        _Message(*move, kinds[move.tensors[0]])
-        for move in algorithm.moves(seq_len, causal=mask.causal)
-    ]
-    return Picture(title, subtitle, size, steps, *_travelling(messages), "outputs")
 
 
 def _travelling(
@@ -408,9 +379,16 @@ WHOSE: dict[Queries, str] = {
 
 
 def lines_of(drawn: Picture, step: int, rank: int) -> list[str]:
-    """The computation of a rank in a step, and the messages before and after it."""
+    """The computation of a rank in a step, what it receives for it, and sends back after it."""
     cell = drawn.steps[step][rank]
-    return [cell.text if cell else "waits", *_travel(drawn, step, rank)]
+    lines = [cell.text if cell else "waits"]
+    inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
+    if now := [f"{t.text} from {t.source}" for t in inputs if t.before == step]:
+        lines.append("← " + ", ".join(now))
+    results = (t for t in drawn.transfers if t.kind == "results" and t.source == rank)
+    if back := [f"{t.text} to {t.target}" for t in results if t.before == step + 1]:
+        lines.append("→ " + ", ".join(back))
+    return lines
 
 
 def text(drawn: Picture) -> str:
@@ -427,35 +405,16 @@ def text(drawn: Picture) -> str:
 
 def below(drawn: Picture) -> Iterator[str]:
     """What stands below a picture: exchanges of several ranks, who waits, and the letters."""
-    yield from collective_lines(drawn.collectives, len(drawn.steps))
+    groups: dict[Collective, list[str]] = {}
+    for collective in drawn.collectives:
+        ranks = _ranks(collective.ranks)
+        groups.setdefault(collective._replace(ranks=()), []).append(ranks)
+    for (before, _, name, tensors, _), ranks_of in groups.items():
+        when = f"before step {before}" if before < len(drawn.steps) else "at the end"
+        yield f"{when}: {name} of {tensors} among ranks {' '.join(ranks_of)}"
     yield from drawn.summary
     if notes := _notes(drawn):
         yield notes
-
-
-def collective_lines(collectives: Iterable[Collective], steps: int) -> Iterator[str]:
-    """Exchanges in words. Args: steps: how many the plan has."""
-    groups: dict[Collective, list[str]] = {}
-    for collective in collectives:
-        ranks = _ranks(collective.ranks)
-        groups.setdefault(collective._replace(ranks=()), []).append(ranks)
-    last = steps - 1
-    for collective, ranks_of in groups.items():
-        when = f"before step {collective.before}" if collective.before <= last else "at the end"
-        what = f"{collective.name} of {collective.tensors}"
-        yield f"{when}: {what} among ranks {' '.join(ranks_of)}"
-
-
-def _travel(drawn: Picture, step: int, rank: int) -> Iterator[str]:
-    """The messages that a rank receives for a step, or sends back after it."""
-    inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
-    now = [f"{t.text} from {t.source}" for t in inputs if t.before == step]
-    if now:
-        yield "← " + ", ".join(now)
-    results = (t for t in drawn.transfers if t.kind == "results" and t.source == rank)
-    back = [f"{t.text} to {t.target}" for t in results if t.before == step + 1]
-    if back:
-        yield "→ " + ", ".join(back)
 
 
 def _notes(drawn: Picture) -> str:

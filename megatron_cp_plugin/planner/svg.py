@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import WHOSE, Picture, Queries, below, lines_of
-from megatron_cp_plugin.planner.token_picture import TokenPicture
+from megatron_cp_plugin.planner.token_picture import Scores
 
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1f2328 } .mono { font-family: monospace }
@@ -28,17 +28,6 @@ def check_ending(path: Path, ending: str = ".svg") -> None:
     """Raises: ConfigError: The path has another ending."""
     if path.suffix != ending:
         raise ConfigError(f"--output is a {ending} file, got {path.name!r}: change its ending")
-
-
-def save(drawn: Picture | TokenPicture, path: Path) -> None:
-    """Writes a picture.
-
-    Raises:
-        ConfigError: The path does not end in .svg.
-    """
-    check_ending(path)
-    content = schedule(drawn) if isinstance(drawn, Picture) else matrix(drawn)
-    path.write_text(content, encoding="utf-8")
 
 
 def _svg(
@@ -109,38 +98,48 @@ def color(rank: int, size: int) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-def matrix(drawn: TokenPicture) -> str:
-    """The whole matrix, and below it one small matrix for each step."""
-    columns = max(1, min(drawn.steps, 6))
-    rows = -(-drawn.steps // columns) if drawn.steps > 1 else 0
-    ranks_wide = 3 if drawn.size > 16 else 2 if drawn.size > 8 else 1
+def matrix(drawn: Picture, scores: Scores) -> str:
+    """The whole matrix of a picture's scores, and below it one small matrix for each step."""
+    assert drawn.plan is not None
+    groups = len(drawn.plan.groups)
+    subtitle = drawn.subtitle + (f" · 1 of {groups} head groups" if groups > 1 else "")
+    steps = drawn.plan.steps // groups if drawn.plan.steps > groups else 0
+    columns = max(1, min(steps, 6))
+    rows = -(-steps // columns)
+    ranks_high = -(-drawn.size // (3 if drawn.size > 16 else 2 if drawn.size > 8 else 1))
+    ranks_wide = -(-drawn.size // ranks_high)
     width = max(_SIDE + 40 + 80 * ranks_wide, columns * (_SMALL + 14) + 20, 470)
     top = 3 * _LINE
     below = top + _SIDE + 26
     height = below + rows * (_SMALL + 30) + _LINE
     body = [
         _text(10, 18, drawn.title, "title"),
-        _text(10, 36, f"{drawn.subtitle} · {drawn.balance}"),
-        f'<g transform="translate(20 {top})">{_matrix(drawn)}</g>',
-        _ranks(drawn, _SIDE + 44, top + 8),
-        _text(20, top + _SIDE + 18, "rows: queries; columns: keys; bars: who holds a token"),
+        _text(10, 36, f"{subtitle} · {scores.balance}"),
+        f'<g transform="translate(20 {top})">{_matrix(scores)}</g>',
     ]
-    for step in range(drawn.steps if drawn.steps > 1 else 0):
+    for rank in range(drawn.size):
+        x, y = _SIDE + 44 + 80 * (rank // ranks_high), top + 8 + _LINE * (rank % ranks_high)
+        body.append(_rect(x, y, 12, 12, color(rank, drawn.size)))
+        body.append(_text(x + 18, y + 10, f"rank {rank}"))
+    body.append(
+        _text(20, top + _SIDE + 18, "rows: queries; columns: keys; bars: who holds a token")
+    )
+    for step in range(steps):
         x, y = 20 + step % columns * (_SMALL + 14), below + step // columns * (_SMALL + 30)
         small = "".join(
             f'<use href="#p{number}"{"" if part.step == step else faded}/>'
             for faded in (' opacity=".13"',)
-            for number, part in enumerate(drawn.parts)
+            for number, part in enumerate(scores.parts)
         )
-        scale = _SMALL / drawn.tokens
+        scale = _SMALL / scores.tokens
         body.append(
             f'<text x="{x}" y="{y + 14}">step {step}</text>'
-            f'<g transform="translate({x} {y + 20}) scale({scale:.5g})">{_back(drawn)}{small}</g>'
+            f'<g transform="translate({x} {y + 20}) scale({scale:.5g})">{_back(scores)}{small}</g>'
         )
-    return _svg(drawn.title, width, height, body, _definitions(drawn))
+    return _svg(drawn.title, width, height, body, _definitions(scores))
 
 
-def _definitions(drawn: TokenPicture) -> str:
+def _definitions(drawn: Scores) -> str:
     """Each part as one path, in tokens, and stripes for parts of several ranks."""
     stripes = {part.ranks for part in drawn.parts if len(part.ranks) > 1}
     found = []
@@ -188,11 +187,11 @@ def _rectangles(cells: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]
         open_runs = now
 
 
-def _back(drawn: TokenPicture) -> str:
+def _back(drawn: Scores) -> str:
     return f'<rect class="back" width="{drawn.tokens}" height="{drawn.tokens}"/>'
 
 
-def _matrix(drawn: TokenPicture) -> str:
+def _matrix(drawn: Scores) -> str:
     """The matrix of all steps, and who holds the tokens of its rows and columns."""
     scale = _SIDE / drawn.tokens
     bars = []
@@ -205,12 +204,3 @@ def _matrix(drawn: TokenPicture) -> str:
             bars.append(_rect(-_BAR - 2, start, _BAR, length, fill))
     uses = "".join(f'<use href="#p{number}"/>' for number in range(len(drawn.parts)))
     return f'{"".join(bars)}<g transform="scale({scale:.5g})">{_back(drawn)}{uses}</g>'
-
-
-def _ranks(drawn: TokenPicture, x: int, y: int) -> str:
-    rows = -(-drawn.size // (3 if drawn.size > 16 else 2 if drawn.size > 8 else 1))
-    return "".join(
-        _rect(x + 80 * (rank // rows), y + _LINE * (rank % rows), 12, 12, color(rank, drawn.size))
-        + _text(x + 18 + 80 * (rank // rows), y + 10 + _LINE * (rank % rows), f"rank {rank}")
-        for rank in range(drawn.size)
-    )

@@ -1,25 +1,21 @@
-"""Which rank holds which tokens, and computes which scores.
+"""Which rank holds which tokens, and computes which scores, in a picture's plan.
 
-A row of the matrix of scores is a query token, a column a key token. Made from an algorithm's plan,
-as the schedule of `drawing` is.
+A row of the matrix of scores is a query token, a column a key token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.drawing import check_size, plan_to_draw, titles
+from megatron_cp_plugin.planner.drawing import Picture
 
 MOST_TOKENS, MOST_RANKS = 512, 32
 _TOKENS = 64  # of a picture whose number of tokens was not asked for, about
@@ -32,23 +28,17 @@ class StepPart(NamedTuple):
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TokenPicture:
+class Scores(NamedTuple):
     """Who computes which scores, and when.
 
     Attributes:
-        title, subtitle: algorithm and options; ranks, mask, tokens, pass.
         size: number of ranks.
-        steps: number of steps of a head group.
         owner: int [N], the rank that holds a token.
         part: int [N,N], the number of the part that computes a score; -1: hidden by the mask.
         parts: all parts.
     """
 
-    title: str
-    subtitle: str
     size: int
-    steps: int
     owner: NDArray[np.int64]
     part: NDArray[np.int64]
     parts: tuple[StepPart, ...]
@@ -59,7 +49,7 @@ class TokenPicture:
         return len(self.owner)
 
     @property
-    def scores(self) -> tuple[float, ...]:
+    def counts(self) -> tuple[float, ...]:
         """Of each rank, how many scores it computes, for all heads together."""
         count = np.zeros(self.size)
         for number, (_, ranks) in enumerate(self.parts):
@@ -69,80 +59,42 @@ class TokenPicture:
     @property
     def balance(self) -> str:
         """The work of the busiest rank beside the mean."""
-        mean = sum(self.scores) / self.size
-        return f"busiest rank: {max(self.scores) / mean:.2f} of the mean" if mean else "no scores"
+        mean = sum(self.counts) / self.size
+        return f"busiest rank: {max(self.counts) / mean:.2f} of the mean" if mean else "no scores"
 
 
-def token_picture(
-    algo: str,
-    size: int,
-    *,
-    seq_len: int | None = None,
-    mask: Mask | None = None,
-    options: Mapping[str, object] | None = None,
-    phase: Phase = "forward",
-) -> TokenPicture:
-    """Plans one pass of a softmax algorithm, and says which rank computes which score.
+def scores_of(drawn: Picture) -> Scores:
+    """Says which rank computes which score.
 
-    Args:
-        algo: A name of `available("softmax")`.
-        size: Number of context-parallel ranks, at most 32.
-        seq_len: Global tokens, at most 512; default: about 64.
-        mask: Default: causal.
-        options: Of the algorithm; values may be text.
-        phase: Which pass.
-
-    Raises:
-        ConfigError: The algorithm computes no scores; too many tokens or ranks; or as `picture`.
+    Raises: ConfigError: The algorithm computes no scores; more than 512 tokens or 32 ranks.
     """
-    mask, options = mask or Mask(), options or {}
-    if registry.kind_of(algo) == "linear":
-        raise ConfigError(f"{algo} computes no matrix of scores: leave --tokens out")
-    check_size(size)
-    if size > MOST_RANKS:
+    if drawn.plan is None:
+        raise ConfigError(f"{drawn.title} computes no matrix of scores: leave --tokens out")
+    tokens = sum(drawn.plan.spans.lengths)
+    if drawn.size > MOST_RANKS:
         raise ConfigError(
-            f"--tokens draws at most {MOST_RANKS} ranks, got {size}: leave --tokens out"
+            f"--tokens draws at most {MOST_RANKS} ranks, got {drawn.size}: leave --tokens out"
         )
-    seq_len = seq_len or _some_tokens(algo, size, options)
-    if seq_len > MOST_TOKENS:
+    if tokens > MOST_TOKENS:
         raise ConfigError(
-            f"--tokens draws each token, at most {MOST_TOKENS}, got {seq_len}: "
+            f"--tokens draws each token, at most {MOST_TOKENS}, got {tokens}: "
             "make --seq-len smaller"
         )
-    plan = plan_to_draw(algo, size, seq_len, mask, options, phase)
-    owner = np.zeros(seq_len, np.int64)
-    for rank in range(size):
-        owner[plan.spans[rank].elements] = rank
-    part, parts = _step_parts(plan, seq_len)
-    title, subtitle = titles(algo, size, seq_len, mask, options, phase)
-    if len(plan.groups) > 1:
-        subtitle += f" · 1 of {len(plan.groups)} head groups"
-    steps = plan.steps // len(plan.groups)
-    return TokenPicture(title, subtitle, size, steps, owner, part, parts)
+    owner = np.zeros(tokens, np.int64)
+    for rank, spans in enumerate(drawn.plan.spans):
+        owner[spans.elements] = rank
+    return Scores(drawn.size, owner, *_step_parts(drawn.plan, tokens))
 
 
-def _some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
+def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
     """About 64 tokens that the ranks can split."""
     multiple = registry.layout_of(algo, options).multiple(size)
     return -(-_TOKENS // multiple) * multiple
 
 
-def held(
-    algo: str, size: int, seq_len: int | None, mask: Mask, options: Mapping[str, object]
-) -> Iterator[str]:
-    """A line for each rank: the tokens that it holds, in its order, any number of them.
-
-    Args: seq_len: None: about 64.
-
-    Raises: ConfigError as `picture`.
-    """
-    seq_len = seq_len or _some_tokens(algo, size, options)
-    if registry.kind_of(algo) == "linear":
-        layout = registry.layout_of(algo, options)
-        every = [layout.spans(rank, size, seq_len) for rank in range(size)]
-    else:
-        every = list(plan_to_draw(algo, size, seq_len, mask, options, "forward").spans)
-    for rank, spans in enumerate(every):
+def held(drawn: Picture) -> Iterator[str]:
+    """A line for each rank: the tokens that it holds, in its order."""
+    for rank, spans in enumerate(drawn.spans):
         yield f"rank {rank} holds tokens {', '.join(map(_run, spans))}"
 
 

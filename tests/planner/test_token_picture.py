@@ -12,9 +12,9 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.comm import Phase
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.svg import color, save
-from megatron_cp_plugin.planner.svg import matrix as svg
-from megatron_cp_plugin.planner.token_picture import held, token_picture
+from megatron_cp_plugin.planner.drawing import picture
+from megatron_cp_plugin.planner.svg import color, matrix
+from megatron_cp_plugin.planner.token_picture import held, scores_of
 
 TOKENS = 72
 MASKS = {
@@ -43,17 +43,18 @@ def visible(mask: Mask, tokens: int) -> np.ndarray:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_every_visible_score_and_no_other(algo: str, size: int, mask: str, phase: Phase) -> None:
-    drawn = token_picture(algo, size, seq_len=TOKENS, mask=MASKS[mask], phase=phase)
-    seen = visible(MASKS[mask], TOKENS)
-    assert ((drawn.part >= 0) == seen).all()
-    assert sum(drawn.scores) == pytest.approx(seen.sum())
-    assert {part.step for part in drawn.parts} <= set(range(drawn.steps))
-    assert set(drawn.part[seen].tolist()) == set(range(len(drawn.parts)))
+    drawn = picture(algo, size, seq_len=TOKENS, mask=MASKS[mask], phase=phase)
+    scores, seen = scores_of(drawn), visible(MASKS[mask], TOKENS)
+    assert ((scores.part >= 0) == seen).all()
+    assert sum(scores.counts) == pytest.approx(seen.sum())
+    steps = drawn.plan.steps // len(drawn.plan.groups)
+    assert {part.step for part in scores.parts} <= set(range(steps))
+    assert set(scores.part[seen].tolist()) == set(range(len(scores.parts)))
 
 
 @pytest.mark.parametrize("algo", ["zigzag", "ring", "attention2d"])
 def test_who_holds_a_token(algo: str) -> None:
-    drawn = token_picture(algo, 4, seq_len=TOKENS)
+    drawn = scores_of(picture(algo, 4, seq_len=TOKENS))
     layout = registry.layout_of(algo, {})
     for rank in range(4):
         held = [x for span in layout.spans(rank, 4, TOKENS) for x in span.positions]
@@ -62,14 +63,15 @@ def test_who_holds_a_token(algo: str) -> None:
 
 def test_work_of_a_contiguous_causal_ring() -> None:
     """The last of four ranks has 7 of 16 units where the mean is 4."""
-    drawn = token_picture("ring", 4, seq_len=256)
-    assert drawn.scores[3] / (sum(drawn.scores) / 4) == pytest.approx(7 / 4, abs=0.01)
+    drawn = scores_of(picture("ring", 4, seq_len=256))
+    assert drawn.counts[3] / (sum(drawn.counts) / 4) == pytest.approx(7 / 4, abs=0.01)
     assert drawn.balance == "busiest rank: 1.75 of the mean"
 
 
 def test_the_picture_paints_each_score_once() -> None:
-    drawn = token_picture("distflash", 5, seq_len=60, mask=MASKS["window"])
-    root = ElementTree.fromstring(svg(drawn))
+    of = picture("distflash", 5, seq_len=60, mask=MASKS["window"])
+    drawn = scores_of(of)
+    root = ElementTree.fromstring(matrix(of, drawn))
     paths = [x for x in root.iter() if x.tag.endswith("path")]
     assert len(paths) == len(drawn.parts)
     for number, path in enumerate(paths):
@@ -81,9 +83,10 @@ def test_the_picture_paints_each_score_once() -> None:
 
 
 def test_shares_of_heads_are_striped() -> None:
-    drawn = token_picture("ulysses", 3)
-    assert {part.ranks for part in drawn.parts} == {(0, 1, 2)}
-    assert 'fill="url(#r0-1-2)"' in svg(drawn)
+    drawn = picture("ulysses", 3, seq_len=TOKENS)
+    scores = scores_of(drawn)
+    assert {part.ranks for part in scores.parts} == {(0, 1, 2)}
+    assert 'fill="url(#r0-1-2)"' in matrix(drawn, scores)
 
 
 def test_colors_differ() -> None:
@@ -95,7 +98,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path = tmp_path / "zigzag.svg"
     words = ["draw", "--algo", "zigzag", "--size", "2", "--tokens"]
     assert cli.main([*words, "--output", str(path)]) == 0
-    assert path.read_text() == svg(token_picture("zigzag", 2))
+    drawn = picture("zigzag", 2, seq_len=64)
+    assert path.read_text() == matrix(drawn, scores_of(drawn))
     assert "1.00 of the mean" in capsys.readouterr().out
     assert cli.main([*words, "--seq-len", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -117,10 +121,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [("zigzag", {"layout": "documents"}), ("ring", {}), ("distflash", {}), ("zigzag", {})],
 )
 def test_each_token_is_held_once(algo: str, options: dict[str, object]) -> None:
-    lines = held(algo, 4, TOKENS, MASKS["documents"], options)
-    owner = token_picture(
-        algo, 4, seq_len=TOKENS, mask=MASKS["documents"], options=options
-    ).owner.tolist()
+    drawn = picture(algo, 4, seq_len=TOKENS, mask=MASKS["documents"], options=options)
+    lines, owner = held(drawn), scores_of(drawn).owner.tolist()
     found = {}
     for rank, line in enumerate(lines):
         for run in line.removeprefix(f"rank {rank} holds tokens ").split(", "):
@@ -140,9 +142,4 @@ def test_each_token_is_held_once(algo: str, options: dict[str, object]) -> None:
 )
 def test_what_is_not_drawn(algo: str, size: int, seq_len: int | None, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        token_picture(algo, size, seq_len=seq_len)
-
-
-def test_another_ending() -> None:
-    with pytest.raises(ConfigError, match=r"is a \.svg file, got 'x\.png'"):
-        save(token_picture("ring", 2), Path("x.png"))
+        scores_of(picture(algo, size, seq_len=seq_len))
