@@ -41,7 +41,7 @@ from megatron_cp_plugin.planner.machine import Links, Machine, Rate
 from megatron_cp_plugin.planner.memory import memory
 from megatron_cp_plugin.planner.model import MODELS, Model, Recompute, Split
 from megatron_cp_plugin.planner.products import product_seconds
-from megatron_cp_plugin.planner.simulate import simulate, sums_in, traces_of
+from megatron_cp_plugin.planner.simulate import simulate, traces_of
 from megatron_cp_plugin.planner.step import TrainingStep, nodes_of_split, step
 from megatron_cp_plugin.terminal import tokens_of
 
@@ -235,7 +235,7 @@ def rank_alone(layer: Layer, machine: Machine, rank: int, *, captured: bool = Fa
         cards_per_node=len(nodes),  # no rank of the node shares one with it
     )
     kernel = next(iter(machine.kernels))
-    traces = traces_of(layer, (rank,), sums_in(kernel))
+    traces = traces_of(layer, (rank,))
     return play(machine, nodes, traces, kernel, captured=captured)
 
 

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import Gradients, KernelCall, KernelSum, Statistics
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Statistics
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.kernels.reference import Reference
 
 ABILITIES = (
     *("rectangular_causal", "packs", "gaps", "places_outputs", "places_gradients"),
-    *("windows", "sums"),
+    "windows",
 )
 
 
@@ -38,36 +38,6 @@ class AnyKernel(Reference):
             delta = delta_of(dout, statistics.out_for(dout))
             statistics = Statistics(statistics.lse, delta=delta)
         return super().backward(call, dout, statistics)
-
-    def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum:
-        return self._sum(super().query_sum(call, dout, statistics), call.q, None)
-
-    def key_sum(self, call: KernelCall) -> KernelSum:
-        return self._sum(super().key_sum(call), None, call.k)
-
-    def _sum(self, inner: KernelSum, q: Tensor | None, k: Tensor | None) -> KernelSum:
-        """A sum that checks its calls. Args: q, k: of the first, one of them."""
-        assert self.sums
-
-        class Checked(KernelSum):
-            def add(self, call, dout, statistics):
-                assert call.packing is None
-                assert not call.window
-                if q is not None:
-                    assert not call.causal
-                    assert call.q.data_ptr() == q.data_ptr()
-                    assert call.q.shape == q.shape
-                else:
-                    assert k is not None
-                    assert call.k.data_ptr() == k.data_ptr()
-                    assert call.k.shape[1] <= k.shape[1]
-                    assert call.q.shape[2] > k.shape[2]
-                return inner.add(call, dout, statistics)
-
-            def total(self, into=None):
-                return inner.total(into)
-
-        return Checked()
 
     def _check(self, call: KernelCall) -> None:
         q, k, packing = call.q, call.k, call.packing

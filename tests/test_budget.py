@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_060,
-    "core": 13_720,
+    "core": 13_580,
     "algorithms": 1_820,
-    "kernels": 3_650,
+    "kernels": 3_350,
     "integration": 8_540,
-    "planner": 6_610,
+    "planner": 6_460,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 40_290,
+    "tests": 39_880,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}

@@ -276,24 +276,6 @@ class KernelCall(NamedTuple):
         return cast("T", self.into)
 
 
-class KernelSum(ABC):
-    """Gradients of some queries, or of some keys, which the kernel sums over several calls."""
-
-    @abstractmethod
-    def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
-        """Adds a call's contribution; arguments as of `SoftmaxKernel.backward`.
-
-        Returns: the gradients that are not summed, dk and dv or dq, in `call.into` if it is given.
-        """
-
-    @abstractmethod
-    def total(self, into: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        """dq, or dk and dv; to be called once.
-
-        Args: into: memory for them, which may be strided.
-        """
-
-
 class SoftmaxKernel(Kernel[Problem]):
     """Softmax attention of one tile, or of several.
 
@@ -304,7 +286,6 @@ class SoftmaxKernel(Kernel[Problem]):
             together pays.
         gaps: other queries and keys may lie between packed sequences; their results are undefined.
         places_outputs, places_gradients: takes `into` in the forward, in the backward.
-        sums: may have a `query_sum` and, where query heads share KV heads, a `key_sum`.
     """
 
     rectangular_causal: bool = False
@@ -313,7 +294,6 @@ class SoftmaxKernel(Kernel[Problem]):
     gaps: bool = False
     places_outputs: bool = False
     places_gradients: bool = False
-    sums: bool = False
 
     @abstractmethod
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -333,34 +313,11 @@ class SoftmaxKernel(Kernel[Problem]):
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """
 
-    def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum | None:
-        """Begins a sum of dq over calls with these queries, all without a mask; None: there is
-        none.
-
-        Args: as of `backward`, of the first of these calls.
-        """
-        return None
-
-    def key_sum(self, call: KernelCall) -> KernelSum | None:
-        """Begins a sum of dk and dv over calls with these keys, or the first ones of them; None:
-        there is none.
-
-        Args: call: the first of these calls.
-        """
-        return None
-
     def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:
         """Bytes of memory that a call takes beside its arguments and results; 0 if negligible.
 
         Args:
             call: its tensors may be without storage.
             statistics: of a backward; None: the call is a forward.
-        """
-        return 0
-
-    def sum_bytes(self, call: KernelCall, statistics: Statistics | None) -> int:
-        """Bytes of a backward's `workspace` that a sum holds to its end.
-
-        Args: statistics: None: of a `key_sum`, else of a `query_sum`.
         """
         return 0

@@ -11,12 +11,11 @@ from torch import Tensor
 from megatron_cp_plugin.core.kernel import (
     Gradients,
     KernelCall,
-    KernelSum,
     Problem,
     SoftmaxKernel,
     Statistics,
 )
-from megatron_cp_plugin.core.partial import GradientSum, accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 class Reference(SoftmaxKernel):
@@ -26,7 +25,7 @@ class Reference(SoftmaxKernel):
     deterministic = True
     rectangular_causal = windows = True
     packs = gaps = True  # one sequence after the other, but called as kernels for GPUs are
-    places_outputs = places_gradients = sums = True
+    places_outputs = places_gradients = True
 
     def unsupported(self, problem: Problem) -> str | None:
         return None
@@ -58,37 +57,6 @@ class Reference(SoftmaxKernel):
         dv = torch.einsum("bgnst,bsgnd->btgd", p, dout_g)
         found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
         return found if call.into is None else call.placed(found)
-
-    def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum:
-        return _ReferenceQuerySum(self, call.q)
-
-    def key_sum(self, call: KernelCall) -> KernelSum:
-        return _ReferenceKeySum(self, call.k, call.v)
-
-
-class _ReferenceSum(KernelSum):
-    def __init__(self, kernel: Reference, *like: Tensor) -> None:
-        self._backward, self._sum = kernel.backward, GradientSum(*like)
-
-    def total(self, into: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        if into is None:
-            return self._sum.result()
-        self._sum.write(into)
-        return into
-
-
-class _ReferenceQuerySum(_ReferenceSum):
-    def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
-        dq, dk, dv = self._backward(call._replace(into=None), dout, statistics)
-        self._sum.add(slice(0, dq.shape[1]), dq)
-        return call.placed((dk, dv))
-
-
-class _ReferenceKeySum(_ReferenceSum):
-    def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
-        dq, dk, dv = self._backward(call._replace(into=None), dout, statistics)
-        self._sum.add(slice(0, dk.shape[1]), dk, dv)
-        return call.placed((dq,))
 
 
 def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:

@@ -122,8 +122,6 @@ def _tiles(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Resul
     few, rectangular = _TOKENS // 3, kernel.rectangular_causal
     yield "a causal tile", tile(_TOKENS, causal=True)
     yield "a full tile", tile(few, causal=False)
-    if kernel.sums:
-        yield "two calls", _sums(kernel, problem)
     if rectangular:
         yield "a rectangular causal tile", tile(few, causal=True)
     if problem.windows and kernel.windows:
@@ -187,54 +185,6 @@ def _placed_results(
     gradients = _some_heads(call.q, 2), _some_heads(call.k, 2), _some_heads(call.v, 2)
     kernel.backward(call._replace(into=gradients), dout, Statistics(lse, out=out))
     return (*found, *gradients)
-
-
-def _sums(kernel: SoftmaxKernel, problem: Problem) -> Results:
-    """(name, result, reference) of gradients that the kernel sums."""
-    q, k, v, dout = _inputs(problem, _TOKENS)
-    call = KernelCall(q, k, v, problem.head_dim**-0.5, causal=False)
-    wide = call._replace(q=q.double(), k=k.double(), v=v.double())
-    out, lse = Reference().forward(wide)
-    out = out.to(problem.dtype)
-    want = _summed(Reference(), wide, dout.double(), Statistics(lse, out=out.double()))
-    statistics = Statistics(lse.to(accumulation_dtype(problem.dtype)), out=out)
-    with _as_in_the_run(problem):
-        got = _summed(kernel, call, dout, statistics)
-    return [(name, x, want[name]) for name, x in got.items()]
-
-
-def _summed(
-    kernel: SoftmaxKernel, whole: KernelCall, dout: Tensor, statistics: Statistics
-) -> dict[str, Tensor]:
-    """Sums of dq over two blocks of keys; and of dk and dv over two of queries, of which the second
-    sees half of the keys. Without those that the kernel does not have.
-    """
-    every, (first, second) = slice(None), (slice(0, _TOKENS // 2), slice(_TOKENS // 2, None))
-    found: dict[str, Tensor] = {}
-    for side, blocks in (
-        ("queries", ((every, first), (every, second))),
-        ("keys", ((first, every), (second, first))),
-    ):
-        calls = [
-            (
-                whole._replace(q=whole.q[:, rows], k=whole.k[:, cols], v=whole.v[:, cols]),
-                dout[:, rows],
-                statistics.rows(rows),
-            )
-            for rows, cols in blocks
-        ]
-        of_queries, shared = side == "queries", whole.q.shape[2] > whole.k.shape[2]
-        total = None
-        if of_queries:
-            total = kernel.query_sum(*calls[0])
-        elif shared:
-            total = kernel.key_sum(calls[0][0])
-        if total is not None:
-            others = [torch.cat(x, 1) for x in zip(*[total.add(*x) for x in calls], strict=True)]
-            names = ("dq", "dk", "dv") if of_queries else ("dk", "dv", "dq")
-            both = zip(names, (*total.total(), *others), strict=True)
-            found |= {f"{name} of a sum over {side}": x for name, x in both}
-    return found
 
 
 def _some_heads(like: Tensor, dim: int) -> Tensor:

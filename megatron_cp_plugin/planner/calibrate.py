@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
+from megatron_cp_plugin.planner.event_simulation import launched
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import (
     Host,
@@ -36,7 +37,7 @@ from megatron_cp_plugin.planner.machine import (
     Machine,
     Rate,
 )
-from megatron_cp_plugin.planner.simulate import host_seconds
+from megatron_cp_plugin.planner.simulate import traces_of
 
 _REPEATS = 5
 
@@ -447,7 +448,7 @@ class _Calibration:
         nodes = self.topology.nodes
         peer_access = machine.copy is not None and len(set(nodes)) == 1
         layer = Layer("zigzag", (), shape, Mask(), nodes, peer_access)
-        known = host_seconds(layer, machine, self._kernel.name)
+        known = [launched(machine, events) for events in traces_of(layer, (0,))[0]]
         call, backward = (
             max(0.0, median(column) - one)
             for column, one in zip(zip(*times, strict=True), known, strict=True)

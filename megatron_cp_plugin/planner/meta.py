@@ -146,16 +146,12 @@ class Trace(NamedTuple):
     backward: tuple[Event, ...]
 
 
-def trace_of(
-    algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask, *, sums: bool = True
-) -> Trace:
+def trace_of(algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask) -> Trace:
     """The operations of a rank in both passes.
 
-    Args:
-        algorithm: on a `DryRunGroup`.
-        sums: the kernel sums gradients over blocks.
+    Args: algorithm: on a `DryRunGroup`.
     """
-    both = passes(algorithm, shape, mask, SizesOnly(sums=sums))
+    both = passes(algorithm, shape, mask, SizesOnly())
     forward, (*_, saved) = _recorded(both.forward)
     backward, _ = _recorded(lambda: both.backward(saved))
     return Trace(forward, backward)

@@ -14,8 +14,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
-from megatron_cp_plugin.planner.event_simulation import PassTime, Timeline, launched, play
+from megatron_cp_plugin.planner.event_simulation import PassTime, Timeline, play
 from megatron_cp_plugin.planner.layer import Layer
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace, trace_of
@@ -87,7 +86,7 @@ def _simulated_layer(layer: Layer, machine: Machine, kernel: str, *, captured: b
             if "rows" in dict(layer.options) and not layer.mask.special:
                 step = max(step, size // _OF_GRID)
             ranks = tuple(range(0, size, step))
-    traces = traces_of(layer, ranks, sums_in(kernel))
+    traces = traces_of(layer, ranks)
     return play(machine, layer.nodes, traces, kernel, captured=captured)
 
 
@@ -132,27 +131,13 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
     return Timeline(forward, backward, more.intervals, more.ranks)
 
 
-def host_seconds(layer: Layer, machine: Machine, kernel: str) -> tuple[float, float]:
-    """Seconds of the host for the launches of rank 0 in forward and backward."""
-    forward, backward = traces_of(layer, (0,), sums_in(kernel))[0]
-    return launched(machine, forward), launched(machine, backward)
-
-
-def sums_in(kernel: str) -> bool:
-    """Whether a kernel sums gradients over blocks; one that is none of ours does not."""
-    return kernel in kernel_names() and kernel_called(kernel).sums
-
-
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine
-def traces_of(layer: Layer, ranks: tuple[int, ...], sums: bool) -> dict[int, Trace]:
+def traces_of(layer: Layer, ranks: tuple[int, ...]) -> dict[int, Trace]:
     """Of some ranks.
-
-    Args: sums: the kernel sums gradients over blocks.
 
     Raises: ConfigError if the algorithm cannot serve this.
     """
     several = len(ranks) > 1
     return {
-        rank: trace_of(layer.on(rank, plans_all=several), layer.shape, layer.mask, sums=sums)
-        for rank in ranks
+        rank: trace_of(layer.on(rank, plans_all=several), layer.shape, layer.mask) for rank in ranks
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Phase
-from megatron_cp_plugin.core.kernel import KernelCall, KernelSum, Packing, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import (
     Cache,
     Gradients,
@@ -38,15 +38,10 @@ class SizesOnly(SoftmaxKernel):
     rectangular_causal = windows = packs = gaps = True
     places_outputs = places_gradients = True
 
-    def __init__(self, *, sums: bool = True) -> None:
-        self.sums = sums
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        """Notes a call, or makes what it allocates beside its results.
 
-    def called(self, call: KernelCall, statistics: Statistics | None, held: int = 0) -> None:
-        """Allocations of a call beside its results.
-
-        Args:
-            statistics: None in a forward.
-            held: bytes of its workspace that a sum holds.
+        Args: statistics: None in a forward.
         """
         if recording.get() is None:
             return
@@ -87,34 +82,6 @@ class SizesOnly(SoftmaxKernel):
         self.called(call, statistics)
         return dq, dk, dv
 
-    def query_sum(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> KernelSum:
-        return _Sum(self, call, statistics)
-
-    def key_sum(self, call: KernelCall) -> KernelSum:
-        return _Sum(self, call, None)
-
-
-class _Sum(KernelSum):
-    def __init__(self, kernel: SizesOnly, call: KernelCall, statistics: Statistics | None) -> None:
-        self._kernel, self._of_queries = kernel, statistics is not None
-        self._summed = (call.q,) if self._of_queries else (call.k, call.v)
-        self._held = call.q.new_empty(kernel.sum_bytes(call, statistics), dtype=torch.uint8)
-
-    def add(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> tuple[Tensor, ...]:
-        found = call.into or (
-            _sizes_like(call.k, call.v) if self._of_queries else _sizes_like(call.q)
-        )
-        held = self._kernel.sum_bytes(call, statistics if self._of_queries else None)
-        self._kernel.called(call, statistics, held)
-        return found
-
-    def total(self, into: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        return into or _sizes_like(*self._summed)
-
-
-def _sizes_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple([x.new_empty(x.shape) for x in tensors])
-
 
 class SizesWithin(SizesOnly):
     """With the memory that a kernel takes within."""
@@ -124,15 +91,10 @@ class SizesWithin(SizesOnly):
         self.packs, self.gaps = kernel.packs, kernel.gaps
         self.places_outputs = kernel.places_outputs
         self.places_gradients = kernel.places_gradients
-        self.sums = kernel.sums
         self._kernel = kernel
 
-    def called(self, call: KernelCall, statistics: Statistics | None, held: int = 0) -> None:
-        size = self._kernel.workspace(call, statistics) - held
-        call.q.new_empty(size, dtype=torch.uint8)
-
-    def sum_bytes(self, call: KernelCall, statistics: Statistics | None) -> int:
-        return self._kernel.sum_bytes(call, statistics)
+    def called(self, call: KernelCall, statistics: Statistics | None) -> None:
+        call.q.new_empty(self._kernel.workspace(call, statistics), dtype=torch.uint8)
 
 
 _InPlace = Callable[..., None]

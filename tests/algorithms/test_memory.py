@@ -19,7 +19,7 @@ TOKENS, DIM, ELEMENT = 256, 128, 2
 class Plain(Reference):
     """A kernel whose results are tensors of its own."""
 
-    packs = gaps = windows = places_outputs = places_gradients = sums = False
+    packs = gaps = windows = places_outputs = places_gradients = False
 
 
 @dataclass

@@ -12,7 +12,6 @@ from megatron_cp_plugin.core.blocks.rows import Rows, row_count
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.execution import passes
-from megatron_cp_plugin.core.kernel import KernelSum
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.core.topology import Topology
@@ -201,76 +200,3 @@ def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) ->
         )
 
     assert max(run_virtual(size, body)) < 8 * torch.finfo(torch.bfloat16).eps
-
-
-class Summing(Spy):
-    """Counts sums, and the calls in each."""
-
-    def query_sum(self, call, dout, statistics):
-        return self._sum("queries", Reference().query_sum(call, dout, statistics))
-
-    def key_sum(self, call):
-        return self._sum("keys", Reference().key_sum(call))
-
-    def _sum(self, side: str, inner: KernelSum) -> KernelSum:
-        self.calls["begun"] += 1
-        calls, name = self.calls, f"{side} {self.calls['begun']}"
-
-        class Counted(KernelSum):
-            def add(self, *given):
-                calls[name] += 1
-                return inner.add(*given)
-
-            def total(self, into=None):
-                calls["ended"] += 1
-                return inner.total(into)
-
-        return Counted()
-
-
-@pytest.mark.parametrize(
-    ("algo", "options", "size", "settings", "blocks"),
-    [
-        # The second rank sees one block from all its rows, and three from half of them.
-        ("zigzag", {"chunks": 1}, 5, {"causal": True}, {"queries 1": 3, "queries 2": 1}),
-        ("zigzag", {"chunks": 2}, 5, {"causal": True}, {"queries 1": 3, "queries 2": 1}),
-        ("ring", {"chunks": 1, "route": "straight"}, 5, {"causal": True}, {"queries 1": 4}),
-        ("ring", {"chunks": 1}, 3, {"causal": False}, {"queries 1": 2}),
-        ("usp", {"ulysses": 2, "chunks": 1}, 6, {"causal": False}, {"queries 1": 2}),
-        # Some ranks compute with the queries of others, some for others.
-        ("distflash", {"chunks": 1}, 5, {"causal": True}, {"queries 1": 2}),
-        ("distflash", {"chunks": 1}, 5, {"causal": True}, {"keys 1": 3}),
-        ("zigzag", {"backward": "query", "chunks": 1}, 3, {"causal": True}, {"keys 1": 3}),
-        ("allgather", {"chunks": 1}, 3, {"causal": True}, {"keys 1": 2}),
-        ("attention2d", {"rows": 2, "chunks": 1}, 4, {"causal": True}, {"keys 1": 4}),
-        # One block of others, and masks that leave few whole tiles.
-        ("zigzag", {"chunks": 1}, 2, {"causal": True}, {}),
-        ("zigzag", {}, 5, {"causal": True, "window": 30}, {}),
-        ("zigzag", {}, 5, {"causal": True, "cu_seqlens": (0, 31, 240)}, {}),
-    ],
-)
-def test_kernels_sum_over_blocks(
-    algo: str, options: dict, size: int, settings: dict, blocks: dict[str, int]
-) -> None:
-    expected = expected_attention(seq_len=240, heads=4, kv_heads=2, head_dim=8, **settings)
-    mask = Mask(settings["causal"], settings.get("window"), settings.get("cu_seqlens", ())[1:-1])
-    whole = expected.q, expected.k, expected.v, expected.dout
-
-    @torch.no_grad()
-    def attention(topology: Topology):
-        kernel, algorithm = Summing(), create(algo, topology, options)
-        q, k, v, dout = (shard(x, 1, algorithm.layout, topology.rank, size) for x in whole)
-        shape = Shape(1, 240, 4, 2, 8, 8)
-        compiled = Compiled(algorithm, Call(shape, mask, 8**-0.5, kernel))
-        *_, saved = compiled.forward.attend(q, k, v)
-        return kernel.calls, compiled.backward().differentiate(dout, saved), algorithm.layout
-
-    found = run_virtual(size, attention)
-    for calls, _, _ in found:
-        assert calls["ended"] == calls["begun"] <= 2 * options.get("chunks", 1)
-    counts = [{name: n for name, n in calls.items() if " " in name} for calls, *_ in found]
-    assert any(blocks.items() <= one.items() for one in counts)
-    assert blocks or not any(counts)
-    for rank, (_, gradients, layout) in enumerate(found):
-        for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
-            assert relative_error(got, shard(want, 1, layout, rank, size)) < 1e-10

@@ -3,22 +3,18 @@
 What is tested is with which head dims the adapter calls it, and what becomes of the results.
 """
 
-import gc
 import sys
-import weakref
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.kernels import flash4
 from megatron_cp_plugin.kernels.flash4 import Flash4
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.kernels.torch_flash import CudnnAttention
 from tests.kernel_calls import backward_of, forward_of
-from tests.kernels import flash4_interface
 from tests.oracle import expected_attention, relative_error
 
 
@@ -197,116 +193,3 @@ def test_several_sequences(monkeypatch, packing, batch, causal, window, given):
         results.append((out, lse, *gradients))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, equal_nan=True)
-
-
-SUMMED = 1e-6  # sums are float32
-
-
-@pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize(("dims", "kv_heads"), [((64, 64), 1), ((72, 72), 2), ((192, 128), 2)])
-def test_a_sum_of_dq_over_blocks_of_keys(monkeypatch, dims, kv_heads, given):
-    """Statistics are made once, and dQ is converted once."""
-    of_package(monkeypatch, "4.0.0b36", capability=9)
-    call, dout, statistics, want = full_call(dims, kv_heads, given)
-    q, k, v = call.q, call.k, call.v
-    before = q.clone()
-    total = Flash4().query_sum(call, dout, statistics)
-    found = [
-        total.add(call._replace(k=k[:, part], v=v[:, part]), dout, statistics)
-        for part in (slice(0, 2), slice(2, 7), slice(7, 9))
-    ]
-    (dq,), (dk, dv) = total.total(), (torch.cat(x, 1) for x in zip(*found, strict=True))
-    for got, exact in zip((dq, dk, dv), want, strict=True):
-        assert got.shape == exact.shape
-        assert relative_error(got, exact) < SUMMED
-    assert torch.equal(q, before)
-    of_call = ["dk", "dv"] if kv_heads == 1 else []
-    calls = flash4_interface.calls
-    assert (calls.filled, calls.converted) == (1, [*of_call * 3, "dq"])
-
-
-@pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 80)])
-def test_a_sum_of_dk_and_dv_over_blocks_of_queries(monkeypatch, dims, given):
-    """They are converted once; a later block may see the first keys only."""
-    of_package(monkeypatch, "4.0.0b36", capability=9)
-    call, dout, statistics, want = full_call(dims, 1, given, causal=True)
-    q, k, v = call.q, call.k, call.v
-    before = k.clone(), v.clone()
-    total, found = Flash4().key_sum(call), []
-    for rows in (slice(7, 9), slice(2, 7), slice(0, 2)):
-        cols = slice(0, rows.stop)
-        one = call._replace(q=q[:, rows], k=k[:, cols], v=v[:, cols])
-        found += total.add(one, dout[:, rows], statistics.rows(rows))
-    for got, exact in zip((torch.cat(found[::-1], 1), *total.total()), want, strict=True):
-        assert got.shape == exact.shape
-        assert relative_error(got, exact) < SUMMED
-    assert torch.equal(k, before[0])
-    assert torch.equal(v, before[1])
-    calls = flash4_interface.calls
-    assert (calls.filled, calls.converted) == (3, [*["dq"] * 3, "dk", "dv"])
-
-
-def full_call(dims, kv_heads, given, *, causal=False):
-    """A call, dout, statistics and right gradients."""
-    head_dim, value_dim = dims
-    expected = expected_attention(
-        batch=2,
-        seq_len=9,
-        heads=2,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        causal=causal,
-    )
-    call = KernelCall(expected.q, expected.k, expected.v, head_dim**-0.5, causal)
-    _, lse = Reference().forward(call)
-    statistics = Statistics(lse, out=expected.out)
-    if given == "delta":
-        statistics = Statistics(lse, delta=delta_of(expected.dout, expected.out))
-    return call, expected.dout, statistics, (expected.dq, expected.dk, expected.dv)
-
-
-def test_sums_are_freed_with_their_last_name(monkeypatch):
-    """They are in no circle of references, in which their memory would wait for the collector."""
-    of_package(monkeypatch, "4.0.0b36", capability=9)
-    call, dout, statistics, _ = full_call((64, 64), 1, "out")
-    gc.collect()
-    gc.disable()
-    try:
-        for begin in (
-            lambda: Flash4().query_sum(call, dout, statistics),
-            lambda: Flash4().key_sum(call),
-        ):
-            total = begin()
-            total.add(call, dout, statistics)
-            total.total()
-            kept = [weakref.ref(x) for x in total._buffers._kept]
-            assert all(x() is not None for x in kept)
-            del total
-            assert kept
-            assert all(x() is None for x in kept)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize(("release", "capability"), [("4.0.0", 9), ("4.0.0b36", 10)])
-def test_no_sum_where_none_was_tried(monkeypatch, release, capability):
-    of_package(monkeypatch, release, capability)
-    call, dout, statistics, _ = full_call((64, 64), 1, "out")
-    assert Flash4().query_sum(call, dout, statistics) is None
-    assert Flash4().key_sum(call) is None
-
-
-def of_package(monkeypatch, release: str, capability: int) -> None:
-    """The stand-in, as a version of the package on a GPU."""
-    calls = SimpleNamespace(filled=0, converted=[])
-    monkeypatch.setattr(flash4_interface, "calls", calls)
-    cute = ModuleType("flash_attn.cute")
-    cute.interface = flash4_interface
-    modules = {"flash_attn": ModuleType("flash_attn"), "flash_attn.cute": cute}
-    for name, module in (modules | {"flash_attn.cute.interface": flash4_interface}).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(flash4, "version", lambda name: release)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    flash4._package_version.cache_clear()

@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
-from megatron_cp_plugin.core.kernel import KernelSum
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.tile_batches import Batch
@@ -113,42 +112,6 @@ class WithWorkspace(Reference):
             gradients = tuple(counted(x) for x in gradients)
         torch.empty(self.workspace(call, statistics), dtype=torch.uint8)
         return gradients
-
-    def sum_bytes(self, call, statistics) -> int:
-        return call.k.numel() if statistics is None else 2 * call.q.numel()
-
-    def query_sum(self, call, dout, statistics):
-        return SumWithWorkspace(self, call, dout, statistics)
-
-    def key_sum(self, call):
-        return SumWithWorkspace(self, call, None, None)
-
-
-class SumWithWorkspace(KernelSum):
-    """Of the reference; a part of each call's workspace is held to the end."""
-
-    def __init__(self, kernel, call, dout, statistics) -> None:
-        self.kernel, self.of_keys = kernel, statistics is None
-        self.held = torch.empty(kernel.sum_bytes(call, statistics), dtype=torch.uint8)
-        with _disable_current_modes():
-            if self.of_keys:
-                self.inner = Reference().key_sum(call)
-            else:
-                self.inner = Reference().query_sum(call, dout, statistics)
-
-    def add(self, call, dout, statistics):
-        with _disable_current_modes():
-            gradients = self.inner.add(call, dout, statistics)
-        if call.into is None:
-            gradients = tuple(counted(x) for x in gradients)
-        held = self.kernel.sum_bytes(call, None if self.of_keys else statistics)
-        torch.empty(self.kernel.workspace(call, statistics) - held, dtype=torch.uint8)
-        return gradients
-
-    def total(self, into=None):
-        with _disable_current_modes():
-            found = self.inner.total(into)
-        return found if into is not None else tuple(counted(x) for x in found)
 
 
 def counted(x: Tensor) -> Tensor:

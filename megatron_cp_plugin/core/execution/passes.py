@@ -28,12 +28,7 @@ from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
 from megatron_cp_plugin.core.execution.team import Completions, Named, Tensors
-from megatron_cp_plugin.core.kernel import (
-    KernelCall,
-    KernelSum,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Statistics
 from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
     Accumulator,
@@ -86,75 +81,15 @@ def attend_block(
         del found, tile
 
 
-class SumsInKernel:
-    """Sums of a base block's gradients within the kernel, each in as much memory as a float32 sum.
-
-    Of queries, those of half of the block or more: two at most, as in zigzag, where all rows see
-    earlier blocks and half of them the others. Of keys, one of the first keys of the block.
-
-    Attributes: of_keys: the sums are of dk and dv, not of dq.
-    """
-
-    def __init__(self, kernel: SoftmaxKernel, total: GradientSum, *, of_keys: bool) -> None:
-        """Args: total: gets the sums in the end."""
-        self.of_keys = of_keys
-        self._kernel, self._total = kernel, total
-        self._sums: dict[tuple[int, int], KernelSum] = {}  # by the first row and the one behind
-
-    def of(
-        self, tile: Tile, call: KernelCall, dout: Tensor, statistics: Statistics, tokens: int
-    ) -> KernelSum | None:
-        """The sum that a tile belongs to; None: it belongs to none.
-
-        Args:
-            call, dout, statistics: of the tile.
-            tokens: of the block of queries.
-        """
-        new: KernelSum | None = None
-        rows = tile.kv if self.of_keys else tile.q
-        if rows.step not in {None, 1}:
-            return None
-        if self.of_keys:
-            # Kernels have float32 sums where several query heads share a KV head.
-            if rows.start or call.q.shape[2] == call.k.shape[2]:
-                return None
-            if self._sums:
-                (((_, stop), found),) = self._sums.items()
-                return found if rows.stop <= stop else None
-            new = self._kernel.key_sum(call)
-        else:
-            if tile.causal or 2 * tile.rows < tokens:
-                return None
-            if (rows.start, rows.stop) in self._sums:
-                return self._sums[rows.start, rows.stop]
-            if len(self._sums) < 2:
-                new = self._kernel.query_sum(call, dout, statistics)
-        if new is not None:
-            self._sums[rows.start, rows.stop] = new
-        return new
-
-    def close(self) -> None:
-        """Adds the sums to the total."""
-        while self._sums:
-            (start, stop), found = self._sums.popitem()
-            place = self._total.place_of_first(stop - start)
-            self._total.add(slice(start, stop), *found.total(place))
-            del found
-
-
-# The heads' slice in the base block, the sum of their gradients, and sums within the kernel.
-_OpenSum = tuple[slice | None, GradientSum, SumsInKernel | None]
+# The heads' slice in the base block, and the sum of their gradients.
+_OpenSum = tuple[slice | None, GradientSum]
 
 
 class Gradients(NamedTuple):
-    """Running sums of dq of one block of queries, and of dk and dv of one block of keys.
-
-    Attributes: in_kernel: sums of either of them within the kernel; None: there are none.
-    """
+    """Running sums of dq of one block of queries, and of dk and dv of one block of keys."""
 
     dq: GradientSum
     dkv: GradientSum
-    in_kernel: SumsInKernel | None = None
 
     def places(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Memory into which the kernel writes the gradients of a tile's q, k and v: the first
@@ -209,16 +144,6 @@ def differentiate_block(
             dq, dk, dv = [x.flip(1) for x in found]
         else:
             tile = KernelCall(tile_q, tile_k, tile_v, scale, each.causal, window=each.window)
-            if sums.in_kernel is not None and not each.window:
-                total = sums.in_kernel.of(each, tile, tile_dout, of_tile, q.shape[1])
-                if total is not None:
-                    if sums.in_kernel.of_keys:
-                        if call.places_gradients:
-                            tile = tile._replace(into=sums.dq.place_of_first(each.rows))
-                        sums.dq.add(each.q, *total.add(tile, tile_dout, of_tile))
-                    else:
-                        sums.dkv.add(each.kv, *total.add(tile, tile_dout, of_tile))
-                    continue
             if call.places_gradients and (sums.dq.placing or sums.dkv.placing):
                 tile = tile._replace(into=sums.places(tile_q, tile_k, tile_v))
             dq, dk, dv = kernel.backward(tile, tile_dout, of_tile)
@@ -417,10 +342,6 @@ class Backward(_Summing[GradientSum]):
             self._targets = dict(like)
         # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups.
         self._sums: dict[tuple[int, Side], _OpenSum] = {}
-        # Under special masks tiles are of many different rows.
-        self._summed = part.program.shared
-        if self._summed and (part.call.mask.special or not part.call.kernel.sums):
-            self._summed = frozenset()
         self._found = {}  # for other ranks' blocks
 
     def begin(self, part: Round, base: Named) -> None:
@@ -441,7 +362,6 @@ class Backward(_Summing[GradientSum]):
 
     def open(self, step: Step) -> None:
         self._take_heads(step, (self.q, self._dout))
-        kernel, summed = self._call.kernel, self._summed
         heads, whole, local = step.heads, self._round.base.heads, step.local_heads
         of_q, of_kv = (None, None) if local is None else (local.q, local.kv)
         statistics = self._all if of_q is None else self._all.heads(of_q)
@@ -452,48 +372,40 @@ class Backward(_Summing[GradientSum]):
         self._statistics = statistics
         if self._program.parted:
             if heads.first:
-                dkv = GradientSum(*self.keys, few=self._few)
-                in_kernel = SumsInKernel(kernel, dkv, of_keys=True) if KEYS in summed else None
-                self._sums[heads.kv.start, KEYS] = None, dkv, in_kernel
+                self._sums[heads.kv.start, KEYS] = None, GradientSum(*self.keys, few=self._few)
             return
         place = partial(self._of_queries.place, of_q) if self._placing else None
-        few = self._few
-        if QUERIES in summed:  # the last partials are the kernel's sums
-            few = (heads.q.start, QUERIES) not in self._program.awaited
-        dq = GradientSum(self.queries[0], few=few, place=place)
-        in_kernel = SumsInKernel(kernel, dq, of_keys=False) if QUERIES in summed else None
-        self._sums[heads.q.start, QUERIES] = of_q, dq, in_kernel
+        dq = GradientSum(self.queries[0], few=self._few, place=place)
+        self._sums[heads.q.start, QUERIES] = of_q, dq
         if not whole.first:  # an earlier round opened the sums of these keys
             return
         few, place = self._few and whole.last, None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
         dkv = GradientSum(*self.keys, few=few, place=place)
-        in_kernel = SumsInKernel(kernel, dkv, of_keys=True) if KEYS in summed else None
-        self._sums[heads.kv.start, KEYS] = of_kv, dkv, in_kernel
+        self._sums[heads.kv.start, KEYS] = of_kv, dkv
 
     def operands(
         self, task: Task, queries: Tensors | None, keys: Tensors | None
     ) -> tuple[object, ...]:
         """See Pass.operands: of `differentiate_block`."""
         (q, dout), (k, v), statistics = self.queries[:2], self.keys, self._statistics
-        in_kernel = None
         if task.rows is not None:
             q, dout = rows_at(q, task.rows), rows_at(dout, task.rows)
             statistics, dq = statistics.rows(task.rows), GradientSum(q)
         elif queries is None:
-            _, dq, in_kernel = self._sums[task.heads.q.start, QUERIES]
+            _, dq = self._sums[task.heads.q.start, QUERIES]
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
             dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
             # A block with itself is among the sums of keys.
-            _, dkv, in_kernel = self._sums[task.heads.kv.start, KEYS]
+            _, dkv = self._sums[task.heads.kv.start, KEYS]
         else:
             k, v = keys
             dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
-        return Gradients(dq, dkv, in_kernel), dout, q, k, v, statistics
+        return Gradients(dq, dkv), dout, q, k, v, statistics
 
     def send_results(self, rows: slice, found: object) -> None:
         if self._open_scatter is not None:
@@ -514,7 +426,7 @@ class Backward(_Summing[GradientSum]):
         return GradientSum(*[_like(x, rows) for x in like])
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
-        _, total, _ = self._sums[(heads.kv if side else heads.q).start, side]
+        _, total = self._sums[(heads.kv if side else heads.q).start, side]
         rows = between(0, (self.k if side else self.q).shape[1])
         _add(total, came, rows, lent=self.lent)
 
@@ -523,9 +435,7 @@ class Backward(_Summing[GradientSum]):
             for each in others:
                 self.accept(heads, side, each)
             return
-        some, total, in_kernel = self._sums.pop(((heads.kv if side else heads.q).start, side))
-        if in_kernel is not None:
-            in_kernel.close()
+        some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
         tokens, plus = (self.k if side else self.q).shape[1], None
         if len(others) == 1 and others[0].tensors[0].shape[1] == tokens:
             plus = others[0].tensors
@@ -556,9 +466,7 @@ class Backward(_Summing[GradientSum]):
     def _found_for_keys(self, heads: HeadGroup) -> Tensors:
         """Takes dK and dV of the base block; this object drops its references to them."""
         if self._program.parted:
-            _, total, in_kernel = self._sums.pop((heads.kv.start, KEYS))
-            if in_kernel is not None:
-                in_kernel.close()
+            _, total = self._sums.pop((heads.kv.start, KEYS))
             return tuple(total.final(self._sent_dtype))
         found = self._of_keys.whole
         del self._of_keys

@@ -247,8 +247,6 @@ class Program:
         joined: the joint blocks that a block is part of, and its number among their parts.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
         wide: results of such tasks are in float32.
-        shared: sides whose base block several tasks have, queries with blocks of other ranks; none
-            in two steps.
         relay: results for a block go from rank to rank.
         merged: see Plan.
     """
@@ -264,7 +262,6 @@ class Program:
     receivable: tuple[tuple[bool, Exchange], ...] = ()
     parted: bool = False
     wide: bool = False
-    shared: frozenset[Side] = frozenset()
     relay: bool = False
     merged: bool = False
 
@@ -339,12 +336,6 @@ def program(
         (move.heads.q.start, move.side) for move in of_own if move.target == rank and move.result
     )
     whole = together(plan.groups)
-    first = [task for step in steps[:each] for task in step.tasks]
-    queries, keys = (own[QUERIES], QUERIES), (own[KEYS], KEYS)
-    uses = Counter(
-        [QUERIES for task in first if task.query == queries and task.key != keys]
-        + [KEYS for task in first if task.key == keys]
-    )
     return Program(
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
         each <= 2 + plan.merged,
@@ -355,7 +346,6 @@ def program(
         rows,
         joined,
         all_exchanges(plan),
-        shared=frozenset([side for side, count in uses.items() if count > 1 and each > 2]),
         relay=plan.relay,
         merged=plan.merged,
     )

@@ -320,7 +320,6 @@ def gathering_program(
         own=(rank, rank),
         parted=True,
         wide=any(move.wide for move in plan.moves),
-        shared=frozenset([KEYS] if len(found) > 1 else []),
     )
 
 
