@@ -125,6 +125,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"ulysses": 2, "route": "double"},
         {"ulysses": 4, "backward": "query"},
         {"layout": "thd", "ulysses": 2},
+        {"layout": "documents", "ulysses": 2, "backward": "kv"},
+        {"layout": "documents", "ulysses": 2, "backward": "query", "keep": "local"},
+        {"layout": "documents", "ulysses": 3, "route": "straight"},
+        {"layout": "documents", "ulysses": 2, "route": "grid"},
         {"layout": "contiguous", "ulysses": 2, "backward": "kv"},
     ],
 }

@@ -48,7 +48,9 @@ class Usp(Ulysses):
         Attributes:
             ulysses: U; 0: as many ranks as the KV heads allow without being copied, which is the
                 largest common divisor of ranks and KV heads.
-            layout: "zigzag", Megatron's own; "contiguous"; or "thd", see ring.
+            layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag: with teams that
+                are nodes, keys that a node needs cross once to it, through all its network cards;
+                or "thd", see ring.
             route: of the ring, see there; or "grid".
             backward, gradients: of the ring, see there.
             rows: R; 0: the number of rows that sends the fewest bytes.
@@ -57,7 +59,7 @@ class Usp(Ulysses):
 
         # A team of one rank is the ring, one of all ranks is ulysses.
         ulysses: int = number(0, lambda size: divisors(size)[1:-1])
-        layout: Literal["zigzag", "contiguous", "thd"] = "zigzag"
+        layout: Literal["zigzag", "documents", "contiguous", "thd"] = "zigzag"
         backward: BackwardRule = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Literal["auto", "ring", "straight", "double", "grid"] = field(
