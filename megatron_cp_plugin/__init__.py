@@ -13,7 +13,7 @@ Importing this needs torch alone and changes nothing. All exceptions are in `err
 from megatron_cp_plugin import algorithms as algorithms  # registers them all
 from megatron_cp_plugin import spans
 from megatron_cp_plugin.context import Context
-from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.core.communication.record import record_communication
 from megatron_cp_plugin.decoding import decode_attention
 from megatron_cp_plugin.functional import (
     attention,

@@ -36,21 +36,16 @@ from megatron_cp_plugin.core.autograd.function import (
     cast_inputs,
     check_shapes,
     compiled_call,
-    whole_of,
 )
+from megatron_cp_plugin.core.autograd.whole import whole_of
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.process_groups import existing, topology_of
-from megatron_cp_plugin.core.layout import (
-    Documents,
-    Layout,
-    check_cut,
-    describe_mismatch,
-    remember,
-)
+from megatron_cp_plugin.core.document_layout import describe_mismatch
+from megatron_cp_plugin.core.layout import Documents, Layout, check_cut, remember
 from megatron_cp_plugin.core.linear.function import attend_linearly, check_linear_shapes
 from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.tiles import mask_of
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.kernels.linear import resolve_linear

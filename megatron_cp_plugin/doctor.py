@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import functional, registry
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.reference import Reference

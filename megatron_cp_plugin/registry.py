@@ -8,10 +8,10 @@ from textwrap import shorten
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import Layout, Zigzag
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, brief, nearest
 from megatron_cp_plugin.packages import load_installed
 

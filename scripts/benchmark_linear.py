@@ -39,10 +39,9 @@ from timing import join, take_gpu
 from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous, Layout, shard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.kernels.fla_gated import refuses_gates_of_heads
 from megatron_cp_plugin.process_exit import one_line_errors

@@ -57,7 +57,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.context import softmax_algorithm
 from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.peer import push
 from megatron_cp_plugin.core.kernel import (
@@ -67,7 +67,6 @@ from megatron_cp_plugin.core.kernel import (
     Statistics,
 )
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve, resolver

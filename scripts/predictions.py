@@ -30,7 +30,7 @@ from benchmark_train import SHAPES
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_cp_plugin.context import Group, not_compiled, topology_for
 from megatron_cp_plugin.core.agree import SameCall
 from megatron_cp_plugin.core.autograd.function import check_shapes, differentiable_once
-from megatron_cp_plugin.core.comm import CommunicatingIn
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import CommunicatingIn
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.topology import Topology
 
 
 @not_compiled

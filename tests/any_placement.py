@@ -14,7 +14,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import choice

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles

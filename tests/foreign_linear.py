@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import Decay, Route, RunStates
-from megatron_cp_plugin.core.topology import Topology
 
 
 class Doubling(StatePassing):

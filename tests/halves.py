@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_cp_plugin.core.algorithm import PointToPoint
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask

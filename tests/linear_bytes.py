@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_cp_plugin.algorithms.lasp import Lasp
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.algorithms.linear_ulysses import LinearUlysses
-from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, StatePassing
 from megatron_cp_plugin.core.linear.states import Route
 

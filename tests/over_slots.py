@@ -5,10 +5,10 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import expected_attention, relative_error

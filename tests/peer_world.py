@@ -5,10 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Pending, Receive
+from megatron_cp_plugin.core.comm import Pending, Receive, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
 from megatron_cp_plugin.core.communication.virtual import Address, VirtualTopology, VirtualWorld
-from megatron_cp_plugin.core.topology import Topology
 
 _NAN = 0xFF  # a byte; so many of them are NaN in every floating dtype
 

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import between
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side
-from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.ranges import (
+    Ranges,
+    between,
+)
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
 
 

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from tests.peer_world import run_virtual

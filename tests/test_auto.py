@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from tests.oracle import naive_attention
 

@@ -18,12 +18,12 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.layout import Contiguous, Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 from tests.pairwise import pairwise

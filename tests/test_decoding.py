@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import unshard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import naive_attention, relative_error

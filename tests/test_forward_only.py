@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import layout_of
 
 SIZE, TOKENS, HEADS, DIM = 4, 64, 4, 16

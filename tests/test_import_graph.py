@@ -22,7 +22,7 @@ FORBIDDEN = [
 # those above it.
 ROOMS = [
     ("layout", "ranges"),
-    ("agree", "comm", "communication", "topology"),
+    ("agree", "comm", "communication"),
     ("kernel", "partial"),
     ("masks", "tiles"),
     ("blocks",),

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create_linear
 from tests.fla_on_cpu import fla_on_cpu, launches

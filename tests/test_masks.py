@@ -8,8 +8,8 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms.allgather import KvAllGather
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, few_cases, run

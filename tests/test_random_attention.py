@@ -16,10 +16,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of
 from tests.any_kernel import ABILITIES

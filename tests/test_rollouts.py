@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.rollouts import _Tree
 from tests.oracle import naive_attention

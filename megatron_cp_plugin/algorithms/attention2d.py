@@ -12,12 +12,12 @@ from typing import Literal
 
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape, flop_of_rank, group_count, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 

@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import PointToPoint, number
 from megatron_cp_plugin.core.call import Shape, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import register

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.comm import Pending
+from megatron_cp_plugin.core.comm import Pending, Topology
 from megatron_cp_plugin.core.communication.devices import SideStream, capturing
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import Route, RunStates
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
 

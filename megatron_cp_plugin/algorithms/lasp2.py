@@ -11,9 +11,9 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import Route, RunStates
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
 

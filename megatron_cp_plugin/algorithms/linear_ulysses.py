@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.team import ExchangingTeam
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
@@ -24,7 +25,6 @@ from megatron_cp_plugin.core.linear.algorithm import (
 )
 from megatron_cp_plugin.core.linear.states import Decay, Gates
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.registry import register
 
 

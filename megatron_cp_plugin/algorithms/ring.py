@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
-from megatron_cp_plugin.core.blocks.rows import row_count
 from megatron_cp_plugin.core.blocks.visible_rows import rows_met, sees_all
 from megatron_cp_plugin.core.call import HeadGroup, Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
+from megatron_cp_plugin.core.ranges import row_count
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register

@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.call import (
     head_groups,
     successive_groups,
 )
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads

@@ -9,12 +9,12 @@ from megatron_cp_plugin.algorithms.ring import BackwardRule
 from megatron_cp_plugin.algorithms.ulysses import Ulysses
 from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.execution.executor import Wanted
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import others_lost
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.comm import Topology, others_lost
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 _REFUSED = -1  # in place of a number

@@ -9,7 +9,8 @@ from weakref import proxy
 import torch
 
 from megatron_cp_plugin.core.call import Call, HeadGroup, Shape, successive_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.execution.executor import (
     Executor,
@@ -21,16 +22,11 @@ from megatron_cp_plugin.core.execution.executor import (
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, check_scale
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
-from megatron_cp_plugin.core.placement import (
-    BlockPlacement,
-    HeadPlacement,
-    Placement,
-    check_placement,
-)
+from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.checks import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan, check_steps
+from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 
 _PACKAGE = __name__.partition(".")[0]  # placements of other packages are checked

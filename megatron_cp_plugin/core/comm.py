@@ -1,30 +1,22 @@
-"""Asynchronous communication between the ranks of one group, every message counted.
+"""The ranks of a group, and asynchronous communication between them, in channels.
 
 An algorithm posts an operation, computes, and then waits: `pending = comm.exchange(...)`,
-`pending.wait()`. Nothing here knows about attention.
-
-Bytes and messages are counted point to point, as the algorithm asks for them: in an all-gather of x
-among P ranks each rank sends P - 1 messages of x, whatever the backend does.
+`pending.wait()`. A channel is one stream of messages. Nothing here knows about attention.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from threading import Lock
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import contiguous_copy
-from megatron_cp_plugin.errors import CommunicationError
+from megatron_cp_plugin.core.communication.record import RECORDINGS, Operation, count
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
-Phase = Literal["forward", "backward"]
-Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
 Described = tuple[tuple[int, ...], torch.dtype]
@@ -89,109 +81,6 @@ Beside = Mapping[int, tuple[Room, Sequence[int]]]
 NOTHING_BESIDE: Beside = {}
 
 
-# Under which phase operations are counted.
-PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
-
-
-class CommunicatingIn:
-    """Within this context operations are counted under a phase."""
-
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        self._token = PHASE.set(self._phase)
-
-    def __exit__(self, *_: object) -> None:
-        PHASE.reset(self._token)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What one rank sent or received in one operation.
-
-    Attributes:
-        rank: global rank that counts it.
-        channel: name of the channel.
-        messages, bytes: how many messages, and their payload.
-    """
-
-    rank: int
-    channel: str
-    op: Operation
-    phase: Phase
-    direction: Literal["sent", "received"]
-    messages: int
-    bytes: int
-
-
-@dataclass
-class CommunicationLog:
-    """Rows of one recording, in the order in which operations were posted."""
-
-    rows: list[Transfer] = field(default_factory=list)
-
-    def _select(self, *wanted: object) -> Iterator[Transfer]:
-        for row in tuple(self.rows):
-            given = row.rank, row.op, row.phase, row.direction
-            if all(want in (None, x) for want, x in zip(wanted, given, strict=True)):
-                yield row
-
-    def bytes(
-        self,
-        *,
-        rank: int | None = None,
-        op: str | None = None,
-        phase: Phase | None = None,
-        direction: str = "sent",
-    ) -> int:
-        """Total bytes of the rows that match; None matches all."""
-        return sum(row.bytes for row in self._select(rank, op, phase, direction))
-
-    def messages(
-        self,
-        *,
-        rank: int | None = None,
-        op: str | None = None,
-        phase: Phase | None = None,
-        direction: str = "sent",
-    ) -> int:
-        """Total messages of the rows that match; None matches all."""
-        return sum(row.messages for row in self._select(rank, op, phase, direction))
-
-
-# Backward runs in autograd's own threads on CUDA, so a recording cannot be local to a thread.
-_recordings: list[CommunicationLog] = []
-_recordings_lock = Lock()
-
-
-@contextmanager
-def record_communication() -> Iterator[CommunicationLog]:
-    """Counts what this process sends and receives until the context ends."""
-    log = CommunicationLog()
-    with _recordings_lock:
-        _recordings.append(log)
-    try:
-        yield log
-    finally:
-        with _recordings_lock:
-            _recordings[:] = [other for other in _recordings if other is not log]
-
-
-# Whether this thread's messages are left out of all recordings.
-_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Within this context this thread's messages are not counted."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
-
-
 class Pending[T]:
     """An operation under way. The result may be used, and inputs changed, only after `wait`.
 
@@ -215,7 +104,7 @@ class Communicator(ABC):
 
     Attributes:
         rank, size: within the group.
-        global_rank: for the log.
+        global_rank: for recordings.
         channel: its name.
         strided: whether `exchange` sends tensors that are not contiguous.
         lends: later exchanges overwrite the tensors that `buffers` returned.
@@ -229,6 +118,11 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.global_rank = global_rank
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory held for receiving, which torch's statistics do not show."""
+        return 0
 
     def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """Empty tensors for all that the next exchange receives."""
@@ -270,8 +164,9 @@ class Communicator(ABC):
             early: the tensors to be sent were there at the last `mark`; they need not wait for
                 work that was queued after it.
         """
-        if _recordings:
-            self._count("exchange", [t for t, _ in sends], [t for t, _ in receives])
+        if RECORDINGS:
+            both = [t for t, _ in sends], [t for t, _ in receives]
+            count(self.global_rank, self.channel, "exchange", *both)
         if beside or early:
             return self._exchange_beside(sends, receives, beside, early=early)
         return self._exchange(sends, receives)
@@ -280,7 +175,7 @@ class Communicator(ABC):
         """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
         if self.size == 1:
             return Pending(lambda: x.unsqueeze(0))
-        if _recordings:
+        if RECORDINGS:
             self._count_with_all("all_gather", x)
         return self._all_gather(x.contiguous())
 
@@ -288,7 +183,7 @@ class Communicator(ABC):
         """Sums over ranks: x [P, ...] -> [...], the part of this rank. Same shape on all ranks."""
         if self.size == 1:
             return Pending(lambda: x[0])
-        if _recordings:
+        if RECORDINGS:
             self._count_with_all("reduce_scatter", x[0])
         return self._reduce_scatter(x.contiguous())
 
@@ -296,31 +191,14 @@ class Communicator(ABC):
         """x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]."""
         if self.size == 1:
             return Pending(lambda: x)
-        if _recordings:
+        if RECORDINGS:
             self._count_with_all("all_to_all", x[0])
         return self._all_to_all(x if x.is_contiguous() else contiguous_copy(x))
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""
         others = [block] * (self.size - 1)
-        self._count(op, others, others)
-
-    def _count(self, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        for direction, tensors in (("sent", sent), ("received", received)):
-            # Tensors without storage are not sent: a simulation uses them.
-            if tensors and not tensors[0].is_meta and not _unrecorded.get():
-                row = Transfer(
-                    self.global_rank,
-                    self.channel,
-                    op,
-                    PHASE.get(),
-                    direction,  # type: ignore[arg-type]
-                    len(tensors),
-                    sum(t.numel() * t.element_size() for t in tensors),
-                )
-                with _recordings_lock:
-                    for log in _recordings:
-                        log.rows.append(row)
+        count(self.global_rank, self.channel, op, others, others)
 
     def _exchange_beside(
         self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
@@ -339,6 +217,136 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]: ...
+
+
+_KEPT = 4096  # numbers of tokens that a rank remembers
+
+
+class Recent[T: Hashable](dict[T, None]):
+    """The values that were added last, at most `kept` of them."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def add(self, value: T) -> None:
+        """Adds a value, or makes it the last one."""
+        self.pop(value, None)
+        self[value] = None
+        if len(self) > self._kept:
+            del self[next(iter(self))]
+
+
+class Topology(ABC):
+    """The ranks of one context-parallel group.
+
+    All ranks of a group must ask for the same channels and subgroups in the same order, because
+    making one is a collective operation.
+
+    Attributes:
+        rank, size: within the group.
+        plans_all: plans are made for all ranks, because one process asks for several ranks' plans.
+        calls: number of calls that the ranks have compared, see `core.agree`.
+    """
+
+    plans_all = False
+    calls = 0
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._peer_channels: dict[tuple[str, int], Communicator] = {}
+        self._subgroups: dict[tuple[int, ...], Topology] = {}
+
+    @abstractmethod
+    def channel(self, name: str) -> Communicator:
+        """A communicator over all ranks of this group, with an order of its own."""
+
+    @property
+    @abstractmethod
+    def peer_access(self) -> bool:
+        """Whether every rank's GPU can write to every other's memory. A collective operation."""
+
+    def peer_channel(self, name: str, slots: int) -> Communicator:
+        """As `channel`, but with copy engines and `slots` receive buffers: see
+        core.communication.peer.
+
+        Raises: ContextParallelError without `peer_access`.
+        """
+        if not self.peer_access:
+            raise ContextParallelError(
+                "transport peer needs GPUs of one node with access to each other's memory, got "
+                "ranks without it: use transport auto or group"
+            )
+        if (name, slots) not in self._peer_channels:
+            # Evaluation may come before training, which writes to the same memory.
+            with torch.inference_mode(False):
+                self._peer_channels[name, slots] = self._make_peer_channel(name, slots)
+        return self._peer_channels[name, slots]
+
+    @abstractmethod
+    def _make_peer_channel(self, name: str, slots: int) -> Communicator: ...
+
+    @property
+    def peer_bytes(self) -> int:
+        """Memory that peer channels hold, here and in subgroups, beside torch's allocator's."""
+        own = sum(channel.held_bytes for channel in self._peer_channels.values())
+        return own + sum(topology.peer_bytes for topology in self._subgroups.values())
+
+    def drop_peer_channels(self) -> None:
+        """Forgets peer channels, here and in subgroups, so that their memory can be freed."""
+        self._peer_channels.clear()
+        for topology in self._subgroups.values():
+            topology.drop_peer_channels()
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> "Topology":
+        """The topology of some of the ranks (of this group), which must include this rank.
+
+        All ranks ask for subgroups of one size at a time, which do not overlap.
+        """
+        chosen = tuple(ranks)
+        if len(chosen) == self.size and chosen == tuple(range(self.size)):
+            return self
+        if chosen not in self._subgroups:
+            self._subgroups[chosen] = self._make_subgroup(chosen, name)
+        return self._subgroups[chosen]
+
+    @abstractmethod
+    def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> "Topology": ...
+
+    @property
+    @abstractmethod
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank: ranks with the same number share one. A collective operation."""
+
+    @abstractmethod
+    def gather[T](self, mine: T) -> list[T]:
+        """Every rank's object, by rank: small picklable objects, for checks.
+
+        A collective operation; not among the messages that `record_communication` counts.
+        """
+
+    @abstractmethod
+    def numbers(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+        """Every rank's two numbers, below 2**63, by rank; otherwise as `gather`.
+
+        The hosts exchange them: no GPU works or is waited for, also while a graph is captured.
+        """
+
+    @cached_property
+    def choices(self) -> dict[Hashable, tuple[str, tuple[tuple[str, object], ...]]]:
+        """Algorithms and options that `auto` has chosen for calls, equal on all ranks."""
+        return {}
+
+    @cached_property
+    def held(self) -> Recent[int]:
+        """Numbers of tokens that this rank held in calls without the sequence's length."""
+        return Recent(_KEPT)
+
+    @cached_property
+    def cut(self) -> Recent[tuple[str, int]]:
+        """Names of layouts by which this rank has split sequences, and the tokens that it got."""
+        return Recent(_KEPT)
 
 
 def others_lost(rank: int, size: int, doing: str, error: RuntimeError) -> CommunicationError:

@@ -1,19 +1,22 @@
-"""Layouts that depend on packed documents, and the registry of all layouts.
+"""Layouts that depend on packed documents, the registry of all layouts, and which one
+tokens are in.
 
 Where documents do not see each other, chunks of a sequence have very unequal work: that of a
 document grows with the square of its length.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_cp_plugin.core.balance import deal, room
-from megatron_cp_plugin.core.layout import LAYOUTS, Documents, Layout, Zigzag
+from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Documents, Layout, Zigzag, positions
 from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
 from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
@@ -180,3 +183,57 @@ def _dealt(
     joined = Ranges.between(start[first], stop[last])
     bounds = rank[first].searchsorted(np.arange(size + 1)).tolist()
     return tuple(joined[begin:end] for begin, end in pairwise(bounds))
+
+
+def describe_mismatch(
+    held: Tensor, layout: Layout, rank: int, size: int, seq_len: int
+) -> str | None:
+    """Says what is wrong with the tokens that a rank holds; None if they are the layout's.
+
+    Args:
+        held: global positions of the rank's tokens in their local order, integers [S] or [B,S] on
+            any device.
+        layout: within the documents, where it follows them.
+        seq_len: global.
+
+    Returns: such as "token 0 is at position 128, expected 64: these are the tokens of rank 1 in
+    the contiguous layout".
+    """
+    whole = not (held.is_floating_point() or held.is_complex())
+    if held.dim() not in (1, 2) or not whole or held.dtype == torch.bool:
+        return f"positions need integers [S] or [B,S], got {held.dtype} {[*held.shape]}"
+    expected = positions(layout, rank, size, seq_len)
+    rows = torch.atleast_2d(held.detach().cpu())
+    for entry, row in enumerate(rows):
+        if torch.equal(row, expected):
+            continue
+        origin = _origin(row, expected, layout, size, seq_len)
+        if len(row) != len(expected):
+            return f"it holds {len(row)} tokens, expected {len(expected)}{origin}"
+        token = int((row != expected).nonzero()[0])
+        where = f"token {token}" if len(rows) == 1 else f"token {token} of batch entry {entry}"
+        return f"{where} is at position {int(row[token])}, expected {int(expected[token])}{origin}"
+    return None
+
+
+def _origin(row: Tensor, expected: Tensor, layout: Layout, size: int, seq_len: int) -> str:
+    """Says which tokens positions [S] are, as the end of a sentence; "" if they fit nothing."""
+    for name, candidate, rank, ranks in _mistakes(layout, size):
+        if len(row) == candidate.length(rank, ranks, seq_len) and torch.equal(
+            row, positions(candidate, rank, ranks, seq_len)
+        ):
+            return f": these are {name}"
+    if torch.equal(row.sort().values, expected):
+        return ": these are the right tokens in another order"
+    if bool(((row[1:] <= row[:-1]) & (row[1:] == 0)).any()):
+        return ": they begin again at 0, but positions count through the whole sequence"
+    return ""
+
+
+def _mistakes(layout: Layout, size: int) -> Iterator[tuple[str, Layout, int, int]]:
+    """Yields what a rank may hold by mistake: description, layout, rank and number of ranks."""
+    yield "all tokens, not split", Contiguous(), 0, 1
+    others = (other for other in LAYOUTS.values() if other.name != layout.name)
+    for candidate in (layout, *others):
+        for rank in range(size):
+            yield f"the tokens of rank {rank} in the {candidate.name} layout", candidate, rank, size

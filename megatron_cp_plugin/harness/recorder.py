@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_cp_plugin.core.comm import record_communication
+from megatron_cp_plugin.core.communication.record import record_communication
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import joined_rows, rows_of_weights
 from megatron_cp_plugin.integration import compat

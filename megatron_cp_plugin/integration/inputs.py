@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.agree import Digest, SameCall, words_of
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import capturing
-from megatron_cp_plugin.core.layout import describe_mismatch
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.document_layout import describe_mismatch
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.attention import ContextParallelAttention

@@ -22,6 +22,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.core.communication.process_groups import (
     CollectiveGroupFactory,
@@ -32,7 +33,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, StatePassing
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
 from megatron_cp_plugin.integration.settings import Settings

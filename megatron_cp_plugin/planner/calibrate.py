@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Communicator, Operation, Pending, Phase, Room
+from megatron_cp_plugin.core.comm import Communicator, Pending, Room, Topology
+from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, get_args
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.layer import checked
 

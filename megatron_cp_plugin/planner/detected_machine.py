@@ -13,10 +13,10 @@ import torch
 
 from megatron_cp_plugin.core.agree import check_same
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options

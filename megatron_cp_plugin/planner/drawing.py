@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, LinearWork
 from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.ranges import Span

@@ -10,16 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import (
-    Communicator,
-    Operation,
-    Pending,
-    Phase,
-    Receive,
-    Send,
-)
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.communication.record import Operation, Phase
 
 ChannelId = tuple[str, tuple[int, ...]]  # its name, and the global ranks of its group
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, Shape, together
-from megatron_cp_plugin.core.comm import Operation, Phase
+from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes

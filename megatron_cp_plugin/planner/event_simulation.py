@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_cp_plugin.core.comm import Operation, Phase
+from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.planner.dry_run import (
     ChannelId,
     Event,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.communication.record import Operation
 from megatron_cp_plugin.planner.machine import Machine
 
 Dispatcher = Literal["alltoall", "allgather"]

@@ -11,7 +11,7 @@ from math import inf, log
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from megatron_cp_plugin.core.comm import Operation, Phase
+from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.errors import ConfigError, nearest
 from megatron_cp_plugin.packages import need
 

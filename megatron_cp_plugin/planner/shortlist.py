@@ -20,10 +20,10 @@ import torch
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import unrecorded
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import unrecorded
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import (

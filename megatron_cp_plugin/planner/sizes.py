@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import (
     Cache,

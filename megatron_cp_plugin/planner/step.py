@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_cp_plugin.core.comm import Operation
+from megatron_cp_plugin.core.communication.record import Operation
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.experts import Dispatch
 from megatron_cp_plugin.planner.machine import Machine

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of, read_options
 from tests.oracle import expected_attention

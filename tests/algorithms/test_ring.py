@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import Kept, Plan
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.functional import attention
 from megatron_cp_plugin.registry import create
 from tests.peer_world import run_virtual

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask

@@ -11,7 +11,7 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Algorithm, Compiled, divisors
 from megatron_cp_plugin.core.call import Shape, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
 from megatron_cp_plugin.core.layout import Contiguous

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
-from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.ranges import Span
@@ -128,7 +128,7 @@ def test_rows_are_placed_in_one_pass_where_that_is_fused(monkeypatch, layout, ba
     values = torch.randn(batch, order.tokens, 2, 4)
     found = []
     for operations in ({}, {"cpu": lambda: fused}):
-        monkeypatch.setattr(devices, "_fused", operations)
+        monkeypatch.setattr(partial, "_fused", operations)
         blocks = torch.zeros((3, batch, width, 2, 6), dtype=torch.bfloat16)
         part = blocks[..., 2:]
         for rows in (slice(0, 9), slice(9, order.tokens)):

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.document_layout import NAMED
-from megatron_cp_plugin.core.placement import BlockPlacement, check_placement
+from megatron_cp_plugin.core.placement import BlockPlacement
+from megatron_cp_plugin.core.plans.checks import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Move, Plan, check_steps, during, outside
+from megatron_cp_plugin.core.plans.plan import PHASES, Move, Plan, during, outside
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
-from megatron_cp_plugin.core.communication import devices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly
@@ -59,7 +59,7 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
                 for out in outs:
                     copies.note(out)
 
-    monkeypatch.setattr(devices, "_fused", {"meta": Counting})
+    monkeypatch.setattr(partial, "_fused", {"meta": Counting})
     algorithm = create(algo, DryRunGroup(rank, (0,) * size, peer_access=True), options)
     q, k, v, dout = (
         torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")

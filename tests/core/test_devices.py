@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.blocks import rows as block_rows
+from megatron_cp_plugin.core.blocks import assembly
 from megatron_cp_plugin.core.communication.devices import (
     capture,
     contiguous_copy,
@@ -24,11 +24,11 @@ def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.M
     """A replay reads the indices of the mask that it was captured with, whatever came since."""
     captures = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
-    monkeypatch.setattr(block_rows, "uploaded", lambda numbers, _: numbers.clone())
+    monkeypatch.setattr(assembly, "uploaded", lambda numbers, _: numbers.clone())
 
     def indices(mask: int) -> torch.Tensor:
         rows = ((0, mask), (mask + 1, mask + 2))
-        return block_rows.numbers_of(rows, rows, torch.device("cuda")).to
+        return assembly.numbers_of(rows, rows, torch.device("cuda")).to
 
     eager, captured = ref(indices(1)), ref(indices(2))
     captures = True

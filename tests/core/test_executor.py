@@ -5,10 +5,10 @@ import torch
 
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.executor import Transport
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import (
-    KernelCall,
-    Packing,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 
 
 def test_lengths_of_sequences_with_gaps() -> None:

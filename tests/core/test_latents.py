@@ -11,11 +11,11 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import CommunicationLog
+from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.registry import create, layout_of

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.document_layout import Balanced
-from megatron_cp_plugin.core.layout import (
-    LAYOUTS,
-    describe_mismatch,
-    positions,
-    shard,
-    unshard,
-)
+from megatron_cp_plugin.core.document_layout import Balanced, describe_mismatch
+from megatron_cp_plugin.core.layout import LAYOUTS, positions, shard, unshard
 
 layouts = st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__)
 ZIGZAG = LAYOUTS["zigzag"]

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.over_slots import CASES, compare

@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp_plugin.core import partial
-from megatron_cp_plugin.core.blocks.rows import packed
-from megatron_cp_plugin.core.partial import (
-    Accumulator,
-    GradientSum,
-    RowIndex,
-    delta_of,
-    merge_into,
-)
+from megatron_cp_plugin.core.blocks.assembly import packed
+from megatron_cp_plugin.core.partial import Accumulator, GradientSum, RowIndex, delta_of, merge_into
 from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import forward_of
 from tests.oracle import relative_error

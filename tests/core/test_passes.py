@@ -8,13 +8,13 @@ import torch
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
-from megatron_cp_plugin.core.blocks.rows import Rows, row_count
 from megatron_cp_plugin.core.call import Call, Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.execution import passes
 from megatron_cp_plugin.core.layout import shard
+from megatron_cp_plugin.core.ranges import Rows, row_count
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, relative_error

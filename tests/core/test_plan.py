@@ -7,19 +7,12 @@ import pytest
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS
+from megatron_cp_plugin.core.plans.checks import fits_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import (
-    PHASES,
-    QUERIES,
-    Block,
-    Move,
-    Plan,
-    Side,
-    fits_slots,
-)
+from megatron_cp_plugin.core.plans.plan import PHASES, QUERIES, Block, Move, Plan, Side
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.execution import program as module
 from megatron_cp_plugin.core.execution import team

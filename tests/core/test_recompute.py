@@ -19,10 +19,10 @@ from megatron_cp_plugin.core.autograd import recompute
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed, computed_once
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.linear.states import Decay
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear

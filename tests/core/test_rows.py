@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.blocks.rows import (
+from megatron_cp_plugin.core.ranges import (
+    Ranges,
     Rows,
+    Span,
     clipped,
     common,
     positions_of,
@@ -15,7 +17,6 @@ from megatron_cp_plugin.core.blocks.rows import (
     union,
     united,
 )
-from megatron_cp_plugin.core.ranges import Ranges, Span
 from tests.random_tests import examples
 
 

@@ -5,8 +5,8 @@ from itertools import groupby
 import pytest
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
-from megatron_cp_plugin.core.blocks.rows import Rows
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.ranges import Rows
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, RecordedKernel, Wait
 from megatron_cp_plugin.planner.meta import trace_of

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.comm import Room
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.comm import Room, Topology
 from megatron_cp_plugin.errors import ConfigError
 from tests.core.test_virtual import attend, channels
 from tests.peer_world import run_virtual

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import Room
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.comm import Room, Topology
 from tests.peer_world import PeerWorld, VirtualPeerCommunicator, run_virtual
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.blocks.rows import longest_gap, union
 from megatron_cp_plugin.core.blocks.visible_rows import rows_met, rows_of_parts, visible_rows
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -17,7 +16,7 @@ from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, TokenMap, Zigzag
 from megatron_cp_plugin.core.layout import document_starts as starts_of
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.ranges import Span
+from megatron_cp_plugin.core.ranges import Span, longest_gap, union
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of
 from tests.core.test_rows import SETS, numbers_of, of_numbers

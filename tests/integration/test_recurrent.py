@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.recurrent import served

@@ -11,7 +11,7 @@ import pytest
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES

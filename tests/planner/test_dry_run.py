@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.comm import Room
-from megatron_cp_plugin.core.topology import Topology
+from megatron_cp_plugin.core.comm import Room, Topology
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Event, Post, Wait, recording
 
 ROWS = torch.empty(6, 2, device="meta")  # float32

@@ -15,11 +15,11 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.document_lengths import LogNormal, random_documents
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner import shortlist as module

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import cli, registry
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import picture

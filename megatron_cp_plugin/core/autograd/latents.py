@@ -34,14 +34,8 @@ from megatron_cp_plugin.core.autograd.function import (
     dtypes_as_given,
 )
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.comm import CommunicatingIn
-from megatron_cp_plugin.core.kernel import (
-    Gradients,
-    KernelCall,
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.communication.record import CommunicatingIn
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.tiles import Mask

@@ -1,4 +1,4 @@
-"""Joins blocks of several ranks into one block in ascending order of positions, and back.
+"""Packs rows of blocks, and joins blocks of several ranks into one in ascending order of positions.
 
 n ranks' blocks come out of a collective operation as [n, ..., S, ...], each padded to S tokens.
 """
@@ -12,24 +12,74 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.rows import Rows, narrowed, united
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.partial import fused_for, taken
+from megatron_cp_plugin.core.partial import RowIndex, fused_for, taken
 from megatron_cp_plugin.core.ranges import (
     Numbers,
     Ranges,
+    Rows,
     Span,
+    common,
     expanded,
     joined,
     offsets,
     offsets_of_each,
+    row_count,
     runs,
+    united,
 )
 
+# Up to this number, pieces of rows are taken, or added, one by one; more pieces go through one
+# kernel, by row numbers.
+FEW = 2
 # Up to this number of segments a member, copies are as fast as a gather of rows by indices.
 _FEW = 8
 # [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
 Blocks = Tensor | Sequence[Tensor]
+
+
+def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """As `x.narrow`; x itself if nothing is cut off."""
+    return x if x.shape[dim] == length else x.narrow(dim, start, length)
+
+
+def token_dim(x: Tensor, before: int = 0) -> int:
+    """Dimension of tokens in [B,S,heads,D] or [B,heads,S]. Args: before: number of dimensions in
+    front.
+    """
+    return before + (1 if x.dim() == 4 else 2)
+
+
+def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:
+    """Packs some rows of a packed block; x itself if these are all its rows.
+
+    Args:
+        x: the rows `held` of the block, along a dimension.
+        strided: only the last dimension need be contiguous, so that rows without gaps are a view.
+    """
+    if rows == held:
+        return x if strided and x.stride(-1) == 1 else x.contiguous()
+    parts = [there for _, there in common(rows, held)]
+    if len(parts) > FEW:
+        return taken(x, dim, numbers_of(rows, held, x.device).to)
+    pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
+    if len(pieces) == 1:
+        return pieces[0] if strided and pieces[0].stride(-1) == 1 else pieces[0].contiguous()
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).contiguous()
+
+
+@kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
+def numbers_of(here: Rows, there: Rows, device: torch.device) -> RowIndex:
+    """Rows that two packed blocks have in common: their numbers in the second and the first."""
+    pieces = common(here, there)
+    to, of = (
+        torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in parts])
+        for parts in ([there for _, there in pieces], [here for here, _ in pieces])
+    )
+    if len(of) == row_count(here):
+        return RowIndex(uploaded(to, device))
+    to, of = uploaded(torch.stack((to, of)), device)
+    return RowIndex(to, of)
 
 
 def padded(x: Tensor, dim: int, width: int) -> Tensor:
@@ -137,7 +187,7 @@ class Assembly:
 
     def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to their places in [n, ..., S, ...]."""
-        if isinstance(blocks, Tensor) and blocks.dim() == 5 and blocks.dtype != torch.float64:
+        if isinstance(blocks, Tensor) and blocks.dim() == 5:
             fused = fused_for(values)
             if fused is not None:  # one pass, whatever the number of segments
                 apart = blocks.stride(0) // blocks.stride(2)

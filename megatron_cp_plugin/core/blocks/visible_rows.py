@@ -7,18 +7,21 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.blocks.rows import Rows, longest_gap, union, united
 from megatron_cp_plugin.core.layout import Layout, TokenMap
 from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
 from megatron_cp_plugin.core.ranges import (
     Numbers,
     Ranges,
+    Rows,
     Span,
     expanded,
     joined,
+    longest_gap,
     offsets,
     offsets_of_each,
     runs,
+    union,
+    united,
 )
 from megatron_cp_plugin.core.tiles import Mask, equivalent_pairs
 

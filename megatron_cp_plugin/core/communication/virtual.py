@@ -12,9 +12,8 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send
+from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
-from megatron_cp_plugin.core.topology import Topology
 
 Address = tuple[str, int, int, int]  # channel, number of the operation, from, to
 

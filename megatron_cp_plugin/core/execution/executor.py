@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import Call
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
 from megatron_cp_plugin.core.execution.passes import Backward, Forward
 from megatron_cp_plugin.core.execution.program import program
@@ -24,18 +25,17 @@ from megatron_cp_plugin.core.execution.team import (
 )
 from megatron_cp_plugin.core.partial import delta_of
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.plans.checks import fits_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
     QUERIES,
     Plan,
     Side,
-    fits_slots,
     outside,
     with_wanted_gradients,
 )
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads, TeamHeads
-from megatron_cp_plugin.core.topology import Topology
 from megatron_cp_plugin.errors import ConfigError
 
 Saved = tuple[Tensor, ...]

@@ -22,8 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly
-from megatron_cp_plugin.core.blocks.rows import Rows, packed, token_dim
+from megatron_cp_plugin.core.blocks.assembly import Assembly, packed, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import (
     NOTHING_BESIDE,
@@ -63,6 +62,7 @@ from megatron_cp_plugin.core.plans.plan import (
     Side,
     TensorNames,
 )
+from megatron_cp_plugin.core.ranges import Rows
 
 Teams = Mapping[Side, Team]
 # The messages of a round, by the names of their tensors, and functions that wait for these.

@@ -14,16 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.rows import (
-    FEW,
-    Rows,
-    between,
-    common,
-    numbers_of,
-    packed,
-    row_count,
-    token_dim,
-)
+from megatron_cp_plugin.core.blocks.assembly import FEW, numbers_of, packed, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
@@ -39,6 +30,7 @@ from megatron_cp_plugin.core.partial import (
     rows_at,
 )
 from megatron_cp_plugin.core.plans.plan import KEYS, QUERIES, Side
+from megatron_cp_plugin.core.ranges import Rows, between, common, row_count
 from megatron_cp_plugin.core.tiles import Tile
 
 

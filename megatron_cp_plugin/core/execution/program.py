@@ -16,7 +16,6 @@ import numpy as np
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
-from megatron_cp_plugin.core.blocks.rows import Rows, common, positions_of_all, row_count
 from megatron_cp_plugin.core.call import HeadGroup, together
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -31,6 +30,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     during,
 )
+from megatron_cp_plugin.core.ranges import Rows, common, positions_of_all, row_count
 from megatron_cp_plugin.core.tiles import TileTable
 
 # The owner of a block, and its side.

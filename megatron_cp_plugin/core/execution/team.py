@@ -14,18 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, Blocks, assemble, padded
-from megatron_cp_plugin.core.blocks.rows import (
-    Rows,
-    between,
-    common,
-    longest_gap,
+from megatron_cp_plugin.core.blocks.assembly import (
+    Assembly,
+    Blocks,
+    assemble,
     narrowed,
     packed,
-    positions_of_all,
-    row_count,
+    padded,
     token_dim,
-    united,
 )
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator, Pending
@@ -58,7 +54,16 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
-from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.ranges import (
+    Ranges,
+    Rows,
+    between,
+    common,
+    longest_gap,
+    positions_of_all,
+    row_count,
+    united,
+)
 from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 
 Tensors = tuple[Tensor, ...]

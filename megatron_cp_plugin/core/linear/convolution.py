@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_cp_plugin.core.autograd.function import differentiable_once
-from megatron_cp_plugin.core.comm import CommunicatingIn, Communicator
+from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
+from megatron_cp_plugin.core.communication.record import CommunicatingIn
 from megatron_cp_plugin.core.linear.states import Route
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, expanded
 

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.autograd.function import (
     dtypes_as_given,
 )
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.comm import CommunicatingIn
+from megatron_cp_plugin.core.communication.record import CommunicatingIn
 from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem

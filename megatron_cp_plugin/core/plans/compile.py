@@ -15,18 +15,9 @@ from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_cp_plugin.core.blocks.rows import (
-    Rows,
-    between,
-    clipped,
-    longest_gap,
-    row_count,
-    rows_of_all,
-    union,
-)
 from megatron_cp_plugin.core.blocks.visible_rows import rows_met, rows_of_parts
 from megatron_cp_plugin.core.call import together
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.placement import BlockPlacement, Place, Placement
 from megatron_cp_plugin.core.plans.plan import (
@@ -44,6 +35,15 @@ from megatron_cp_plugin.core.plans.plan import (
     Time,
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
+from megatron_cp_plugin.core.ranges import (
+    Rows,
+    between,
+    clipped,
+    longest_gap,
+    row_count,
+    rows_of_all,
+    union,
+)
 from megatron_cp_plugin.core.tiles import Mask
 
 # Values that stand in place of the number of a stop:

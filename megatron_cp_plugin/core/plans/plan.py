@@ -9,17 +9,15 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.blocks.assembly import assemble
-from megatron_cp_plugin.core.blocks.rows import Rows, between, positions_of
 from megatron_cp_plugin.core.call import HeadGroup, Shape, together
-from megatron_cp_plugin.core.comm import Phase
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import TokenMap
-from megatron_cp_plugin.core.ranges import Ranges
+from megatron_cp_plugin.core.ranges import Ranges, Rows, between, positions_of
 from megatron_cp_plugin.core.tiles import Mask, TileTable, equivalent_pairs, plan_pairs
-from megatron_cp_plugin.errors import ConfigError
 
 
 class Side(IntEnum):
@@ -318,65 +316,3 @@ def outside(plan: Plan) -> tuple[Move, ...]:
     owners after the last.
     """
     return tuple(m for m in plan.moves if m.needed < 0 or m.posted >= plan.steps)
-
-
-@lru_cache(maxsize=64)
-def check_steps(name: str, plan: Plan) -> None:
-    """Raises: ConfigError unless every block has arrived at a rank before the rank computes with
-    it, or passes it on.
-
-    Args: plan: a plan in which blocks go from rank to rank, without gathers.
-    """
-    each = plan.steps // len(plan.groups)
-    for move in during(plan):
-        if move.needed <= move.posted:
-            raise ConfigError(
-                f"{name} lets rank {move.source} pass a block of rank {move.block.owners[0]} on to "
-                f"rank {move.target} in step {move.needed % each}, but has it there no earlier: "
-                "use a later step"
-            )
-        if move.needed % each == 0 and not move.result:
-            raise ConfigError(
-                f"{name} places a block of rank {move.block.owners[0]} on rank {move.target} in "
-                "step 0, in which a rank has only its own: use steps from 1"
-            )
-
-
-@lru_cache(maxsize=64)
-def fits_slots(plan: Plan, slots: int) -> bool:
-    """Whether inputs fit into `slots` receive buffers a rank, which its exchanges use in rotation.
-
-    A block may be computed with, or sent on, until another one comes into its buffer. Inputs that
-    take several steps come into other memory.
-    """
-    inputs = [
-        move
-        for move in plan.moves
-        if not move.result and (plan.merged or move.needed == move.posted + 1)
-    ]
-    exchanges = sorted({(move.posted, move.needed) for move in inputs})
-    numbers = {exchange: number for number, exchange in enumerate(exchanges)}
-    # By rank and buffer, the exchanges in which the rank receives: their numbers, and what comes.
-    received: dict[tuple[int, int], dict[int, list[Move]]] = {}
-    for move in sorted(inputs, key=lambda move: (move.posted, move.needed)):
-        number = numbers[move.posted, move.needed]
-        of_buffer = received.setdefault((move.target, number % slots), {})
-        of_buffer.setdefault(number, []).append(move)
-    # The last step with a block, by rank, owner, side, and first query head.
-    until: dict[tuple[int, int, Side, int], int] = {}
-    for (rank, _), of_buffer in received.items():
-        for number, after in zip_longest(of_buffer, [*of_buffer][1:]):
-            last = plan.steps if after is None else exchanges[after][0] - 1
-            for move in of_buffer[number]:
-                until[rank, move.block.owners[0], move.side, move.heads.q.start] = last
-    uses = [
-        (compute.step, compute.rank, owner, side, compute.heads.q.start)
-        for compute in plan.computes
-        for block, side in ((compute.queries, QUERIES), (compute.keys, KEYS))
-        for owner in block.owners
-    ]
-    uses += [
-        (move.needed - 1, move.source, move.block.owners[0], move.side, move.heads.q.start)
-        for move in inputs
-    ]
-    return all(step <= until.get((*block,), plan.steps) for step, *block in uses)

@@ -12,7 +12,7 @@ from typing import Self
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.blocks.rows import between, narrowed, token_dim
+from megatron_cp_plugin.core.blocks.assembly import narrowed, token_dim
 from megatron_cp_plugin.core.call import HeadGroup
 from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.plans.plan import (
     TensorNames,
     Time,
 )
+from megatron_cp_plugin.core.ranges import between
 
 Exchanged = tuple[tuple[TensorNames, ...], HeadGroup]  # messages, and the heads of their tensors
 

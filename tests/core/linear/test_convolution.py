@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear.convolution import short_convolution
 from megatron_cp_plugin.core.linear.states import Route
-from megatron_cp_plugin.core.topology import Topology
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
 

@@ -1,0 +1,133 @@
+"""Recordings of what ranks send and receive.
+
+Bytes and messages are counted point to point, as the algorithm asks for them: in an all-gather of x
+among P ranks each rank sends P - 1 messages of x, whatever the backend does.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Literal
+
+from torch import Tensor
+
+Phase = Literal["forward", "backward"]
+Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
+
+# Under which phase operations are counted.
+PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
+
+
+class CommunicatingIn:
+    """Within this context operations are counted under a phase."""
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._token = PHASE.set(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        PHASE.reset(self._token)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank sent or received in one operation.
+
+    Attributes:
+        rank: global rank that counts it.
+        channel: name of the channel.
+        messages, bytes: how many messages, and their payload.
+    """
+
+    rank: int
+    channel: str
+    op: Operation
+    phase: Phase
+    direction: Literal["sent", "received"]
+    messages: int
+    bytes: int
+
+
+@dataclass
+class CommunicationLog:
+    """Rows of one recording, in the order in which operations were posted."""
+
+    rows: list[Transfer] = field(default_factory=list)
+
+    def _select(self, *wanted: object) -> Iterator[Transfer]:
+        for row in tuple(self.rows):
+            given = row.rank, row.op, row.phase, row.direction
+            if all(want in (None, x) for want, x in zip(wanted, given, strict=True)):
+                yield row
+
+    def bytes(
+        self,
+        *,
+        rank: int | None = None,
+        op: str | None = None,
+        phase: Phase | None = None,
+        direction: str = "sent",
+    ) -> int:
+        """Total bytes of the rows that match; None matches all."""
+        return sum(row.bytes for row in self._select(rank, op, phase, direction))
+
+    def messages(
+        self,
+        *,
+        rank: int | None = None,
+        op: str | None = None,
+        phase: Phase | None = None,
+        direction: str = "sent",
+    ) -> int:
+        """Total messages of the rows that match; None matches all."""
+        return sum(row.messages for row in self._select(rank, op, phase, direction))
+
+
+# Backward runs in autograd's own threads on CUDA, so a recording cannot be local to a thread.
+RECORDINGS: list[CommunicationLog] = []
+_recordings_lock = Lock()
+
+
+@contextmanager
+def record_communication() -> Iterator[CommunicationLog]:
+    """Counts what this process sends and receives until the context ends."""
+    log = CommunicationLog()
+    with _recordings_lock:
+        RECORDINGS.append(log)
+    try:
+        yield log
+    finally:
+        with _recordings_lock:
+            RECORDINGS[:] = [other for other in RECORDINGS if other is not log]
+
+
+# Whether this thread's messages are left out of all recordings.
+_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within this context this thread's messages are not counted."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
+def count(
+    rank: int, channel: str, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]
+) -> None:
+    """Adds what a rank sends and receives in one operation to all recordings."""
+    for direction, tensors in (("sent", sent), ("received", received)):
+        # Tensors without storage are not sent: a simulation uses them.
+        if tensors and not tensors[0].is_meta and not _unrecorded.get():
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            row = Transfer(rank, channel, op, PHASE.get(), direction, len(tensors), size)  # type: ignore[arg-type]
+            with _recordings_lock:
+                for log in RECORDINGS:
+                    log.rows.append(row)
