@@ -8,6 +8,6 @@ Importing this imports megatron.core, and changes nothing.
 """
 
 from megatron_cp_plugin.integration.documents import attention_spans
-from megatron_cp_plugin.integration.install import adopt, install, serve, uninstall
+from megatron_cp_plugin.integration.install import install, uninstall
 
-__all__ = ["adopt", "attention_spans", "install", "serve", "uninstall"]
+__all__ = ["attention_spans", "install", "uninstall"]

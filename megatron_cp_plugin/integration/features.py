@@ -12,8 +12,8 @@ from megatron_cp_plugin.terminal import flag_of
 
 # Where settings come in: what does not depend on the algorithm; Megatron's arguments as parsed;
 # whether a script can start with them, with and without an algorithm; validated arguments; those of
-# a script that trains; the configuration of a model, of a layer of linear attention, of a model for
-# `serve`; that of a recurrent layer; and a batch that says of no documents.
+# a script that trains; the configuration of a model, of a layer of linear attention, and of a
+# recurrent layer; and a batch that says of no documents.
 Stage = Literal[
     "sizes",
     "arguments",
@@ -23,7 +23,6 @@ Stage = Literal[
     "training",
     "model",
     "linear layer",
-    "serve",
     "recurrent layer",
     "batch",
 ]

@@ -13,22 +13,18 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
-from torch import nn
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig, RunSettings
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import document_lengths
-from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.auto import resolve_model
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import serve_loss, serve_programs
-from megatron_cp_plugin.integration.inputs import CutInputs, serves_inputs
-from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller, log_replaced
+from megatron_cp_plugin.integration.installer import Installer, LauncherInstaller
 from megatron_cp_plugin.integration.rules import check
-from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
+from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.spec import LayerSpec, follow, with_plugin
 
 # By which callers cut batches, see `install`.
 _LAYOUTS = ("thd", "contiguous")
@@ -115,83 +111,6 @@ def uninstall() -> None:
         )
     if found is not None:
         found.undo()
-
-
-def serve(
-    spec: LayerSpec,
-    config: TransformerConfig,
-    algo: str,
-    *,
-    layout: str = "thd",
-    kernel: str = "auto",
-    vp_stage: int | None = None,
-    pg_collection: Any = None,
-    send_latents: bool = False,
-    tokens: int | None = None,
-    mean_document: str | int | None = None,
-    **options: object,
-) -> LayerSpec:
-    """Returns a model's spec with the plugin's attention, for this model alone, without `install`.
-
-    To be followed by `adopt` of the model that is built of it. A collective operation of all ranks
-    of the job. Without `install`, activation recomputation runs attention a second time.
-
-    Args:
-        spec: Of all layers, the block's or a HybridModel's stack's.
-        config: Of the model.
-        algo, layout, kernel, send_latents, tokens, mean_document, options: As in `install`.
-        vp_stage: Virtual pipeline stage.
-        pg_collection: The model's ProcessGroupCollection; None: Megatron's own groups.
-
-    Raises:
-        ContextParallelError: The model asks for what the algorithm does not support.
-    """
-    if _in_force() is not None:
-        raise ConfigError(
-            "install applies to all models of this process, got serve for one: build the model "
-            "from its own spec, or leave install out"
-        )
-    asked = _config(
-        algo,
-        layout,
-        options,
-        kernel=kernel,
-        recompute_attention=True,
-        send_latents=send_latents,
-        tokens=tokens,
-        mean_document=mean_document,
-    )
-    check("serve", Settings(config, asked))
-    runtime = Runtime(_with_choice(asked, config, pg_collection), callers=True)
-    check("model", settings := Settings(config, runtime.config))
-    log_replaced(settings)
-    # Which layers of a stack its model has the spec does not say.
-    recurrent = hasattr(getattr(spec, "submodules", None), "mamba_layer")
-    set_up_groups(runtime, None, config, pg_collection, recurrent=recurrent)
-    return with_plugin(spec, config, vp_stage, runtime)
-
-
-def adopt(model: nn.Module) -> nn.Module:
-    """Makes a model that was built of what `serve` gave follow its layout; returns the model.
-
-    A model that `install` has served stays as it is.
-
-    Raises:
-        ContextParallelError: It has no attention of the plugin, or position embeddings of a kind
-            that it does not support.
-    """
-    attention = [m for m in model.modules() if isinstance(m, ContextParallelAttention)]
-    if not attention:
-        raise ConfigError(
-            "adopt needs a model whose layers have the plugin's attention, got none: build it "
-            "from the spec that serve returns"
-        )
-    runtime = attention[0].runtime
-    if not serves_inputs(model):
-        follow(model, runtime)
-        group: Any = model.pg_collection
-        CutInputs(model, runtime, group.cp)
-    return model
 
 
 class ProgramInstaller(Installer):

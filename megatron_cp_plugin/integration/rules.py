@@ -539,8 +539,6 @@ RULES: tuple[Rule, ...] = (
     # Models that programs build.
     Rule(_other_communication, "cp_comm_type {s.cp_comm_type} is none of Transformer Engine's, nor "
          "megatron_cp_plugin.{s.cp.algo}: leave it out", ("model",)),
-    Rule(on("mtp_num_layers"), "serve does not replace Megatron's function that shifts tokens for "
-         "multi-token prediction, got mtp_num_layers {s.mtp_num_layers}: use install", ("serve",)),
 )
 
 # What is served although the plugin takes its place: what to say of it, once.

@@ -2,8 +2,8 @@
 
 It knows nothing of the plugin but the lines that put it in force, by WAY: install, models (several,
 of other KV heads), recurrent (gated delta nets), tensor (beside tensor parallelism), pipeline (of
-two stages), serve, or launcher, which takes FLAGS. It prints what a model and its gradients are off
-by, compared with each document alone through Megatron's own attention, as JSON.
+two stages), algorithms, or launcher, which takes FLAGS. It prints what a model and its gradients
+are off by, compared with each document alone through Megatron's own attention, as JSON.
 """
 
 import gc
@@ -169,7 +169,7 @@ def prepare(way: str) -> None:
 
 
 def made(kind: str, size: int, groups: Any, **more: Any) -> Any:
-    """A model of `KINDS`, on so many context-parallel ranks."""
+    """A model of `KINDS`, on `size` context-parallel ranks."""
     config = make_config(size, **KINDS[kind], **more)
     if kind == "latent":
         config.apply_rope_fusion = size > 1  # is switched off: the CPU has no kernel for it
@@ -1002,22 +1002,17 @@ def beside_pipeline_parallelism(way: str, size: int) -> dict[str, Any]:
     return found
 
 
-def by_serve(way: str, size: int) -> dict[str, Any]:
-    """One model only."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def of_models(way: str, size: int) -> dict[str, Any]:
+    """Every algorithm's, and some that offload activations."""
     from megatron.core.transformer import transformer_block
-
-    from megatron_cp_plugin import megatron as cp_megatron
 
     groups = set_up(size)
     references, found, left = References(groups), dict[str, Any](), {}
     rank = groups.cp.rank()
 
     def served(algo: str, layout: str, more: dict[str, Any], **how: Any) -> Any:
-        config, how = make_config(size, **more), {"layout": layout} | how
-        spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
-        spec = cp_megatron.serve(spec, config, algo, **how | (CHOICE if algo == "auto" else {}))
-        return cp_megatron.adopt(cp_megatron.adopt(make_model(config, groups, spec)))
+        with installed(algo, layout, recompute_attention=True, **how):
+            return make_model(make_config(size, **more), groups)
 
     def note(name: str, model: Any, layout: str, kind: str = "", **how: Any) -> None:
         found[name] = compare_all(references[kind], model, rank, size, layout, **how)
@@ -1097,7 +1092,7 @@ WAYS: dict[str, Callable[..., dict[str, Any]]] = {
     "dynamic": of_dynamic_sizes,
     "dynamic pipeline": of_dynamic_sizes_in_stages,
     "pipeline": beside_pipeline_parallelism,
-    "serve": by_serve,
+    "algorithms": of_models,
 }
 
 

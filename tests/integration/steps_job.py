@@ -357,11 +357,11 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_cp_plugin import megatron as cp_megatron
-    from megatron_cp_plugin.integration.attention import ContextParallelAttention
+    from megatron_cp_plugin.config import ContextParallelConfig
     from megatron_cp_plugin.integration.batch import Batches
     from megatron_cp_plugin.integration.inputs import SplitInputs
-    from megatron_cp_plugin.integration.spec import follow
+    from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
+    from megatron_cp_plugin.integration.spec import follow, with_plugin
     from tests.integration.cut_batches_job import VOCABULARY, make_config
 
     draw = torch.Generator().manual_seed(1)
@@ -371,11 +371,10 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
         expected = float(steps.reference.model(ids, places, None, labels=labels).sum())
 
     def build() -> tuple[Any, Any]:
-        how = {"layout": "contiguous", "kernel": "reference"}
+        runtime = Runtime(ContextParallelConfig("ring", steps.size, kernel="reference"))
         config = make_config(steps.size)
-        model = steps.model(cp_megatron.serve(get_gpt_layer_local_spec(), config, "ring", **how))
-        layers = (m for m in model.modules() if isinstance(m, ContextParallelAttention))
-        runtime = next(layers).runtime
+        set_up_groups(runtime, None, config, steps.groups, recurrent=False)
+        model = steps.model(with_plugin(get_gpt_layer_local_spec(), config, None, runtime))
         follow(model, runtime)
         batches = Batches(runtime)
         SplitInputs(model, batches, steps.groups.cp)

@@ -49,7 +49,7 @@ def assert_equal(found: list[dict[str, Any]], way: str) -> None:
 
 @pytest.mark.slow
 def test_install(tmp_path: Path) -> None:
-    """Every algorithm, one after another in the same processes; `test_one_model_only` has two."""
+    """Every algorithm, one after another in the same processes; `test_algorithms` has two."""
     size = 4
     found = run(tmp_path, "install", str(size), ranks=size)
     assert_equal(found, "install")
@@ -100,14 +100,14 @@ def test_micro_batches_of_a_pipeline_choose_their_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_one_model_only(tmp_path: Path, size: int) -> None:
-    for results in run(tmp_path, "serve", str(size), ranks=size):
+def test_algorithms(tmp_path: Path, size: int) -> None:
+    for results in run(tmp_path, "algorithms", str(size), ranks=size):
         spanned = {f"{algo}, spans" for algo in SERVED}
         images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
         more = {"auto", "zigzag, latents", "zigzag, offloaded", "zigzag, layers offloaded"}
         assert results["compared"].keys() == SERVED.keys() | more | spanned | images
         for algo, errors in results["compared"].items():
-            check(errors, f"serve {algo}")
+            check(errors, algo)
         said = (
             "context parallelism does not support Megatron's KV cache, got inference_context with "
             "context_parallel"

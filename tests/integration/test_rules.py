@@ -502,7 +502,6 @@ CASES: dict[str, Case] = {
             {"cp_comm_type": "megatron_cp_plugin.zigzag"},
         ),
     ),
-    "serve does not replace": Case({"mtp_num_layers": 1}, near=({"mtp_num_layers": 0},)),
 }
 CASES |= {
     "needs that many processes": Case(

@@ -62,7 +62,6 @@ class OtherLayer(DSALayer):
 
 
 def test_layers_that_split_documents_are_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever built the model: `install`, or a program that calls `adopt`."""
     monkeypatch.setattr("megatron_cp_plugin.integration.spec.use_layout", lambda *args: None)
     model = nn.ModuleList([DSALayer(), OtherLayer()])
     follow(model, Runtime(ContextParallelConfig("zigzag", 1)))
