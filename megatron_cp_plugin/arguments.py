@@ -160,10 +160,10 @@ def chosen(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     return tuple(sorted(options.items()))
 
 
-def followed_by(
+def documents_of(
     cu_seqlens: Sequence[int] | Tensor | None, spans: SpanMask | None, seq_len: int
 ) -> Documents:
-    """The documents or spans that layouts follow, from numbers that `as_numbers` has read."""
+    """The documents or spans of a sequence, from numbers that `as_numbers` has read."""
     documents: tuple[int, ...] = ()
     if cu_seqlens is not None:
         documents = document_starts(cast(Sequence[int], cu_seqlens), seq_len)

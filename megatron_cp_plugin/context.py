@@ -23,9 +23,9 @@ from megatron_cp_plugin.arguments import (
     check_tensors,
     chosen,
     dimension,
+    documents_of,
     fixed_number,
     flag,
-    followed_by,
     length,
     word,
 )
@@ -72,12 +72,12 @@ def not_compiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class _Within(NamedTuple):
-    """A layout within the documents or spans that it follows."""
+class _Resolved(NamedTuple):
+    """A layout for a number of tokens, and the documents or spans that it follows."""
 
     seq_len: int
     layout: Layout
-    followed: Documents
+    documents: Documents
 
 
 class CallSettings:
@@ -96,7 +96,7 @@ class CallSettings:
     # Whether tokens must have been split by a context, if nobody says how many there are in all.
     _splits = False
     _last: int | None = None  # tokens of the sequence that was split last
-    _found: _Within | None = None
+    _found: _Resolved | None = None
 
     def __init__(
         self,
@@ -185,10 +185,10 @@ class CallSettings:
             }
         if self._algo != registry.AUTO:
             algorithm = softmax_algorithm(self._algo, topology, self._options)
-        seq_len, layout, followed = self._whole(made, q.shape[1])
+        seq_len, layout, documents = self._whole(made, q.shape[1])
         if window is not None:
             window = min(window, max(seq_len, 1))  # sys.maxsize is too large to be added to
-        mask = mask_of(causal, window, followed)
+        mask = mask_of(causal, window, documents)
         if self._algo == registry.AUTO:
             shape = Shape.of(q, k, v, seq_len)
             from megatron_cp_plugin.planner.detected_machine import choose_for
@@ -322,17 +322,18 @@ class CallSettings:
         self._digests = [None if each is None else Digest(each) for each in given]
         self._unread = None
 
-    def _within(self, seq_len: int) -> _Within:
+    def _resolved(self, seq_len: int) -> _Resolved:
         """The layout, and what it follows, for a number of tokens in all."""
         if self._found is None or self._found.seq_len != seq_len:
-            self._found = _Within(seq_len, self._layout, ())
+            self._found = _Resolved(seq_len, self._layout, ())
             if self._cu_seqlens is not None or self._spans is not None:
-                followed = followed_by(self._cu_seqlens, self._spans, seq_len)
-                self._found = _Within(seq_len, self._layout.for_documents(followed), followed)
+                documents = documents_of(self._cu_seqlens, self._spans, seq_len)
+                layout = self._layout.for_documents(documents)
+                self._found = _Resolved(seq_len, layout, documents)
         return self._found
 
     def _layout_of(self, seq_len: int) -> Layout:
-        return self._within(seq_len).layout
+        return self._resolved(seq_len).layout
 
     def _split(self, topology: Topology, seq_len: int) -> Layout:
         """The layout by which `seq_len` tokens are split now."""
@@ -405,13 +406,13 @@ class CallSettings:
             advice = f"pass seq_len={sum(held)}" if lengths == held else advice
         return f"{need}, got {words[0]} on rank 0 and {words[rank]} on rank {rank}: {advice}"
 
-    def _whole(self, made: SameCall, tokens: int) -> _Within:
+    def _whole(self, made: SameCall, tokens: int) -> _Resolved:
         """The global length with its layout and documents, once the ranks agree on their tokens."""
         if self._seq_len is not None:
-            return self._within(self._seq_len)
+            return self._resolved(self._seq_len)
         if made.content:
             made.topology.held.add(tokens)
-        return self._within(tokens * made.topology.size)
+        return self._resolved(tokens * made.topology.size)
 
 
 class Context(CallSettings):
@@ -467,7 +468,7 @@ class Context(CallSettings):
             with suppress(TypeError, IndexError):
                 self._seq_len = length("seq_len", index(self._cu_seqlens[-1]))
         if self._seq_len is not None:
-            self._within(self._seq_len)
+            self._resolved(self._seq_len)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Context":
         """Modules that hold it may be copied; process groups may not."""

@@ -139,7 +139,7 @@ class Bench:
         return [q, k, v, *others, dout]
 
     def documents_of(self, tokens: int, mean: int | None) -> Bounds:
-        """Cumulative lengths of documents in so many tokens; the same ones in fewer of them."""
+        """Cumulative lengths of documents in `tokens` tokens; the same ones in fewer tokens."""
         return None if mean is None else (0, *random_documents(tokens, mean), tokens)
 
     def fla(self, bounds: Bounds) -> Attention:

@@ -235,7 +235,7 @@ class Case:
         return heads, kv_heads, 128, 128
 
     def mask(self, seq_len: int) -> Mask:
-        """The mask over so many tokens.
+        """The mask over `seq_len` tokens.
 
         Raises:
             ConfigError: There is no such mask.
@@ -260,7 +260,7 @@ class Case:
 
 
 def whole(case: Case, tokens: int, batch: int = 1) -> list[Tensor]:
-    """q, k, v and dout of so many tokens."""
+    """q, k, v and dout of `tokens` tokens."""
     heads, kv_heads, dim, value_dim = case.sizes
     return [
         torch.randn(batch, tokens, *sizes, device=DEVICE, dtype=torch.bfloat16)
@@ -354,7 +354,7 @@ class Limit:
     def _passes(
         self, case: Case, tokens: int
     ) -> tuple[Callable[[], object], Callable[[], object], int]:
-        """The two passes of the best kernel over so many tokens, and their pairs."""
+        """The two passes of the best kernel over `tokens` tokens, and their pairs."""
         q, k, v, dout = whole(case, tokens)
         mask = case.mask(tokens)
         documents, windows = bool(mask.documents), mask.window is not None

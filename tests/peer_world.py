@@ -9,7 +9,7 @@ from megatron_cp_plugin.core.comm import Pending, Receive, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
 from megatron_cp_plugin.core.communication.virtual import Address, VirtualTopology, VirtualWorld
 
-_NAN = 0xFF  # a byte; so many of them are NaN in every floating dtype
+_NAN = 0xFF  # a byte; any number of them is NaN in every floating dtype
 
 
 class PeerWorld(VirtualWorld):

@@ -158,7 +158,7 @@ class Stress:
         self.sides = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
 
     def run(self, deadline: float, rounds: int | None = None) -> Report:
-        """Rounds until the time is over on rank 0 (of `time.monotonic`), or so many."""
+        """Rounds until the time is over on rank 0 (of `time.monotonic`), or `rounds`."""
         while self.report.rounds != rounds and self._goes_on(time.monotonic() < deadline):
             self.round()
             if self.cuda and self.report.rounds % CAPTURE_EVERY == 1:
@@ -404,7 +404,7 @@ def conclude(report: Report, size: int, seconds: float, cuda: bool, path: Path |
 
 
 def end_if_hung(seconds: float, status: Callable[[], str]) -> threading.Timer:
-    """Ends this process after so many seconds, with what it was at."""
+    """Ends this process after `seconds`, with what it was at."""
 
     def end() -> None:
         print(f"stress: hung, {status()}", flush=True)

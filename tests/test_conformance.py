@@ -44,7 +44,7 @@ class Case:
         return "-".join([self.algo, *(f"{name}={value}" for name, value in self.options)])
 
     def fits(self, size: int) -> bool:
-        """Whether teams and rows divide among so many ranks, and nodes have half of them."""
+        """Whether teams and rows divide among `size` ranks, and nodes have half of them."""
         options: dict[str, Any] = dict(self.options)
         team = options.get("ulysses") or 1
         lines = options.get("rows") or 1
@@ -200,8 +200,8 @@ def layout_for(
     layout, seq_len = layout_of(case.algo, dict(case.options)), expected.q.shape[1]
     lengths = [0, seq_len] if cu_seqlens is None else cu_seqlens.tolist()
     documents = document_starts(lengths, seq_len)
-    followed = documents if spans is None else Slices.of(spans, seq_len, documents)
-    return layout.for_documents(followed)
+    resolved = documents if spans is None else Slices.of(spans, seq_len, documents)
+    return layout.for_documents(resolved)
 
 
 def assert_matches(

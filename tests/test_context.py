@@ -335,9 +335,9 @@ def test_a_context_does_what_the_functions_do(algo):
 def test_documents_of_a_context_are_read_once(monkeypatch):
     """There are thousands of them, and many layers."""
     read = []
-    followed_by = context_module.followed_by
+    read_documents = context_module.documents_of
     monkeypatch.setattr(
-        context_module, "followed_by", lambda *given: read.append(given) or followed_by(*given)
+        context_module, "documents_of", lambda *given: read.append(given) or read_documents(*given)
     )
     context = cp.Context(**BY_DOCUMENTS, cu_seqlens=torch.tensor(DOCUMENTS))
     x = context.shard(whole())

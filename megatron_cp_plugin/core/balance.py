@@ -179,7 +179,7 @@ class _Pool:
         return lightest is not None and part.load + lightest <= limit
 
     def _lightest(self, rows: int, below: int) -> float | None:
-        """Work of so many rows of the lightest parts, the last rows of the last one; None if those
+        """Work of `rows` rows of the lightest parts, the last rows of the last one; None if those
         below a part are fewer.
         """
         rows, before = rows + self._rows[self._low], self._works[self._low]
@@ -193,7 +193,7 @@ class _Pool:
         return self._works[index - 1] - before + self._work(part.start + missing, part.stop)
 
     def _heaviest(self, rows: int) -> float:
-        """Work of so many rows of the densest parts, the last rows of the last one."""
+        """Work of `rows` rows of the densest parts, the last rows of the last one."""
         rows = max(self._rows[-1] - rows, self._rows[self._low])
         index = bisect_left(self._rows, rows, self._low)
         stop = self._parts[index - 1].stop

@@ -136,7 +136,7 @@ def together(groups: Sequence[HeadGroup]) -> HeadGroup:
 def head_groups(
     heads: int, kv_heads: int, most: int, *, share_kv: bool = True
 ) -> tuple[HeadGroup, ...]:
-    """At most so many groups of equally many heads, none with parts of more than one KV head.
+    """At most `most` groups of equally many heads, none with parts of more than one KV head.
 
     Args:
         heads, kv_heads: H and G; G divides H.
@@ -179,7 +179,7 @@ def successive_groups(
     Blocks in transit, sums and results of kernels then have the heads of one group.
 
     Args:
-        chunks: how many groups at most; 0: one, or two where a rank's q has so many elements that
+        chunks: how many groups at most; 0: one, or two where a rank's q has enough elements that
             kernels are as fast with half of the heads.
         elements: of a rank's q.
     """

@@ -120,7 +120,7 @@ class Statistics(NamedTuple):
         return self._each(lambda x: x[:, heads], lambda out: out[:, :, heads])
 
     def copied_bytes(self, dout_bytes: int) -> int:
-        """Bytes that kernels copy which want a contiguous lse and an out, of so many bytes."""
+        """Bytes that kernels copy which need a contiguous lse, and an out as large as dout."""
         lse = 0 if self.lse.is_contiguous() else self.lse.numel() * self.lse.element_size()
         return lse + (dout_bytes if self.out is None else 0)
 

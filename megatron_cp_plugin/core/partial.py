@@ -292,7 +292,7 @@ class Accumulator(_Partials):
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
 
     def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
-        """Where the result will be, if the first partial, of so many rows, can be there."""
+        """Where the result will be, if the first partial, of `rows` rows, can be there."""
         return self._place if self.empty and rows == self._like.shape[1] else None
 
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
@@ -453,7 +453,7 @@ class GradientSum(_Partials):
         self._owned = False  # whether _total has wide buffers of ours
 
     def place_of_first(self, rows: int) -> Tensors | None:
-        """Where the first partial, of so many rows, is to be written to; None: anywhere."""
+        """Where the first partial, of `rows` rows, is to be written to; None: anywhere."""
         if self._place is None or not self.placing or rows != self._like[0].shape[1]:
             return None
         self.placed = self._place()

@@ -109,7 +109,7 @@ class Ranges(Sequence[Span]):
 
     @cached_property
     def ends(self) -> Numbers:
-        """[n]: where each range ends when all are packed, one behind the other."""
+        """[n]: where each range ends when all are packed in succession."""
         return np.cumsum(self.lengths)
 
     @cached_property
@@ -135,7 +135,7 @@ class Ranges(Sequence[Span]):
 
     @property
     def packed(self) -> Self:
-        """The place of each range when all are packed, one behind the other."""
+        """The place of each range when all are packed in succession."""
         return self.between(self.ends - self.lengths, self.ends)
 
     @property

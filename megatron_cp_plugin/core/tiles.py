@@ -108,11 +108,11 @@ class Mask:
 
 
 @lru_cache(maxsize=64, typed=True)  # every layer asks: one object, which is hashed once
-def mask_of(causal: bool, window: int | None, followed: Documents = ()) -> Mask:
-    """The mask of a call. Args: followed: documents; or spans, in place of causal."""
-    if isinstance(followed, Slices):
-        return Mask.of(followed, window)
-    return Mask(causal, window, cast(tuple[int, ...], followed))
+def mask_of(causal: bool, window: int | None, resolved: Documents = ()) -> Mask:
+    """The mask of a call. Args: resolved: documents; or spans, in place of causal."""
+    if isinstance(resolved, Slices):
+        return Mask.of(resolved, window)
+    return Mask(causal, window, cast(tuple[int, ...], resolved))
 
 
 def equivalent_pairs(tokens: TokenMap, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
@@ -216,7 +216,7 @@ class TileTable:
         return type(self)(self.q.some(wanted), self.kv.some(wanted), *flags)
 
     def moved(self, rows: int, cols: int) -> Self:
-        """The same tiles of blocks that have so many rows and columns more before them."""
+        """The same tiles of blocks that have `rows` and `cols` more before them."""
         return replace(self, q=self.q.moved(rows), kv=self.kv.moved(cols)) if rows or cols else self
 
     def excerpt(self, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Self:

@@ -40,11 +40,11 @@ class Cut:
 
     Attributes:
         mask: The batch's spans; None: it had none.
-        followed: Documents and spans that the layout followed; None: the layout follows none.
+        resolved: Documents and spans that the layout follows; None: it follows none.
     """
 
     mask: DocumentMask | None = None
-    followed: DocumentMask | None = None
+    resolved: DocumentMask | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Batches:
                 The layout follows documents, and there are none, nor spans.
         """
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
-        followed = None
+        resolved = None
         called = SameCall(self.runtime.topology(group), "get_batch_on_this_cp_rank")
         with self.later, called as made:
             made.refusal = other_samples
@@ -109,7 +109,7 @@ class Batches:
                 if whole and self.spans is None and batch.get("cu_seqlens") is None:
                     check("batch", Settings(None, self.runtime.config))
                 starts = _documents_of(batch)
-                followed = replace(self.spans or DocumentMask(), starts=starts)
+                resolved = replace(self.spans or DocumentMask(), starts=starts)
         self._has_compared = True  # on all ranks, or on none
         if group.size() == 1:
             _mark(whole, Cut(self.spans))
@@ -119,11 +119,11 @@ class Batches:
                 continue
             dim = _dim_of(key, value)
             tokens = value.size(dim)
-            within = followed.resolved(tokens) if followed else ()
-            local = self.runtime.positions(group, tokens, value.device, within)
+            documents = resolved.resolved(tokens) if resolved else ()
+            local = self.runtime.positions(group, tokens, value.device, documents)
             batch[key] = value.index_select(dim, local)
         self._last = {key: batch[key] for key in whole}
-        self._last_cut = Cut(self.spans, followed)
+        self._last_cut = Cut(self.spans, resolved)
         _mark(self._last, self._last_cut)
         return batch
 

@@ -230,8 +230,8 @@ class Inputs(ABC):
                     f"{name} needs the {local} tokens of this rank, or the {local * size} of the "
                     f"whole sequence, got {tokens}: split it like labels, or not at all"
                 )
-            followed = mask.resolved(tokens) if mask is not None else ()
-            mine = self._runtime.positions(group, tokens, tensor.device, followed)
+            documents = mask.resolved(tokens) if mask is not None else ()
+            mine = self._runtime.positions(group, tokens, tensor.device, documents)
             given[name] = tensor.index_select(dim, mine)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
@@ -601,11 +601,11 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
 
 
 def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
-    followed, seen = cut.followed, mask or DocumentMask()
-    if followed is not None and (followed.spans, followed.starts) != (seen.spans, seen.starts):
+    resolved, seen = cut.resolved, mask or DocumentMask()
+    if resolved is not None and (resolved.spans, resolved.starts) != (seen.spans, seen.starts):
         by, got = (
             f"{len(each.starts) + 1} documents and {len(each.spans or ())} spans"
-            for each in (followed, seen)
+            for each in (resolved, seen)
         )
         raise ContextParallelError(
             f"a batch was split by {by}, and the model got others, {got}: give both the same "

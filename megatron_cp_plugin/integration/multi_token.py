@@ -132,15 +132,15 @@ def next_tokens(
     """
     seq_len = tensor.size(-1) * group.size()
     starts = mask.sample_starts(seq_len) if mask else ()
-    followed = mask.resolved(seq_len) if mask else ()
+    resolved = mask.resolved(seq_len) if mask else ()
     local = tensor.contiguous()
     parts = [local]
     if group.size() > 1:
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local, group=group)
-    whole = unshard(parts, -1, runtime.config.layout.for_documents(followed))
+    whole = unshard(parts, -1, runtime.config.layout.for_documents(resolved))
     following = functional.pad(whole[..., 1:], (0, 1))
     if starts:  # a list of places is copied to the GPU, and the host waits for it
         following[..., [start - 1 for start in starts]] = 0
-    mine = runtime.positions(group, seq_len, whole.device, followed)
+    mine = runtime.positions(group, seq_len, whole.device, resolved)
     return following[..., mine], following.sum()

@@ -21,7 +21,7 @@ class Post(NamedTuple):
     """Begins an operation of a channel.
 
     Attributes:
-        channel, number: which, and its how many-th.
+        channel, number: the channel, and the index of the operation in it.
         operation: None: by copy engines.
         sends, receives: (global rank, bytes) of each message.
         bytes: that this rank sends in a collective operation.

@@ -112,7 +112,7 @@ def helped(tokens: Tokens) -> Sent:
 
 
 def gathered(rows: int) -> Callable[[Tokens], Sent]:
-    """On a grid of so many rows: each rank's rows that any other needs, padded to equal numbers."""
+    """On a grid of `rows` rows: each rank's rows that any other needs, padded to equal numbers."""
 
     def count(tokens: Tokens) -> Sent:
         size = len(tokens.held)

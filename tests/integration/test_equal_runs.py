@@ -184,7 +184,7 @@ Train = Callable[[str, int], Recording]
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Train:
-    """What a run of some flags on so many ranks records; the same run is made once."""
+    """What a run of some flags on some ranks records; the same run is made once."""
 
     @cache
     def recording(flags: str, ranks: int) -> Recording:

@@ -13,7 +13,7 @@ from megatron_cp_plugin.integration.loss import mean_over_sequence, reporting_fo
 
 
 class Group:
-    """Stands for the context-parallel group of ranks that hold so many tokens that count."""
+    """Stands for the context-parallel group of ranks that hold `counts` tokens that count."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts

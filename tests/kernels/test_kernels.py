@@ -207,7 +207,7 @@ def share_of_scores(kernel, problem, given, packed):
 @pytest.mark.parametrize("given", ["out", "delta"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scores_of_equal_values_have_no_gradients(name, dtype, given, packed):
-    """Up to float32, whatever the dtype: delta is a sum of so many products."""
+    """Up to float32, whatever the dtype: delta is a sum of `head_dim` products."""
     problem = Problem(CPU, dtype, 4, 2, 64)
     kernel = resolve(name, problem)
     assert share_of_scores(kernel, problem, given, packed) < problem.head_dim * 2**-23
@@ -255,7 +255,7 @@ def test_a_stand_in_has_the_delta_of_the_output(dtype, bits, dim, device):
         assert found.dtype == dtype
         error = (delta_of(dout, found) - delta).abs()
         size = delta_of(dout.abs(), out.abs())
-        # What so many products leave, each of a number of so many bits, that of one element alone
+        # What a sum of products leaves, each of numbers of few bits, a single product
         # nothing; what float32 does, in which sums are made; and what the least fp16 does.
         terms = (dout != 0).sum(-1).clamp(max=3).transpose(1, 2)
         left = torch.where(terms > 1, 2.0 ** -(bits * terms), 0.0)

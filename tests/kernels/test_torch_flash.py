@@ -50,7 +50,7 @@ def test_gpu_kernels_with_one_key(name):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(8, 4, 4), (4, 4, 2), (4, 1, 2)])
 def test_cudnn_backward_of_large_tensors_is_in_parts(monkeypatch, heads, kv_heads, parts):
-    """Each call has contiguous tensors of at most so many elements, also of views of some heads."""
+    """Each call has contiguous tensors of at most MOST_ELEMENTS elements, of views too."""
     monkeypatch.setattr(base, "MOST_ELEMENTS", 100 * 4 * 16)
     calls = []
 

@@ -11,7 +11,7 @@ from tests.kernel_calls import backward_of, forward_of
 def taken_and_predicted(
     name: str, kv_heads: int, given: str, tokens: tuple[int, int], packing: Packing | None, **causal
 ) -> tuple[int, float]:
-    """Bytes of a call, its results among them, of queries and keys of so many tokens."""
+    """Bytes of a call, its results among them, of queries and keys of `tokens` tokens."""
     kernel, dtype = kernel_called(name), torch.bfloat16
     reason = kernel.unsupported(Problem(torch.device("cuda"), dtype, 16, kv_heads, 128))
     if reason:

@@ -57,7 +57,7 @@ def test_a_part_of_a_matrix() -> None:
 
 @pytest.mark.gpu
 def test_this_gpu_takes_what_is_predicted() -> None:
-    """Of products of 16384 rows in all, with one matrix or one for each of so many experts."""
+    """Of products of 16384 rows in all, with one matrix or one for each expert."""
     machine, _ = machine_here(None, torch.cuda.get_device_name())
     errors = []
     for inner, outer in ((4096, 14336), (2048, 1536), (768, 2048)):

@@ -72,7 +72,7 @@ class HostMemory:
         return free + unused < ROOM * size
 
     def _pieces_for(self, size: int) -> list[Tensor] | None:
-        """As many as hold so many bytes; None if the host has no room for them."""
+        """Pieces that hold `size` bytes; None if the host has no room for them."""
         count = -(-size // _PIECE_BYTES)
         missing = count - len(self._pieces)
         if missing > 0:
@@ -162,7 +162,7 @@ def _bytes_of(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def host_has_room(size: int) -> bool:
-    """Whether a quarter of the host's memory stays free beside so many more bytes."""
+    """Whether a quarter of the host's memory stays free beside `size` more bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = total
     for line in Path("/proc/meminfo").read_text().splitlines():

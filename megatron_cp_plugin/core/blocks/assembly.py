@@ -217,7 +217,7 @@ class Assembly:
         if self._many:
             rows = taken(whole, dim, _split(self, whole.device))
             return rows.unflatten(dim, (self.members, self.width)).movedim(dim, 0)
-        # One copy does where blocks are one behind the other in memory too; of rows of statistics,
+        # One copy does where blocks are consecutive in memory too; of rows of statistics,
         # which are small, a second one is cheaper than one for each segment.
         joined = self._in_order or whole.shape[:dim].numel() == 1 or whole.dim() == 3
         if not (joined and self._segments) or self.tokens < self.members * self.width:
@@ -233,7 +233,7 @@ class Assembly:
 
 @kept_on_device(maxsize=32)  # those of some micro-batches: they take memory of the device
 def _joined_rows(order: Assembly, widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each assembled row, its index in the members' padded blocks, one behind the other."""
+    """For each assembled row, its index in the members' padded blocks, in succession."""
     member, local = order.rows
     before = torch.tensor([0, *widths[:-1]], device="cpu").cumsum(0)
     return uploaded(before[member] + local, device)
@@ -250,7 +250,7 @@ def _split(order: Assembly, device: torch.device) -> Tensor:
 
 @kept_on_device(maxsize=32)
 def _numbers(order: Assembly, start: int, stop: int, apart: int, device: torch.device) -> Tensor:
-    """Where some assembled rows are, of blocks that begin `apart` rows one behind the other."""
+    """Where some assembled rows are, of blocks of which each begins `apart` rows after the last."""
     member, local = (x[start:stop] for x in order.rows)
     return uploaded(member * apart + local, device)
 
@@ -310,7 +310,7 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
 
     Args:
         members: spans of each rank's block. They are without gaps, or all ranks hold one
-            span each with a common step and, together, every so many positions.
+            span each with a common step and, together, positions at equal distances.
         width: to which blocks are padded.
 
     Raises: ValueError if the spans are neither.

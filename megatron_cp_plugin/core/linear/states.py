@@ -310,7 +310,7 @@ class RunStates:
         return replace(self, through=self.through.mT)
 
     def packed(self, runs: int) -> Tensor:
-        """One message of so many runs, those that there are not filled with zeros: [runs,B,H,*]."""
+        """One message of `runs` runs, missing ones filled with zeros: [runs,B,H,*]."""
         message = self.added.flatten(3)
         if isinstance(self.through, Tensor):
             message = torch.cat((message, self.through.flatten(3)), 3)
@@ -335,7 +335,7 @@ class RunStates:
         return RunStates(added.unflatten(3, (head_dim, value_dim)), through)
 
     def passed(self, number: int, length: int, before: Tensor) -> Tensor:
-        """The state [B,H,D,E] behind one of the runs, of so many tokens, given that before it."""
+        """The state [B,H,D,E] after a run of `length` tokens, given the state before it."""
         added, through = self.added[number], self.through
         if isinstance(through, Decay):
             logs = through.logarithms(added.device) * length
@@ -408,7 +408,7 @@ def _ways_of(route: Route, wanted: tuple[int, ...], device: torch.device) -> Way
 
 @kept_on_device(maxsize=64)
 def _present(counts: tuple[int, ...], runs: int, device: torch.device) -> Tensor:
-    """Which of P times so many runs there are."""
+    """Which of P times `runs` runs there are."""
     found = [rank * runs + run for rank, count in enumerate(counts) for run in range(count)]
     return uploaded(torch.tensor(found, dtype=torch.long, device="cpu"), device)
 

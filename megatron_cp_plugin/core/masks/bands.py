@@ -78,7 +78,7 @@ class Bands:
         return Bands(_with_pairs(table))
 
     def restricted_to_window(self, window: int) -> "Bands":
-        """Their pairs of a query and a key that is less than so many positions earlier."""
+        """Their pairs of a query and a key that is less than `window` positions earlier."""
         table = self.table.copy()
         np.maximum(table[4], 1 - window, out=table[4])
         return Bands(_with_pairs(table))

@@ -154,7 +154,7 @@ def _cyclic_lines(placement: BlockPlacement) -> tuple[list[tuple[int, Place]], l
 
 
 class _Chain(NamedTuple):
-    """Stops one behind the other, beginning at `end`: inputs go out along them, results come in.
+    """Consecutive stops, beginning at `end`: inputs go out along them, results come in.
 
     Attributes:
         stops: their numbers.
