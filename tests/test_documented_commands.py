@@ -55,9 +55,64 @@ RUN: dict[str, tuple[str, str]] = {
         "documents",
     ),
     "megatron-cp draw --algo zigzag --size 8": ("", "q7 k7"),
+    "megatron-cp draw --algo distflash --size 8": ("", "q7 k7"),
     "megatron-cp hooks --check": ("", "0 difference(s)"),
     "megatron-cp capabilities": ("", "| `zigzag` "),
     "make help": ("", "make test"),
+}
+# Other commands of the README and the guide: the test that runs one with small sizes, or why none
+# does.
+_INSTALLS = "downloads packages: `python scripts/check_installs.py` runs it"
+_SMOKE = "test_convergence_smoke.py::test_wrong_key_gradient_in_training_is_caught"
+_DOCTOR = "test_doctor.py::test_a_report_has_findings_links_and_times"
+_COMPARE = "test_compare.py::test_two_ranks_against_one"
+_LAUNCHED = "integration/test_training.py::test_ring_through_the_launcher"
+_LENGTHS = "test_documented_commands.py::test_the_table_of_lengths_is_as_planned_now"
+_LOG_PROBS = "test_compare_log_probs.py::test_experts_of_a_checkpoint_that_ranks_have_parts_of"
+_NAME = "the name of a command, inside a sentence"
+_ON_GPUS = "measures for minutes, on several GPUs or on one of a known speed"
+ELSEWHERE = {
+    "git clone <this repository> && cd <its folder>": "has the repository's address to fill in",
+    "source .venv/bin/activate": "changes the shell in which it is typed",
+    "make smoke": _SMOKE,
+    "python scripts/convergence_smoke.py --config configs/tiny_zigzag.yaml --algos ring,zigzag "
+    "--cp 1,2,4 --iters 20": _SMOKE,
+    "python scripts/convergence_smoke.py --config FILE --algos zigzag --cp 1,4 -- <your flags>": (
+        _SMOKE
+    ),
+    "torchrun --nproc-per-node 8 -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py "
+    "--context-parallel-algo zigzag --context-parallel-size 8 <your own flags>": _LAUNCHED,
+    "megatron-cp doctor": "test_doctor.py::test_all_algorithms_are_right_here",
+    "torchrun --nproc-per-node 4 -m megatron_cp_plugin.cli doctor": _DOCTOR,
+    "torchrun --nproc-per-node 2 -m megatron_cp_plugin.cli doctor": _DOCTOR,
+    "megatron-cp check torchrun --nproc-per-node 8 pretrain_gpt.py --context-parallel-algo zigzag "
+    "<your own flags>": "test_check.py::test_a_command_line_of_megatron",
+    "megatron-cp train --config FILE": "integration/test_training.py::test_a_run_file",
+    "torchrun ... scripts/pretrain_gpt.py --config FILE": (
+        "integration/test_training.py::test_a_run_file"
+    ),
+    "megatron-cp compare --iters 20 --config FILE ...": _COMPARE,
+    "megatron-cp compare --reference cp1 --iters 20 --gradients --config FILE ...": _COMPARE,
+    "megatron-cp compare --log-probs": _LOG_PROBS,
+    "megatron-cp compare --log-probs --config tiny_zigzag": _LOG_PROBS,
+    "megatron-cp plan --model llama3-8b --gpus 8 --machine h100 --tokens ...": _LENGTHS,
+    "megatron-cp plan --tokens 1M --gpus 16": _LENGTHS,
+    "python scripts/rollout_packs.py": "test_rollout_packs.py::test_table",
+    "python scripts/predictions.py": (
+        "planner/test_predictions.py::test_a_table_of_the_papers_is_made_again"
+    ),
+    "torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K "
+    "--heads 32:32,32:8": _ON_GPUS,
+    "python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K": _ON_GPUS,
+    "pip install .": _INSTALLS,
+    "pip install '.[megatron]'": _INSTALLS,
+    "pip install '.[report]'": _INSTALLS,
+    "pip install -e '.[dev]'": _INSTALLS,
+    "pip install '.[gpu]'": "downloads kernels of NVIDIA GPUs",
+    "pip install -e": "has a package of the reader's to fill in",
+    "pip install pybind11": "downloads a package of others",
+    **dict.fromkeys(("megatron-cp plan", "megatron-cp check", "megatron-cp train"), _NAME),
+    "megatron-cp calibrate": _NAME,
 }
 # docs/planner.md shows lines of what it prints.
 PRINTED = "megatron-cp plan --model llama3-8b --tokens 256K --gpus 128 --machine h100"
@@ -96,6 +151,13 @@ def test_every_command_of_the_pages_can_be_started() -> None:
     assert lacks("megatron-cp plam") == "plam"
     assert {command: lost for command in commands if (lost := lacks(command))} == {}
     assert RUN.keys() - commands == set()  # no page shows them any more
+
+
+def test_every_command_of_the_guide_is_run_or_has_a_reason() -> None:
+    shown_there = {command for page in READ for command in shown(page)}
+    assert ELSEWHERE.keys() == shown_there - RUN.keys() - DRAWN.keys()
+    for file, name in (why.split("::") for why in ELSEWHERE.values() if "::" in why):
+        assert f"def {name}" in (ROOT / "tests" / file).read_text()
 
 
 def test_pages_are_short() -> None:

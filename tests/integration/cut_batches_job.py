@@ -452,7 +452,7 @@ def log_probs_of(
 def both_passes(
     model: Any, batch: Batch, packs: Sequence[Any], expected: Expected, tokens: int, **more: Any
 ) -> tuple[Tensor, float]:
-    """The part of a loss of so many tokens, after its backward, and what log-probs are off by.
+    """The part of a loss of `tokens` tokens, after its backward, and what log-probs are off by.
 
     Args: packs: packed_seq_params of each pass. more: position_ids, if they are others than those
         of a text, and arguments of the model.
