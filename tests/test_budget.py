@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_060,
+    "package root": 4_040,
     "core": 13_570,
     "algorithms": 1_820,
     "kernels": 3_350,
-    "integration": 8_540,
+    "integration": 8_450,
     "planner": 6_460,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 39_880,
+    "tests": 39_940,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}
