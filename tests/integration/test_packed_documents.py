@@ -13,11 +13,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core import agree
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Tolerances
+from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
 from megatron_cp_plugin.integration.runtime import Runtime
@@ -248,7 +248,7 @@ def test_positions_that_callers_leave_as_they_were() -> None:
 def test_stages_that_hold_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stages of two models run before the later ones, whose models were built alike."""
     store = dist.HashStore()
-    monkeypatch.setattr(agree, "_store", lambda: store)
+    monkeypatch.setattr(inputs, "_store", lambda: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
 
     def models(rank: int) -> list[Model]:

@@ -16,8 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core import agree
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.integration import inputs
 from megatron_cp_plugin.integration.inputs import CutInputs
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.megatron import attention_spans
@@ -107,7 +107,7 @@ def test_what_stages_have_otherwise_is_refused_in_any_step(
 ) -> None:
     """By all ranks of that stage. Then its next step is right, and the store is empty."""
     store = dist.HashStore()
-    monkeypatch.setattr(agree, "_store", lambda: store)
+    monkeypatch.setattr(inputs, "_store", lambda: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.of_world)
     config = ContextParallelConfig("ring", SIZE, options=(("layout", "thd"),))
 
