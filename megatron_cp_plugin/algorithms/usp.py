@@ -59,7 +59,7 @@ class Usp(Ulysses):
 
         # A team of one rank is the ring, one of all ranks is ulysses.
         ulysses: int = number(0, lambda size: divisors(size)[1:-1])
-        layout: Literal["zigzag", "documents", "contiguous", "thd"] = "zigzag"
+        layout: Literal["zigzag", "documents", "contiguous", "thd"] = "zigzag"  # type: ignore[assignment]
         backward: BackwardRule = "auto"
         gradients: Literal["float32", "model"] = "float32"
         route: Literal["auto", "ring", "straight", "double", "grid"] = field(
