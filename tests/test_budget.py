@@ -17,10 +17,10 @@ LINES = {
     "algorithms": 1_820,
     "kernels": 3_350,
     "integration": 8_450,
-    "planner": 6_460,
+    "planner": 6_420,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 39_940,
+    "tests": 39_870,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}

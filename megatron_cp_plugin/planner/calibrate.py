@@ -19,10 +19,11 @@ from torch import Tensor
 from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending, Room, Topology
-from megatron_cp_plugin.core.communication.record import Operation, Phase
+from megatron_cp_plugin.core.communication.record import Operation
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolve
@@ -218,31 +219,29 @@ class _Calibration:
         return resolve("auto", Problem(self.device, self.dtype, *self.dims))
 
     def _kernels(self) -> tuple[str, Kernels]:
-        (heads, _, dim), kernel = self.dims, self._kernel
+        heads, _, dim = self.dims
         measured: dict[str, list[tuple[float, int, int, float]]] = {}
         for rows, columns in self.sizes.tiles:
             for causal in (False, True):
                 if causal and rows != columns:
                     continue
                 area = rows * (rows + 1) / 2 if causal else float(rows * columns)
-                for phase, seconds in self._tile(kernel, rows, columns, causal=causal).items():
+                passes = zip(PHASES, self._passes(rows, columns, causal=causal), strict=True)
+                for phase, body in passes:
                     flop = 2.0 * heads * area * dim * (2 if phase == "forward" else 5)
                     key = f"{phase} {'causal' if causal else 'full'}"
-                    measured.setdefault(key, []).append((flop, rows, columns, seconds))
-        return kernel.name, Kernels({key: fit_speed(rows) for key, rows in measured.items()})
+                    row = flop, rows, columns, self._seconds(body)
+                    measured.setdefault(key, []).append(row)
+        speeds = {key: fit_speed(rows) for key, rows in measured.items()}
+        return self._kernel.name, Kernels(speeds)
 
-    def _tile(
-        self, kernel: SoftmaxKernel, rows: int, columns: int, *, causal: bool
-    ) -> dict[Phase, float]:
-        q, k, v, dout = self._inputs(rows, columns)
-        scale = q.shape[3] ** -0.5
-        call = KernelCall(q, k, v, scale, causal)
+    def _passes(self, rows: int, columns: int, *, causal: bool) -> list[Callable[[], object]]:
+        """The kernel's forward and backward of a tile."""
+        kernel, (q, k, v, dout) = self._kernel, self._inputs(rows, columns)
+        call = KernelCall(q, k, v, q.shape[3] ** -0.5, causal)
         out, lse = kernel.forward(call)
         statistics = Statistics(lse, out=out)
-        return {
-            "forward": self._seconds(lambda: kernel.forward(call)),
-            "backward": self._seconds(lambda: kernel.backward(call, dout, statistics)),
-        }
+        return [lambda: kernel.forward(call), lambda: kernel.backward(call, dout, statistics)]
 
     def _inputs(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         heads, kv_heads, dim = self.dims
@@ -375,13 +374,8 @@ class _Calibration:
         """Of a kernel's speed that is left while the process group moves data."""
         if self.topology.size == 1:
             return 1.0
-        comm, rows, kernel = self.topology.channel("share"), 4096, self._kernel
-        q, k, v, _ = self._inputs(rows, rows)
-        scale = q.shape[3] ** -0.5
+        comm, (alone, _) = self.topology.channel("share"), self._passes(4096, 4096, causal=False)
         x, y = (torch.zeros(2**28, dtype=torch.uint8, device=self.device) for _ in "ab")
-
-        def alone() -> None:
-            kernel.forward(KernelCall(q, k, v, scale, causal=False))
 
         def beside() -> float:
             times = []
@@ -403,14 +397,8 @@ class _Calibration:
         return min(1.0, max(0.3, share))
 
     def _host(self, peer: bool) -> Host:
-        kernel = self._kernel
-        q, k, v, dout = self._inputs(64, 64)
-        scale = q.shape[3] ** -0.5
-        call = KernelCall(q, k, v, scale, causal=True)
-        out, lse = kernel.forward(call)
-        statistics, x = Statistics(lse, out=out), torch.zeros(64, device=self.device)
-        of_kernel = self._launching(lambda: kernel.forward(call))
-        of_backward = self._launching(lambda: kernel.backward(call, dout, statistics))
+        of_kernel, of_backward = map(self._launching, self._passes(64, 64, causal=True))
+        x = torch.zeros(64, device=self.device)
         of_group = of_peer = 0.0
         if self.topology.size > 1:
             comm, y = self.topology.channel("share"), torch.zeros_like(x)

@@ -209,7 +209,7 @@ def choose(
     taken: list[Combination] = []
     refusals = [one for table in tables for one in table.refused]
     ranked = _ranked(_combined(tables, runs_again))
-    late: list[str] = []
+    late: list[Refusal] = []
     for combination in ranked:
         reason = None
         # The best one, and the best of another algorithm.
@@ -222,17 +222,16 @@ def choose(
         if reason is None:
             taken.append(combination)
         else:
-            refusals.append(Refusal(combination.name, reason))
-            late.append(f"{combination.name}: {reason}")
-    first: dict[str, Refusal] = {}  # of each algorithm
-    for one in refusals:
-        first.setdefault(one.name.split()[0], one)
+            late.append(Refusal(combination.name, reason))
     if not taken:
-        reasons = [f"{one.name}: {one.reason}" for one in first.values()]
+        reasons = (": ".join(one) for one in (*late, *refusals))
         raise ConfigError(
             f"auto found no algorithm that serves this and fits, of {len(ranked)}: "
-            f"{next(iter(late + reasons), 'none has a layout in common with the others')}"
+            f"{next(reasons, 'none has a layout in common with the others')}"
         )
+    first: dict[str, Refusal] = {}  # of each algorithm
+    for one in (*refusals, *late):
+        first.setdefault(one.name.split()[0], one)
     return Choice(site, tuple(tables), tuple(taken), tuple(first.values()))
 
 
@@ -317,12 +316,8 @@ def _simulated_row(candidate: Candidate, kind: Kind, site: CallSite) -> Row:
     timeline = simulate(candidate.algo, dict(candidate.options), *of_kind, kernel=site.kernel)
     sent = timeline.bytes
     return Row(
-        candidate.algo,
-        candidate.options,
-        candidate.layout.name,
-        timeline.forward.seconds,
-        timeline.backward.seconds,
-        timeline.exposed_communication,
+        *_named(candidate),
+        *(timeline.forward.seconds, timeline.backward.seconds, timeline.exposed_communication),
         sent.get("copy", 0) + sent.get("inside", 0),
         sent.get("between", 0),
         simulated=True,
@@ -332,15 +327,16 @@ def _simulated_row(candidate: Candidate, kind: Kind, site: CallSite) -> Row:
 def _estimated_row(candidate: Candidate, passes: Sequence[Estimate], scale: float) -> Row:
     forward, backward = passes
     return Row(
-        candidate.algo,
-        candidate.options,
-        candidate.layout.name,
-        forward.seconds * scale,
-        backward.seconds * scale,
+        *_named(candidate),
+        *(forward.seconds * scale, backward.seconds * scale),
         (forward.exposed + backward.exposed) * scale,
         forward.inside + backward.inside,
         forward.between + backward.between,
     )
+
+
+def _named(candidate: Candidate) -> tuple[str, Options, str]:
+    return candidate.algo, candidate.options, candidate.layout.name
 
 
 def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination]:

@@ -17,7 +17,7 @@ from megatron_cp_plugin.planner.choose import GIB, CallSite, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.model import MODELS, Split
-from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, proposals
+from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, Proposal, proposals
 from megatron_cp_plugin.planner.step import dispatch
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.terminal import text_table
@@ -88,45 +88,10 @@ def plan_model(
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
     sizes = ["TP", "CP", "PP", "DP", *(["EP", "ETP"] if job.model.experts else [])]
-    headers = (
-        *sizes,
-        "with",
-        "s a step",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-        "GiB",
-        "attention by",
-    )
-    rows = [
-        (
-            *map(
-                str,
-                (s.tensor, s.context, s.pipeline, s.data, s.expert, s.expert_tensor)[: len(sizes)],
-            ),
-            "".join(
-                letter
-                for letter, used in zip(
-                    "SRC", (s.sharded, s.recompute == "full", s.chunked_loss), strict=True
-                )
-                if used
-            )
-            or "-",
-            f"{one.step.seconds:.2f}",
-            f"{one.rate:.0f}",
-            f"{one.rate * flop / tokens / 1e12:.0f}",
-            "-"
-            if machine.peak_flops is None
-            else f"{one.rate * flop / tokens / machine.peak_flops:.0%}",
-            f"{one.step.gib:.0f}",
-            one.choice.best.name if s.context > 1 else "-",
-        )
-        for one in found
-        for s in [one.split]
-    ]
-    words = ("with", headers[-1])
-    right = [n for n, name in enumerate(headers) if name not in words]
-    print(text_table(headers, rows, right=right))
+    figures = "s a step", "tokens/s", "TFLOP/s", "MFU", "GiB"
+    rows = [_cells(one, len(sizes), flop / tokens, machine.peak_flops) for one in found]
+    right = [*range(len(sizes)), *range(len(sizes) + 1, len(sizes) + 1 + len(figures))]
+    print(text_table((*sizes, "with", *figures, "attention by"), rows, right=right))
     print("S: parameters sharded, R: full recompute, C: loss in chunks; tokens/s and TFLOP/s a GPU")
     if within > 1:
         print(
@@ -151,6 +116,23 @@ def plan_model(
         if best.split.chunked_loss:
             options = (*options, ("chunked_loss", CHUNK_TOKENS))
         write_run_file(path, settings, chosen.algo, options, linear_model=linear)
+
+
+def _cells(one: Proposal, sizes: int, flop: float, peak_flops: float | None) -> tuple[str, ...]:
+    """A row of the table. Args: sizes: their number. flop: of a token."""
+    split, flops = one.split, one.rate * flop
+    ways = split.tensor, split.context, split.pipeline, split.data, split.expert
+    used = {"S": split.sharded, "R": split.recompute == "full", "C": split.chunked_loss}
+    return (
+        *map(str, (*ways, split.expert_tensor)[:sizes]),
+        "".join(letter for letter, on in used.items() if on) or "-",
+        f"{one.step.seconds:.2f}",
+        f"{one.rate:.0f}",
+        f"{flops / 1e12:.0f}",
+        "-" if peak_flops is None else f"{flops / peak_flops:.0%}",
+        f"{one.step.gib:.0f}",
+        one.choice.best.name if split.context > 1 else "-",
+    )
 
 
 def _experts_in_words(job: Job, split: Split) -> str:

@@ -152,6 +152,14 @@ def planned(
     return checked(registry.create(algo, topology, options), shape, mask)
 
 
+def input_sizes(shape: Shape | LinearShape, tokens: int) -> list[tuple[int, int, int, int]]:
+    """Of q, k, v and dout, each [B,tokens,heads,dim]."""
+    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
+    heads = shape.heads, kv_heads, kv_heads, shape.heads
+    dims = shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim
+    return [(shape.batch, tokens, n, d) for n, d in zip(heads, dims, strict=True)]
+
+
 class Passes(NamedTuple):
     """The two passes of a rank.
 
@@ -178,15 +186,13 @@ def passes(
         kernel: of softmax attention.
         rate: by which states of linear attention decay; 1: they do not.
     """
-    topology, dims = algorithm.topology, (shape.head_dim, shape.value_dim)
-    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
+    topology = algorithm.topology
     if isinstance(algorithm, Algorithm):
         algorithm = algorithm.for_documents(mask.resolved)
     tokens = algorithm.layout.length(topology.rank, topology.size, shape.seq_len)
-    heads = (shape.heads, kv_heads, kv_heads, shape.heads)
     q, k, v, dout = inputs = [
-        torch.empty((shape.batch, tokens, n, d), dtype=DTYPES[shape.element_bytes], device="meta")
-        for n, d in zip(heads, (dims[0], *dims, dims[1]), strict=True)
+        torch.empty(size, dtype=DTYPES[shape.element_bytes], device="meta")
+        for size in input_sizes(shape, tokens)
     ]
     if isinstance(algorithm, LinearAlgorithm):
         decay = Decay((rate,) * shape.heads)

@@ -41,7 +41,7 @@ def memory_of_stage(model: Model, split: Split, tokens: int, stage: int) -> dict
     layer = activation_bytes(model, split) * local
     kept = 2 * model.hidden * local
     if split.recompute == "full":
-        kept += 2 * model.heads * (model.value_dim or model.head_dim) * local  # of attention
+        kept += 2 * model.heads * model.value_dim * local  # of attention
     at_a_time = min(CHUNK_TOKENS / split.tensor, local) if split.chunked_loss else local
     logits = 6 * model.vocabulary * at_a_time
     activations = held * layers * (layer if split.recompute == "none" else kept)
@@ -85,10 +85,9 @@ def layer_parameters(model: Model, split: Split) -> float:
 
 def activation_bytes(model: Model, split: Split) -> float:
     """Of a token, that a layer keeps for its backward, in bfloat16."""
-    value_dim = model.value_dim or model.head_dim
-    width = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * value_dim
+    width = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * model.value_dim
     width += model.query_rank + model.key_rank + model.rotary_dim
-    out = model.heads * value_dim
+    out = model.heads * model.value_dim
     if model.linear:
         # The projections, gates among them, are kept beside attention's inputs; so is the
         # output beside that which is normalised and gated.

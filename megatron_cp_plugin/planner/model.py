@@ -53,16 +53,19 @@ class Model:
     linear: bool = False
     tied: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
     @property
     def attention_matrices(self) -> tuple[Product, ...]:
         """Of a layer."""
-        value_dim = self.value_dim or self.head_dim
-        out = Product(self.heads * value_dim, self.hidden, by_inner=True)
+        out = Product(self.heads * self.value_dim, self.hidden, by_inner=True)
         of_queries = self.heads * self.head_dim
         if not self.key_rank:
-            of_keys = self.kv_heads * (self.head_dim + value_dim)
+            of_keys = self.kv_heads * (self.head_dim + self.value_dim)
             return Product(self.hidden, of_queries + of_keys), out
-        of_keys = self.kv_heads * (self.head_dim - self.rotary_dim + value_dim)
+        of_keys = self.kv_heads * (self.head_dim - self.rotary_dim + self.value_dim)
         queries: tuple[Product, ...] = (Product(self.hidden, of_queries),)
         if self.query_rank:
             down = Product(self.hidden, self.query_rank)
@@ -82,20 +85,18 @@ class Model:
     @property
     def expert_parameters(self) -> int:
         """Of an expert, or of a layer's MLP."""
-        return sum(one.parameters for one in self.mlp_matrices(self.ffn))
+        return self.mlp_parameters(self.ffn)
 
     @property
     def layer_parameters(self) -> int:
         """Of a layer with all its experts."""
-        beside = sum(one.parameters for one in self.mlp_matrices(self.shared))
-        of_experts = max(1, self.experts) * self.expert_parameters
-        return self.attention_parameters + of_experts + beside
+        mlp = max(1, self.experts) * self.expert_parameters + self.mlp_parameters(self.shared)
+        return self.attention_parameters + mlp
 
     @property
     def dense_parameters(self) -> int:
         """Of one of the first layers, without experts."""
-        mlp = sum(one.parameters for one in self.mlp_matrices(self.dense_ffn))
-        return self.attention_parameters + mlp
+        return self.attention_parameters + self.mlp_parameters(self.dense_ffn)
 
     @property
     def expert_share(self) -> float:
@@ -108,6 +109,10 @@ class Model:
             Product(self.hidden, (2 if self.gated else 1) * width),
             Product(width, self.hidden, by_inner=True),
         )
+
+    def mlp_parameters(self, width: int) -> int:
+        """Of `mlp_matrices`."""
+        return sum(one.parameters for one in self.mlp_matrices(width))
 
     @property
     def embedding_parameters(self) -> int:
@@ -125,24 +130,23 @@ class Model:
 
         Args: pairs: of a query and a key that see each other.
         """
-        value_dim = self.value_dim or self.head_dim
         mlp = self.active * self.expert_parameters if self.experts else self.expert_parameters
-        mlp += sum(one.parameters for one in self.mlp_matrices(self.shared))
+        mlp += self.mlp_parameters(self.shared)
         with_experts = self.layers - self.dense
         weights = with_experts * (self.attention_parameters + mlp + self.hidden * self.experts)
         weights += self.dense * self.dense_parameters + self.hidden * self.vocabulary
-        attention = 2 * self.heads * (self.head_dim + value_dim) * pairs
+        attention = 2 * self.heads * (self.head_dim + self.value_dim) * pairs
         if self.linear:
-            attention = 4 * self.heads * self.head_dim * value_dim * tokens
+            attention = 4 * self.heads * self.head_dim * self.value_dim * tokens
         return 3.0 * (2 * weights * tokens + self.layers * attention)
 
     def shape(self, tokens: int, tensor: int = 1) -> Shape | LinearShape:
         """Of attention of one of `tensor` ranks, over all tokens of a sequence."""
-        heads, value_dim = self.heads // tensor, self.value_dim or self.head_dim
+        heads = self.heads // tensor
         if self.linear:
-            return LinearShape(1, tokens, heads, self.head_dim, value_dim)
+            return LinearShape(1, tokens, heads, self.head_dim, self.value_dim)
         kv_heads = max(1, self.kv_heads // tensor)
-        return Shape(1, tokens, heads, kv_heads, self.head_dim, value_dim=value_dim)
+        return Shape(1, tokens, heads, kv_heads, self.head_dim, value_dim=self.value_dim)
 
 
 MODELS: Mapping[str, Model] = {

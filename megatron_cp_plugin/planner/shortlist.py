@@ -7,9 +7,9 @@ as layers are, and with the documents of several batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from math import ceil
+from math import ceil, prod
 from operator import mul
 from statistics import mean, median
 from time import perf_counter
@@ -33,7 +33,7 @@ from megatron_cp_plugin.planner.choose import (
     too_large,
     with_memory,
 )
-from megatron_cp_plugin.planner.layer import DTYPES
+from megatron_cp_plugin.planner.layer import DTYPES, input_sizes
 
 _FEWEST, _MOST = 4, 6  # candidates
 _NEAR = 1.3  # times the best simulated time: slower candidates are taken only to reach the minimum
@@ -181,11 +181,8 @@ def _needed(combination: Combination, kinds: Sequence[Kind], size: int) -> float
     most = 0.0
     for row, kind in zip(combination.rows, kinds, strict=True):
         shape = kind.shape
-        assert isinstance(shape, Shape)
-        widths = shape.query_width + shape.out_width
-        widths += shape.kv_heads * (shape.head_dim + shape.value_dim)
-        inputs = shape.batch * -(-shape.seq_len // size) * widths * shape.element_bytes
-        most = max(most, _SPARE * (inputs + (row.peak_bytes or 0)))
+        elements = sum(map(prod, input_sizes(shape, -(-shape.seq_len // size))))
+        most = max(most, _SPARE * (elements * shape.element_bytes + (row.peak_bytes or 0)))
     return most
 
 
@@ -236,7 +233,7 @@ class _Step:
         layout = algorithm.layout.for_documents(mask.resolved)
         tokens = layout.length(topology.rank, topology.size, shape.seq_len)
         self._seed, self._device, self._dtype = topology.rank, device, DTYPES[shape.element_bytes]
-        self._sizes = [(shape.batch, tokens, heads, dim) for heads, dim in _sizes(shape)]
+        self._sizes = input_sizes(shape, tokens)
         self._compiled = algorithm.compiled(
             *self._sizes[:3],
             *(self._dtype, device, torch.are_deterministic_algorithms_enabled()),
@@ -265,10 +262,3 @@ class _Step:
                 del saved
 
         return steps
-
-
-def _sizes(shape: Shape) -> Iterable[tuple[int, int]]:
-    """Heads and dims of q, k, v and dout."""
-    dims = shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim
-    heads = shape.heads, shape.kv_heads, shape.kv_heads, shape.heads
-    return zip(heads, dims, strict=True)

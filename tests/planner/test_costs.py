@@ -77,13 +77,6 @@ def test_documents_leave_less_to_do_and_ranks_waiting() -> None:
     assert picture("ulysses", 8, seq_len=SHAPE.seq_len, mask=mask).idle_share == 0
 
 
-def test_random_documents_are_as_long_as_asked() -> None:
-    starts = random_documents(10**6, 1000)
-    assert 900 < len(starts) < 1100
-    assert starts == random_documents(10**6, 1000)
-    assert random_documents(1, 5) == ()
-
-
 def test_memory_of_a_layer() -> None:
     """Receive buffers of two ranks that exchange K and V: two of these, which sums may share."""
 

@@ -106,7 +106,6 @@ def test_who_waits_and_how_long() -> None:
     assert picture("distflash", 8).waiting == 0
     assert picture("distflash", 8).idle_share == pytest.approx(0, abs=1e-12)
     assert picture("ring", 8).waiting == 28
-    assert picture("zigzag", 8).idle_share == pytest.approx(0, abs=1e-12)
 
 
 def test_cells_name_the_blocks() -> None:
@@ -124,6 +123,10 @@ def test_linear_attention_by_states() -> None:
     drawn = picture("lasp2", 4, seq_len=64)
     assert drawn.idle_share == pytest.approx(1 / 12)
     assert "q3 S0-2" in schedule(drawn)
+    by_heads = picture("linear_ulysses", 4, seq_len=64)
+    (step,) = by_heads.steps
+    assert [cell.text if cell else None for cell in step] == ["q0-3 k0-3 1/4 heads"] * 4
+    assert by_heads.idle_share == 0
 
 
 def texts(content: str) -> list[str]:
@@ -185,13 +188,6 @@ def test_bars_are_as_wide_as_ranks_are_busy() -> None:
 def test_results_are_partial_or_complete(phase: Phase, said: str) -> None:
     assert picture("distflash", 4, phase=phase).results == f"partial {said}"
     assert picture("ulysses", 4, phase=phase).results == said  # of some heads
-
-
-def test_linear_attention_by_heads() -> None:
-    drawn = picture("linear_ulysses", 4, seq_len=64)
-    (step,) = drawn.steps
-    assert [cell.text if cell else None for cell in step] == ["q0-3 k0-3 1/4 heads"] * 4
-    assert drawn.idle_share == 0
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

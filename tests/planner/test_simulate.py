@@ -13,17 +13,15 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner import simulate as simulator
-from megatron_cp_plugin.planner.dry_run import DryRunGroup, RecordedKernel
 from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.planner.machine import (
     Host,
     Links,
     Rate,
 )
-from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.planner.simulate import simulate
 from tests.linear_bytes import state_bytes
-from tests.planner.test_event_simulation import ALL, FLOPS, machine
+from tests.planner.test_event_simulation import FLOPS, machine
 
 
 @pytest.mark.parametrize("algo", registry.available("softmax"))
@@ -37,23 +35,6 @@ def test_ranks_send_what_the_plan_says(algo, heads):
         expected = max(plan.sent(rank, shape).bytes for rank in range(4))
         assert sum(time.bytes.values()) == pytest.approx(expected, rel=1e-6), phase
     assert found.ranks == 4
-
-
-@pytest.mark.parametrize("algo", registry.available("softmax"))
-@pytest.mark.parametrize("peer", [True, False])
-@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=500)])
-def test_all_pairs_are_computed_once(algo, peer, mask):
-    shape, pairs = Shape(1, 2048, 4, 4, 8), 0.0
-    for rank in ALL:
-        trace = trace_of(
-            registry.create(algo, DryRunGroup(rank, (0,) * 4, peer_access=peer), {}),
-            shape,
-            mask,
-        )
-        pairs += sum(e.area * e.heads for e in trace.forward if isinstance(e, RecordedKernel))
-    visible = visible_pairs(2048, mask) * 4
-    # Windows are cut into rectangles, of which some pairs are hidden; nothing is left out.
-    assert pairs == pytest.approx(visible) if mask.window is None else pairs >= visible
 
 
 def test_without_a_network_only_kernels_count():
@@ -83,43 +64,31 @@ def test_a_slow_network_is_exposed_and_a_fast_one_is_not():
     assert slow.bytes == fast.bytes
 
 
-@pytest.mark.parametrize("algo", ["zigzag", "distflash", "usp"])
-def test_many_ranks_by_a_few(algo, monkeypatch):
-    """What two sizes say of a third is what simulating all of its ranks gives."""
-    options = {"transport": "group"} | ({"ulysses": 2} if algo == "usp" else {})
+@pytest.mark.parametrize(
+    ("algo", "options", "size", "per_node", "ranks", "error"),
+    [
+        # Two sizes, which say of a third what simulating all of its ranks gives.
+        ("zigzag", {"transport": "group"}, 24, 2, 8, 0.05),
+        ("distflash", {"transport": "group"}, 24, 2, 8, 0.05),
+        ("usp", {"transport": "group", "ulysses": 2}, 24, 2, 4, 0.05),
+        # A grid of teams is no line: one rank of each team.
+        ("usp", {"ulysses": 2, "route": "grid"}, 16, 2, 8, 0.02),
+        # Where all exchange in collective operations: three ranks.
+        ("allgather", {}, 8, 4, 3, 0.02),
+        ("attention2d", {"rows": 2}, 8, 4, 3, 0.02),
+        ("ulysses", {}, 8, 4, 3, 0.02),
+    ],
+)
+def test_many_ranks_by_a_few(algo, options, size, per_node, ranks, error, monkeypatch):
+    of = machine(gpus_per_node=per_node, cards_per_node=per_node)
+    how = Shape(1, size * 512, 8, 8, 16), Mask(), of, of.nodes(size)
     monkeypatch.setattr(simulator, "_ALL", 4)
-    shape = Shape(1, 24 * 512, 4, 4, 16)
-    how = {"of": machine(gpus_per_node=2, cards_per_node=2)}
-    few = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
+    few = simulate(algo, options, *how)
     monkeypatch.setattr(simulator, "_ALL", 64)
-    every = simulate(algo, options, shape, Mask(), how["of"], how["of"].nodes(24))
-    assert few.ranks == (4 if algo == "usp" else 8)
-    assert every.ranks == 24
-    assert few.forward.seconds == pytest.approx(every.forward.seconds, rel=0.05)
-    assert few.seconds == pytest.approx(every.seconds, rel=0.05)
-
-
-def test_a_grid_of_teams_is_simulated_whole(monkeypatch):
-    """It is no line: one rank of each team."""
-    options = {"ulysses": 2, "route": "grid"}
-    shape, of = Shape(1, 16 * 256, 4, 4, 16), machine(gpus_per_node=2, cards_per_node=2)
-    every = simulate("usp", options, shape, Mask(), of, of.nodes(16))
-    monkeypatch.setattr(simulator, "_ALL", 4)
-    few = simulate("usp", options, shape, Mask(), of, of.nodes(16))
-    assert (few.ranks, every.ranks) == (8, 16)
-    assert few.seconds == pytest.approx(every.seconds, rel=0.02)
-
-
-@pytest.mark.parametrize("algo", ["allgather", "attention2d", "ulysses"])
-def test_collective_operations_by_three_ranks(algo, monkeypatch):
-    options = {"rows": 2} if algo == "attention2d" else {}
-    shape, of = Shape(1, 8 * 512, 8, 8, 16), machine(gpus_per_node=4, cards_per_node=4)
-    every = simulate(algo, options, shape, Mask(), of, of.nodes(8))
-    monkeypatch.setattr(simulator, "_ALL", 4)
-    few = simulate(algo, options, shape, Mask(), of, of.nodes(8))
-    assert few.ranks == 3
-    assert every.ranks == 8
-    assert few.seconds == pytest.approx(every.seconds, rel=0.02)
+    every = simulate(algo, options, *how)
+    assert (few.ranks, every.ranks) == (ranks, size)
+    assert few.forward.seconds == pytest.approx(every.forward.seconds, rel=error)
+    assert few.seconds == pytest.approx(every.seconds, rel=error)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def test_experts():
     assert "expert-parallel messages" in spread.parts
     # One expert with eight times the rows.
     assert 1 < alone.parts["matrix products"] / spread.parts["matrix products"] < 1.2
-    for found in (alone, spread):  # all GPUs together have all states
-        states = found.memory["optimizer"] * 2**30 * 8
-        assert states == pytest.approx(12 * model.parameters)
 
 
 def test_small_experts_are_split_rather_than_multiplied_slowly():
