@@ -44,7 +44,7 @@ def launch(
 
 
 def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
-    """`compare.logged`: its module is one of the ranks that it would start."""
+    """`train.logged`: its module is one of the ranks that it would start."""
     module, *words = program
     ranks = CommandLine.of(words).ranks
     if "--nproc-per-node" in words:

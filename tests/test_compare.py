@@ -10,7 +10,7 @@ import yaml
 
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.harness import compare
+from megatron_cp_plugin.harness import compare, train
 from megatron_cp_plugin.harness.compare import Printed, commands, side_by_side
 from megatron_cp_plugin.harness.train import CommandLine
 from tests import forked_launch
@@ -118,9 +118,9 @@ def test_mistakes_are_one_line(
 
 def test_what_a_run_prints_goes_to_a_file(tmp_path: Path) -> None:
     path = tmp_path / "it.log"
-    assert compare.logged(path, ("json.tool", "--help"), {})[0].startswith("usage: ")
+    assert train.logged(path, ("json.tool", "--help"), {})[0].startswith("usage: ")
     with pytest.raises(ContextParallelError, match=r"run of it failed, see .*it\.log: .*--wrong"):
-        compare.logged(path, ("json.tool", "--wrong"), {})
+        train.logged(path, ("json.tool", "--wrong"), {})
 
 
 def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_two_ranks_against_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "logged", forked_launch.logged)
+    monkeypatch.setattr(train, "logged", forked_launch.logged)
     assert cli.main(["compare", "--iters", "3", "--gradients", *TINY, *CP]) == 0
     printed = capsys.readouterr().out
     assert float(re.findall("largest difference of lm loss: (.*)", printed)[0]) < 1e-5

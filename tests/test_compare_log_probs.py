@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_cp_plugin import cli
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.harness import compare
+from megatron_cp_plugin.harness import compare, train
 from megatron_cp_plugin.harness.compare_log_probs import (
     Report,
     Run,
@@ -138,7 +138,7 @@ def test_mistakes_are_one_line(
     words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "logged", forked_launch.logged)
+    monkeypatch.setattr(train, "logged", forked_launch.logged)
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         compare.main(["--log-probs", *words])
     assert "\n" not in str(error.value)
@@ -280,7 +280,7 @@ def test_experts_of_a_checkpoint_that_ranks_have_parts_of(
 ) -> None:
     """By the command, with ulysses and tensor parallelism."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "logged", forked_launch.logged)
+    monkeypatch.setattr(train, "logged", forked_launch.logged)
     experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     words = (*ROPE, *experts.split(), "--disable-bias-linear")
     saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")

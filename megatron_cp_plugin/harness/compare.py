@@ -7,13 +7,10 @@ and with `--log-probs` nothing is trained.
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
-import subprocess
-import sys
 from argparse import SUPPRESS
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import nan
@@ -24,6 +21,7 @@ import torch
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness import train
 from megatron_cp_plugin.harness.compare_log_probs import compare_log_probs, without_dtype
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, relative_error
 from megatron_cp_plugin.harness.parity import compare as compare_gradients
@@ -95,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     if known.log_probs is not None:
         if known.gradients:
             raise ConfigError("--log-probs trains nothing, got --gradients: leave one of them out")
-        return compare_log_probs(line, known, logged)
+        return compare_log_probs(line, known)
     known.output.mkdir(parents=True, exist_ok=True)
     reference, ours = commands(line, known)
     logs = [
@@ -144,34 +142,10 @@ def _train(name: str, words: Sequence[str], folder: Path) -> Printed:
     print(f"{name}: megatron-cp train {' '.join(words)}", flush=True)
     said = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if name == "reference" else {}
     log = folder / f"{name}.log"
-    printed = Printed.of(logged(log, ("megatron_cp_plugin.cli", "train", *words), said))
+    printed = Printed.of(train.logged(log, ("megatron_cp_plugin.cli", "train", *words), said))
     if not printed.losses:
         raise ContextParallelError(f"the run of {name} printed no losses, see {log}")
     return printed
-
-
-def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
-    """Runs `python -m *program`; returns the lines that it prints, which go to a file.
-
-    Args:
-        log: the file, which has the name of the run.
-        said: more environment variables.
-
-    Raises: ContextParallelError if it failed.
-    """
-    with log.open("w") as file:
-        done = subprocess.run(
-            [sys.executable, "-m", *program],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=said | os.environ,
-            check=False,
-        )
-    lines = log.read_text(errors="replace").splitlines()
-    if done.returncode:
-        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        raise ContextParallelError(f"the run of {log.stem} failed, see {log}: {last.strip()}")
-    return lines
 
 
 def side_by_side(reference: Printed, ours: Printed) -> str:

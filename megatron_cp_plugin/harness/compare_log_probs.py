@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
+from megatron_cp_plugin.harness import train
 from megatron_cp_plugin.harness.token_log_probs import MODULE, LogProbs
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
@@ -89,13 +90,12 @@ def runs_of(line: CommandLine, reference: str) -> dict[str, Run]:
     return {"reference": first, "noise": by(f"CP 1, kernel {kernel}", kernel, *alone), "ours": ours}
 
 
-def compare_log_probs(line: CommandLine, known: Any, logged: Any) -> int:
+def compare_log_probs(line: CommandLine, known: Any) -> int:
     """Runs all jobs, and prints the differences.
 
     Args:
         line: The flags of the run.
         known: Flags of `compare`.
-        logged: As `compare.logged`.
 
     Returns: 0, or 1 where rounding does not explain a difference.
 
@@ -115,7 +115,7 @@ def compare_log_probs(line: CommandLine, known: Any, logged: Any) -> int:
         for file, run in runs.items():
             print(f"{dtype}: {run.name}", flush=True)
             folder = known.output / f"{file}-{dtype}"
-            found[file] = _run_job(run, folder, dtype, line, known, logged)
+            found[file] = _run_job(run, folder, dtype, line, known)
         check_comparable(found["ours"], found["reference"], split=split)
         reports.append(report_of(found, DTYPES[dtype]))
     print(_table(reports))
@@ -123,9 +123,7 @@ def compare_log_probs(line: CommandLine, known: Any, logged: Any) -> int:
     return int(any(report.problems for report in reports))
 
 
-def _run_job(
-    run: Run, folder: Path, dtype: str, line: CommandLine, known: Any, logged: Any
-) -> LogProbs:
+def _run_job(run: Run, folder: Path, dtype: str, line: CommandLine, known: Any) -> LogProbs:
     """Starts a job, and reads its results."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob("rank*.pt"):
@@ -136,7 +134,7 @@ def _run_job(
         *(["--bf16"] if dtype == "bfloat16" else []),
     ]
     ranks = ["--nproc-per-node", str(CommandLine.of(words).ranks)]
-    logged(folder.with_suffix(".log"), (MODULE, str(folder), *ranks, *words), {})
+    train.logged(folder.with_suffix(".log"), (MODULE, str(folder), *ranks, *words), {})
     return LogProbs.load(folder)
 
 

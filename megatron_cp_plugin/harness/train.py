@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.core.document_layout import Balanced
-from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import OneLineParser, PluginFlags, split_flags
 from megatron_cp_plugin.packages import need
@@ -100,6 +101,30 @@ def start(argv: Sequence[str], *program: str) -> int:
         # The first rank has said so.
         return INTERRUPTED
     return 0
+
+
+def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
+    """Runs `python -m *program`; returns the lines that it prints, which go to a file.
+
+    Args:
+        log: the file, which has the name of the run.
+        said: more environment variables.
+
+    Raises: ContextParallelError if it failed.
+    """
+    with log.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", *program],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=said | os.environ,
+            check=False,
+        )
+    lines = log.read_text(errors="replace").splitlines()
+    if done.returncode:
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        raise ContextParallelError(f"the run of {log.stem} failed, see {log}: {last.strip()}")
+    return lines
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed as dist
 
 from megatron_cp_plugin import registry
@@ -132,8 +131,14 @@ class ProgramInstaller(Installer):
             self._replaced += serve_programs()
 
     def _runtime_of(self, given: Mapping[str, Any]) -> Runtime:
-        model, groups = given["config"], given.get("pg_collection")
-        return self._runtime or Runtime(_with_choice(self._asked, model, groups), callers=True)
+        if self._runtime is not None:
+            return self._runtime
+        config, model, groups = self._asked, given["config"], given.get("pg_collection")
+        if config.algo == registry.AUTO:
+            check("model", Settings(model, config))
+            group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
+            config = resolve_model(config, model, group)
+        return Runtime(config, callers=True)
 
     def _serve(self, model: Any) -> None:
         super()._serve(model)
@@ -154,17 +159,6 @@ def _in_force() -> Installer | None:
     replacement = getattr(GPTModel.__init__, "replaced", None)
     found = getattr(getattr(replacement, "hook", None), "__self__", None)
     return found if isinstance(found, Installer) else None
-
-
-def _with_choice(
-    asked: ContextParallelConfig, model: TransformerConfig, groups: Any
-) -> ContextParallelConfig:
-    """The same, with the planner's choice in the place of auto."""
-    if asked.algo != registry.AUTO:
-        return asked
-    check("model", Settings(model, asked))
-    group = parallel_state.get_context_parallel_group() if groups is None else groups.cp
-    return resolve_model(asked, model, group)
 
 
 def _config(

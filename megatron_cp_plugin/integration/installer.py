@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -99,8 +99,15 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
-        self._said |= log_replaced(Settings(given["config"], runtime.config), self._said)
+        self._log_replaced(Settings(given["config"], runtime.config))
         self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
+
+    def _log_replaced(self, settings: Settings) -> None:
+        """Logs on the first rank, once, what the plugin replaces of a model's settings."""
+        for line in replaced("model", settings):
+            if line not in self._said and torch.distributed.get_rank() == 0:
+                log.info(line)
+            self._said.add(line)
 
     def _serve(self, model: Any) -> None:
         """Prepares a built model for the batches that it will get."""
@@ -268,21 +275,6 @@ class LauncherInstaller(Installer):
         given = inspect.signature(original).bind(batch, *args, **kwargs).arguments.get("cp_group")
         group = parallel_state.get_context_parallel_group() if given is None else given
         return self._batches.shard(batch, group)
-
-
-def log_replaced(settings: Settings, said: Set[str] = frozenset()) -> set[str]:
-    """Logs on the first rank the settings of a model that the plugin replaces.
-
-    Args: said: lines that were logged before.
-
-    Returns: all lines.
-    """
-    lines = replaced("model", settings)
-    if torch.distributed.get_rank() == 0:
-        for line in lines:
-            if line not in said:
-                log.info(line)
-    return set(lines)
 
 
 def checkpoint(
