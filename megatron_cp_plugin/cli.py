@@ -199,7 +199,7 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 def _draw(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.drawing import picture, text
     from megatron_cp_plugin.planner.svg import check_ending, matrix, schedule
-    from megatron_cp_plugin.planner.token_picture import held, scores_of, some_tokens
+    from megatron_cp_plugin.planner.token_picture import held, some_tokens
 
     path = arguments.output
     if arguments.machine is not None:
@@ -221,10 +221,9 @@ def _draw(arguments: argparse.Namespace) -> int:
     elif path is None:
         print("\n".join(held(drawn)))
     else:
-        scores = scores_of(drawn)
-        print(scores.balance)
+        print(drawn.balance)
     if path is not None:
-        content = matrix(drawn, scores) if arguments.tokens else schedule(drawn)
+        content = matrix(drawn) if arguments.tokens else schedule(drawn)
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
     return 0

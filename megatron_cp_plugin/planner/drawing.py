@@ -131,9 +131,19 @@ class Picture:
     @property
     def idle_share(self) -> float:
         """Idle share of all ranks' time if a step takes as long as its largest cell."""
-        work = sum(cell.pairs for step in self.steps for cell in step if cell)
         time = sum(self._longest)
-        return 1 - work / (self.size * time) if time else 0.0
+        return 1 - sum(self._work) / (self.size * time) if time else 0.0
+
+    @property
+    def balance(self) -> str:
+        """The work of the busiest rank beside the mean."""
+        mean = sum(self._work) / self.size
+        return f"busiest rank: {max(self._work) / mean:.2f} of the mean" if mean else "no scores"
+
+    @property
+    def _work(self) -> list[float]:
+        cells = [[step[rank] for step in self.steps] for rank in range(self.size)]
+        return [sum(cell.pairs for cell in of_rank if cell) for of_rank in cells]
 
     @property
     def _longest(self) -> list[float]:

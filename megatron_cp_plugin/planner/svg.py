@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import WHOSE, Picture, Queries, below, lines_of
-from megatron_cp_plugin.planner.token_picture import Scores
+from megatron_cp_plugin.planner.token_picture import Scores, scores_of
 
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1f2328 } .mono { font-family: monospace }
@@ -98,8 +98,12 @@ def color(rank: int, size: int) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-def matrix(drawn: Picture, scores: Scores) -> str:
-    """The whole matrix of a picture's scores, and below it one small matrix for each step."""
+def matrix(drawn: Picture) -> str:
+    """The whole matrix of scores, and below it one small matrix for each step.
+
+    Raises: ConfigError: as `scores_of`.
+    """
+    scores = scores_of(drawn)
     assert drawn.plan is not None
     groups = len(drawn.plan.groups)
     subtitle = drawn.subtitle + (f" · 1 of {groups} head groups" if groups > 1 else "")
@@ -114,8 +118,8 @@ def matrix(drawn: Picture, scores: Scores) -> str:
     height = below + rows * (_SMALL + 30) + _LINE
     body = [
         _text(10, 18, drawn.title, "title"),
-        _text(10, 36, f"{subtitle} · {scores.balance}"),
-        f'<g transform="translate(20 {top})">{_matrix(scores)}</g>',
+        _text(10, 36, f"{subtitle} · {drawn.balance}"),
+        f'<g transform="translate(20 {top})">{_matrix(scores, drawn.size)}</g>',
     ]
     for rank in range(drawn.size):
         x, y = _SIDE + 44 + 80 * (rank // ranks_high), top + 8 + _LINE * (rank % ranks_high)
@@ -136,18 +140,17 @@ def matrix(drawn: Picture, scores: Scores) -> str:
             f'<text x="{x}" y="{y + 14}">step {step}</text>'
             f'<g transform="translate({x} {y + 20}) scale({scale:.5g})">{_back(scores)}{small}</g>'
         )
-    return _svg(drawn.title, width, height, body, _definitions(scores))
+    return _svg(drawn.title, width, height, body, _definitions(scores, drawn.size))
 
 
-def _definitions(drawn: Scores) -> str:
+def _definitions(drawn: Scores, size: int) -> str:
     """Each part as one path, in tokens, and stripes for parts of several ranks."""
     stripes = {part.ranks for part in drawn.parts if len(part.ranks) > 1}
     found = []
     for ranks in sorted(stripes):
         wide = max(1.0, drawn.tokens / 64)
         bars = "".join(
-            f'<rect x="{wide * place:g}" width="{wide:g}" height="9" '
-            f'fill="{color(rank, drawn.size)}"/>'
+            f'<rect x="{wide * place:g}" width="{wide:g}" height="9" fill="{color(rank, size)}"/>'
             for place, rank in enumerate(ranks)
         )
         found.append(
@@ -156,9 +159,7 @@ def _definitions(drawn: Scores) -> str:
         )
     for number, part in enumerate(drawn.parts):
         fill = (
-            color(part.ranks[0], drawn.size)
-            if len(part.ranks) == 1
-            else f"url(#{_stripes(part.ranks)})"
+            color(part.ranks[0], size) if len(part.ranks) == 1 else f"url(#{_stripes(part.ranks)})"
         )
         found.append(f'<path id="p{number}" fill="{fill}" d="{_outline(drawn.part == number)}"/>')
     return "".join(found)
@@ -191,12 +192,12 @@ def _back(drawn: Scores) -> str:
     return f'<rect class="back" width="{drawn.tokens}" height="{drawn.tokens}"/>'
 
 
-def _matrix(drawn: Scores) -> str:
+def _matrix(drawn: Scores, size: int) -> str:
     """The matrix of all steps, and who holds the tokens of its rows and columns."""
     scale = _SIDE / drawn.tokens
     bars = []
-    for rank in range(drawn.size):
-        fill = color(rank, drawn.size)
+    for rank in range(size):
+        fill = color(rank, size)
         held = (drawn.owner == rank)[None]
         for x, _, w, _ in _rectangles(held):
             start, length = x * scale, w * scale

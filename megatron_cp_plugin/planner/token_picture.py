@@ -32,13 +32,11 @@ class Scores(NamedTuple):
     """Who computes which scores, and when.
 
     Attributes:
-        size: number of ranks.
         owner: int [N], the rank that holds a token.
         part: int [N,N], the number of the part that computes a score; -1: hidden by the mask.
         parts: all parts.
     """
 
-    size: int
     owner: NDArray[np.int64]
     part: NDArray[np.int64]
     parts: tuple[StepPart, ...]
@@ -47,20 +45,6 @@ class Scores(NamedTuple):
     def tokens(self) -> int:
         """N, the number of tokens."""
         return len(self.owner)
-
-    @property
-    def counts(self) -> tuple[float, ...]:
-        """Of each rank, how many scores it computes, for all heads together."""
-        count = np.zeros(self.size)
-        for number, (_, ranks) in enumerate(self.parts):
-            count[list(ranks)] += np.count_nonzero(self.part == number) / len(ranks)
-        return tuple(count.tolist())
-
-    @property
-    def balance(self) -> str:
-        """The work of the busiest rank beside the mean."""
-        mean = sum(self.counts) / self.size
-        return f"busiest rank: {max(self.counts) / mean:.2f} of the mean" if mean else "no scores"
 
 
 def scores_of(drawn: Picture) -> Scores:
@@ -83,7 +67,7 @@ def scores_of(drawn: Picture) -> Scores:
     owner = np.zeros(tokens, np.int64)
     for rank, spans in enumerate(drawn.plan.spans):
         owner[spans.elements] = rank
-    return Scores(drawn.size, owner, *_step_parts(drawn.plan, tokens))
+    return Scores(owner, *_step_parts(drawn.plan, tokens))
 
 
 def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:

@@ -8,11 +8,8 @@ from megatron_cp_plugin.core.algorithm import Traffic
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
-from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.kernels.choice import kernel_called
-from megatron_cp_plugin.planner.call_memory import Peak, peak_of
 from megatron_cp_plugin.planner.drawing import picture
-from megatron_cp_plugin.planner.layer import Layer, planned
+from megatron_cp_plugin.planner.layer import planned
 
 SHAPE = Shape(1, 4096, 32, 8, 128)
 CAUSAL, WINDOW = Mask(), Mask(window=64)
@@ -75,24 +72,3 @@ def test_documents_leave_less_to_do_and_ranks_waiting() -> None:
     assert picture("distflash", 8, seq_len=SHAPE.seq_len, mask=mask).idle_share > 0.2
     # Every rank has all documents.
     assert picture("ulysses", 8, seq_len=SHAPE.seq_len, mask=mask).idle_share == 0
-
-
-def test_memory_of_a_layer() -> None:
-    """Receive buffers of two ranks that exchange K and V: two of these, which sums may share."""
-
-    def peak(algo: str, size: int, mask: Mask = CAUSAL, **options: object) -> Peak:
-        layer = Layer(algo, tuple(options.items()), SHAPE, mask, (0,) * size, True)
-        return peak_of(layer.on(0), SHAPE, mask, kernel_called("flash4"))
-
-    kv = 2048 * 8 * 2 * 128 * 2
-    local = {"backward": "kv", "keep": "local"}
-    peer = peak("zigzag", 2, **local)
-    assert peer.peer in (2 * kv, 3 * kv)
-    group = peak("zigzag", 2, transport="group", **local)
-    assert group.peer == 0
-    assert group.saved == peer.saved == 2048 * 32 * (128 * 2 + 4)
-    # The block that came last is kept where that is little.
-    assert peak("zigzag", 2, backward="kv").saved == peer.saved + kv
-    assert peak("distflash", 4, WINDOW).forward < peak("distflash", 4).forward
-    with pytest.raises(ConfigError, match="attention2d needs"):
-        peak("attention2d", 5, rows=2)

@@ -165,7 +165,8 @@ def test_a_mask_under_which_no_query_sees_a_key(algo: str) -> None:
     assert drawn.steps == ()
     assert "rank 1" in texts(schedule(drawn))
     assert "waiting in 0 of 0 rank-steps" in text(drawn)
-    assert scores_of(drawn).balance == "no scores"
+    assert scores_of(drawn).parts == ()
+    assert drawn.balance == "no scores"
 
 
 def test_bars_are_as_wide_as_ranks_are_busy() -> None:
