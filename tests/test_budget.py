@@ -17,10 +17,10 @@ LINES = {
     "algorithms": 1_820,
     "kernels": 3_350,
     "integration": 8_440,
-    "planner": 6_420,
+    "planner": 6_410,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 39_870,
+    "tests": 39_840,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 41_600}
