@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tests.span_masks import dense
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -40,20 +42,13 @@ def naive_attention(
     seen: [N,N], true where a query sees a key; what sees none is 0.
     """
     heads_per_kv = q.shape[2] // k.shape[2]
+    whole = [(0, q.shape[1], 0, k.shape[1], "causal" if causal else "full")]
+    visible = dense(whole, q.shape[1], cu_seqlens, window).to(q.device) > 0
     out = []
     for head in range(q.shape[2]):
         keys, values = k[:, :, head // heads_per_kv], v[:, :, head // heads_per_kv]
         scores = q[:, :, head] @ keys.transpose(1, 2) * scale
-        if causal:
-            position = torch.arange(q.shape[1], device=q.device)
-            scores = scores.masked_fill(position[None, :] > position[:, None], -torch.inf)
-            if window is not None:
-                age = position[:, None] - position[None, :]
-                scores = scores.masked_fill(age >= window, -torch.inf)
-        if cu_seqlens is not None:
-            lengths = torch.tensor(cu_seqlens, device=q.device).diff()
-            document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
-            scores = scores.masked_fill(document[:, None] != document[None, :], -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
         some: Tensor | bool = True
         if seen is not None:
             some = seen.any(1, keepdim=True)

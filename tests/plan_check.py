@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.call import HeadGroup
-from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side
-from megatron_cp_plugin.core.ranges import (
-    Ranges,
-    between,
-)
-from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
+from megatron_cp_plugin.core.ranges import Ranges, between
+from megatron_cp_plugin.core.tiles import Tile, TileTable
+from tests.span_masks import pairs_of, seen_by
 
 
 class PlanError(Exception):
@@ -44,18 +41,16 @@ def check(plan: Plan, *, rectangular: bool = True) -> None:
 
 
 def _check_pairs(plan: Plan, rectangular: bool) -> None:
-    visible = _visible(plan)
+    visible = seen_by(plan.mask, sum(len(span) for spans in plan.spans for span in spans))
     found: dict[tuple[int, int, int], Tensor] = {}
     for compute in plan.computes:
         group = compute.share, compute.heads.q.start, compute.heads.q.stop
         if group not in found:
             found[group] = torch.zeros_like(visible)
-        rows, cols = (torch.tensor(_positions(plan, x)) for x in (compute.queries, compute.keys))
-        for tile in plan.tiles(compute, rectangular=rectangular):
-            mine, seen = rows[tile.q], cols[tile.kv]
-            if tile.reverse:
-                mine, seen = mine.flip(0), seen.flip(0)
-            found[group][mine[:, None], seen] += _pairs_of(tile)
+        sides = (_positions(plan, x) for x in (compute.queries, compute.keys))
+        rows, cols = (torch.tensor(side, dtype=torch.int64) for side in sides)
+        tiles = plan.tiles(compute, rectangular=rectangular)
+        found[group][rows[:, None], cols] += pairs_of(tiles, (len(rows), len(cols)))
     for share in range(plan.shares):
         groups = sorted(group[1:] for group in found if group[0] == share)
         heads = [head for start, stop in groups for head in range(start, stop)]
@@ -69,36 +64,6 @@ def _check_pairs(plan: Plan, rectangular: bool) -> None:
             )
 
 
-def _visible(plan: Plan) -> Tensor:
-    """[N,N]: how often the mask wants a query to meet a key, by the mask's definition."""
-    mask: Mask = plan.mask
-    token = torch.arange(sum(len(span) for spans in plan.spans for span in spans))
-    age = token[:, None] - token
-    named, documents = torch.ones_like(age, dtype=torch.int16), mask.documents
-    if mask.slices is not None:
-        named, documents = _named(mask.slices, len(token)), mask.slices.documents
-    elif mask.causal:
-        named = (age >= 0).to(torch.int16)
-    document = torch.bucketize(token, torch.tensor(documents), right=True)
-    seen = document[:, None] == document
-    if mask.window is not None:
-        seen &= age < mask.window
-    return named * seen
-
-
-def _named(slices: Slices, tokens: int) -> Tensor:
-    """[N,N]: how many slices name a query and a key."""
-    named = torch.zeros(tokens, tokens, dtype=torch.int16)
-    for q_start, q_stop, k_start, k_stop, kind in slices:
-        pairs = torch.ones(q_stop - q_start, k_stop - k_start, dtype=torch.int16)
-        if kind in ("causal", "bi_causal"):  # its last query sees all keys
-            pairs = pairs.tril(pairs.shape[1] - pairs.shape[0])
-        if kind in ("inverse_causal", "bi_causal"):  # its first query sees all keys
-            pairs = pairs.triu()
-        named[q_start:q_stop, k_start:k_stop] += pairs
-    return named
-
-
 def table_of(tiles: Sequence[Tile]) -> TileTable:
     """These tiles."""
     q, kv = (
@@ -107,12 +72,6 @@ def table_of(tiles: Sequence[Tile]) -> TileTable:
     )
     causal, reverse = np.array([(tile.causal, tile.reverse) for tile in tiles]).T
     return TileTable(q, kv, causal, reverse, np.array([tile.window for tile in tiles]))
-
-
-def _pairs_of(tile: Tile) -> Tensor:
-    """[rows,cols] of a tile that its kernel call computes."""
-    pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int16)
-    return pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
 
 
 def _positions(plan: Plan, block: Block) -> list[int]:

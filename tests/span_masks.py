@@ -1,6 +1,6 @@
-"""Span masks of all kinds, and the same pair by pair."""
+"""Masks and tiles pair by pair, and span masks of all kinds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
-from megatron_cp_plugin.core.tiles import Mask
+from megatron_cp_plugin.core.tiles import Mask, Tile
 
 Spans = list[tuple[int, int, int, int, str]]
 
@@ -48,6 +48,27 @@ def dense(
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     seen = (document[:, None] == document) & (age < (seq_len if window is None else window))
     return named * seen
+
+
+def seen_by(mask: Mask, seq_len: int) -> Tensor:
+    """[N,N]: how often a mask lets a query meet a key, by its definition."""
+    kind = "causal" if mask.causal else "full"
+    spans, documents = [(0, seq_len, 0, seq_len, kind)], mask.documents
+    if mask.slices is not None:
+        spans, documents = list(mask.slices), mask.slices.documents
+    return dense(spans, seq_len, [0, *documents, seq_len], mask.window)
+
+
+def pairs_of(tiles: Iterable[Tile], shape: tuple[int, int]) -> Tensor:
+    """How often each (row, column) of two blocks is computed by tiles."""
+    found = torch.zeros(shape, dtype=torch.int64)
+    for tile in tiles:
+        pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
+        pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
+        pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1) if tile.window else pairs
+        assert tile.area == pairs.sum() > 0
+        found[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
+    return found
 
 
 def random_spans(source: Random, seq_len: int) -> Spans:

@@ -59,9 +59,12 @@ def test_calls_are_right(ranks: list[dict]) -> None:
         assert max(found["errors"].values()) < 1e-2
 
 
-@pytest.mark.parametrize("way", steps_job.CASES)
+CASES = {"functional": tuple(steps_job.FUNCTIONAL)} | steps_job.CASES
+
+
+@pytest.mark.parametrize("way", CASES)
 def test_what_differs_in_any_step_is_refused_on_all_ranks(ranks: list[dict], way: str) -> None:
-    for name in steps_job.CASES[way]:
+    for name in CASES[way]:
         for step in steps_job.STEPS:
             said = [rank[way][name][str(step)] for rank in ranks]
             assert steps_job.refused_together(*said), (name, step, said)
@@ -202,7 +205,7 @@ def main() -> None:
         found: dict[str, object] = {**cost()}
     else:
         found = {"errors": errors(), "waits": waits(), "captured": captured()}
-        found |= steps_job.of_ways(device)
+        found |= {"functional": steps_job.of_functions()} | steps_job.of_ways(device)
     dist.barrier()
     print("FOUND" + json.dumps(found), flush=True)
 

@@ -171,19 +171,9 @@ def mask_of(given: tuple[tuple[str, Any], ...], seq_len: int) -> Mask:
 def seen_by(given: tuple[tuple[str, Any], ...], seq_len: int) -> Tensor:
     """[N,N]: whether a query sees a key, by the definition of the mask."""
     mask = dict(given)
-    if "spans" in mask:
-        return dense(mask["spans"], seq_len, mask.get("cu_seqlens"), mask.get("window")) > 0
-    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None, :]
-    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
-    if mask["causal"]:
-        seen &= j <= i
-    if "window" in mask:
-        seen &= i - j < mask["window"]
-    if "cu_seqlens" in mask:
-        lengths = torch.tensor(mask["cu_seqlens"]).diff()
-        document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        seen &= document[:, None] == document[None, :]
-    return seen
+    kind = "causal" if mask.get("causal") else "full"
+    spans = mask.get("spans", [(0, seq_len, 0, seq_len, kind)])
+    return dense(spans, seq_len, mask.get("cu_seqlens"), mask.get("window")) > 0
 
 
 def divisors(number: int) -> list[int]:

@@ -3,7 +3,7 @@ of the masks in use.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise as pairs_of
+from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from tests.span_masks import (
     Spans,
     dense,
     mask_of,
+    pairs_of,
     random_lengths,
     random_spans,
     random_window,
@@ -60,16 +61,10 @@ def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> D
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:
     """[N,N]: how often tiles compute a query and a key of two blocks of at most 64 tokens."""
     rows, cols = (torch.tensor([p for s in spans for p in s.positions]) for spans in (q, kv))
+    tiles = plan_tiles(q, kv, mask, **kinds)
+    assert kinds["rectangular"] or all(not x.causal or x.rows == x.cols for x in tiles)
     found = torch.zeros(64, 64, dtype=torch.int64)
-    for tile in plan_tiles(q, kv, mask, **kinds):
-        assert kinds["rectangular"] or not tile.causal or tile.rows == tile.cols
-        pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
-        if tile.causal:
-            pairs = pairs.triu() if tile.reverse else pairs.tril(tile.cols - tile.rows)
-        if tile.window:
-            pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1)
-        assert pairs.sum() == tile.area > 0
-        found[rows[tile.q][:, None], cols[tile.kv]] += pairs
+    found[rows.long()[:, None], cols.long()] += pairs_of(tiles, (len(rows), len(cols)))
     return found
 
 
@@ -83,7 +78,7 @@ def assert_visible(q: Sequence[Span], kv: Sequence[Span], mask: Mask, found: Ten
         covered = [row for start, stop in touched for row in range(start, stop)]
         gaps = any(span.step > 1 for span in (*q, *kv))
         assert set(covered) >= set(rows) if gaps else covered == rows
-        assert all(before[1] < after[0] for before, after in pairs_of(touched))
+        assert all(before[1] < after[0] for before, after in pairwise(touched))
 
 
 LAYOUTS = [Contiguous(), Zigzag(), Cyclic(), Balanced(), PaddedDocuments()]

@@ -13,6 +13,7 @@ from megatron_cp_plugin.core.tiles import Mask, Tile, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
 from tests.plan_check import table_of
 from tests.random_tests import TILE_KINDS, examples
+from tests.span_masks import pairs_of
 
 CPU = torch.device("cpu")
 # Packed, with gaps, forward.
@@ -22,16 +23,12 @@ WAYS = [
 ]
 
 
-def pairs_of(calls, shape) -> torch.Tensor:
+def computed(calls, shape) -> torch.Tensor:
     """How often each (row, column) of two blocks is computed."""
     found = torch.zeros(shape, dtype=torch.int64)
     for call in calls:
         if isinstance(call, Tile):
-            pairs = torch.ones(call.rows, call.cols, dtype=torch.int64)
-            pairs = pairs.tril(call.cols - call.rows) if call.causal else pairs
-            if call.window:
-                pairs = pairs.triu(call.cols - call.rows - call.window + 1)
-            found[call.q, call.kv] += pairs.flip(0, 1) if call.reverse else pairs
+            found += pairs_of([call], shape)
             continue
         queries, keys = call.sides(CPU)
         rows, cols = (
@@ -107,13 +104,14 @@ def test_calls_compute_the_pairs_of_their_tiles(
             for packed, gaps, forward in WAYS:
                 way = {"packed": packed, "gaps": gaps, "forward": forward}
                 calls = calls_of(tiles, heads, **way)
-                assert torch.equal(pairs_of(calls, (rows, cols)), want)
+                assert torch.equal(computed(calls, (rows, cols)), want)
                 found, reached = torch.zeros_like(want), 0
                 for part in parts(tiles, rows, heads, packed, gaps):
                     length = part.rows.stop - part.rows.start
                     assert part.rows.start == reached
                     reached = part.rows.stop
-                    found[part.rows] += pairs_of(calls_of(part.tiles, heads, **way), (length, cols))
+                    calls = calls_of(part.tiles, heads, **way)
+                    found[part.rows] += computed(calls, (length, cols))
                 assert torch.equal(found, want)
                 assert reached == rows
 

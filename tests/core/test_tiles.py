@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -25,7 +24,6 @@ from megatron_cp_plugin.core.tiles import (
     NO_TILES,
     Mask,
     Tile,
-    TileTable,
     equivalent_pairs,
     plan_pairs,
     plan_tiles,
@@ -35,6 +33,7 @@ from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.random_tests import TILE_KINDS, examples
+from tests.span_masks import pairs_of, seen_by
 
 masks = st.one_of(
     st.booleans().map(Mask), st.integers(1, 40).map(lambda window: Mask(window=window))
@@ -49,8 +48,8 @@ def check(q_spans, kv_spans, mask, kinds):
         torch.tensor([p for span in spans for p in span.positions], dtype=torch.int64)
         for spans in (q_spans, kv_spans)
     )
-    want = visible(rows, cols, mask)
-    assert torch.equal(pairs_of(tiles, want.shape), want.long())
+    want = seen_by(mask, 64)[rows][:, cols]
+    assert torch.equal(pairs_of(tiles, want.shape), want)
     for tile in tiles:
         assert not tile.causal or tile.rows <= tile.cols
         assert kinds["rectangular"] or not tile.causal or tile.rows == tile.cols
@@ -111,8 +110,7 @@ def test_spans_that_do_not_ascend_are_refused():
     "mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 7, 99))]
 )
 def test_number_of_visible_pairs(mask):
-    at = torch.arange(20)
-    assert count_visible_pairs(20, mask) == visible(at, at, mask).sum()
+    assert count_visible_pairs(20, mask) == seen_by(mask, 20).sum()
 
 
 def test_a_window_of_one_block_needs_two_calls_a_rank():
@@ -133,28 +131,6 @@ def test_a_window_of_one_block_needs_two_calls_a_rank():
 def test_windows_that_make_no_sense_are_refused(causal, window):
     with pytest.raises(ContextParallelError, match=f"got {window} with"):
         Mask(causal, window)
-
-
-def pairs_of(tiles: TileTable, shape: tuple[int, int]) -> Tensor:
-    """How often each (row, column) of two blocks is computed."""
-    found = torch.zeros(shape, dtype=torch.int64)
-    for tile in tiles:
-        pairs = torch.ones(tile.rows, tile.cols, dtype=torch.int64)
-        pairs = pairs.tril(tile.cols - tile.rows) if tile.causal else pairs
-        pairs = pairs.triu(tile.cols - tile.rows - tile.window + 1) if tile.window else pairs
-        assert tile.area == pairs.sum() > 0
-        found[tile.q, tile.kv] += pairs.flip(0, 1) if tile.reverse else pairs
-    return found
-
-
-def visible(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
-    """Which pairs of positions a mask lets through."""
-    starts = torch.tensor(mask.documents)
-    document, other = (torch.bucketize(x, starts, right=True) for x in (query, key))
-    same, age = document[:, None] == other, query[:, None] - key
-    if mask.causal:
-        same &= age >= 0
-    return same if mask.window is None else same & (age < mask.window)
 
 
 DOCUMENT_LAYOUTS = [
@@ -192,12 +168,13 @@ def test_documents_that_are_planned_together(
     found: dict[object, tuple[Tile, ...]] = {}
     ranks = list(product(range(size), repeat=2))
     blocks = [(tokens[query], tokens[key]) for query, key in ranks]
-    tables = plan_pairs(blocks, mask, **{"windows": False, **kinds})
+    tables, whole = plan_pairs(blocks, mask, **{"windows": False, **kinds}), seen_by(mask, seq_len)
     for (query, key), (q_spans, kv_spans), table in zip(ranks, blocks, tables, strict=True):
         tiles = tuple(table)
         assert tiles == tuple(plan_tiles(q_spans, kv_spans, mask, **kinds))
-        want = visible(*(positions(tokens.layout, n, size, seq_len) for n in (query, key)), mask)
-        assert torch.equal(pairs_of(table, want.shape), want.long())
+        rows, cols = (positions(tokens.layout, n, size, seq_len) for n in (query, key))
+        want = whole[rows][:, cols]
+        assert torch.equal(pairs_of(table, want.shape), want)
         equivalent = equivalent_pairs(tokens, query, mask)
         assert equivalent is None or mask.window is None
         if equivalent is not None:

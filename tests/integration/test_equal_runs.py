@@ -92,20 +92,19 @@ def packed(model: str, split: str, reference: str = MASKED, **more: Any) -> Row:
 
 ROWS = [
     Row(LEARNED, "ring", size=4),
-    Row(LEARNED, "zigzag", fast=True),
+    Row(LEARNED, "zigzag"),
     Row(LEARNED, "zigzag", size=1),
     Row(f"{ROPE} {STAGES}", "zigzag", shards=2, fast=True),
     Row(f"{ROPE} {TENSOR} {RECOMPUTE}", "zigzag", shards=2),
-    Row(SHARDED, "zigzag --use-torch-fsdp2 --ckpt-format torch_dist", replicas=2),
     Row(SHARDED, f"zigzag {FSDP}", replicas=2),
     # Each instance, of two ranks, sums gradients in another stream than it computes in.
     Row(SHARDED, f"zigzag {INSTANCES}", replicas=2),
-    Row(f"{ROPE} {WINDOWS}", "zigzag", fast=True),
+    Row(f"{ROPE} {WINDOWS}", "zigzag"),
     Row(f"{ROPE} {WINDOWS}", "allgather"),
     # Of attention, MLP and MoE; with more tokens predicted, or in two pipeline stages.
     Row(f"{STACK} *E*-/*-/*- {MOE} --mtp-num-layers 2", "distflash"),
     Row(f"{STACK} *-|*- {STAGES}", "attention2d", shards=2),
-    Row(f"{STACK} +E+-/+- {MOE} {LATENTS} --mtp-num-layers 1", "ring", fast=True),
+    Row(f"{STACK} +E+-/+- {MOE} {LATENTS} --mtp-num-layers 1", "ring"),
     Row(FOUR, "--cp-layers zigzag,attention2d,allgather,usp", size=4),
     Row(FOUR, "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents", fast=True),
     Row(FOUR, f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}"),
@@ -120,7 +119,7 @@ ROWS = [
         f"--cp-layers distflash,ulysses {SELECTIVE}",
         shards=2,
     ),
-    Row(DELTA, f"zigzag {OPTIMIZER} {RECOMPUTE}", size=4, fast=True),
+    Row(DELTA, f"zigzag {OPTIMIZER} {RECOMPUTE}", size=4),
     Row(DELTA, "ulysses"),
     Row(DELTA, "--cp-layers allgather,usp"),
     Row(DELTA, "ring", size=1),  # every layout is that of the whole sequence
@@ -139,9 +138,8 @@ ROWS = [
     packed("", f"{FOLLOWS} --micro-batch-size 2 --calculate-per-token-loss", fast=True),
     packed(STAGES, FOLLOWS, shards=2),
     packed(STAGES, "--cp-layers distflash,ulysses", shards=2),
-    packed(f"{STACK} *-*-", "zigzag"),
     # Shifts of further tokens on one rank are those of Megatron: test_multi_token.py.
-    packed("--mtp-num-layers 2", "zigzag", alone("ring"), fast=True),
+    packed("--mtp-num-layers 2", "zigzag", alone("ring")),
     packed("--mtp-num-layers 2", FOLLOWS, alone("ring")),
     packed(f"{WINDOWS} --softmax-type learnable", "ulysses", alone("ring")),
     packed(f"{INTERLEAVED} --global-batch-size 4", GATHERS, alone("ring"), shards=2),
@@ -161,7 +159,7 @@ ROWS = [
         size=1,
     ),
     Row(SHARDED, f"{CHUNKS} --use-torch-fsdp2 --ckpt-format torch_dist", replicas=2),
-    Row(f"{STACK} *-*-", CHUNKS),
+    packed(f"{STACK} *-*-", CHUNKS),
 ]
 # What has gradients of its own, beside a word of the model: parts of weights.
 PARTS = {

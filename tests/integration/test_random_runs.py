@@ -313,7 +313,7 @@ def test_start_up_checks_pass_or_say_why_not(parser: argparse.ArgumentParser, ru
 @pytest.mark.slow
 def test_random_runs(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     asked = request.config.getoption("--random-runs")
-    wanted = asked or 2
+    wanted = asked or 1
     tried: set[Run] = set()
     problems: list[str] = []
 

@@ -1,7 +1,5 @@
-"""Triton kernels of states: in the interpreter, compiled for GPUs, and on one."""
+"""Triton kernels of states: for the interpreter, compiled for GPUs, and on one."""
 
-import subprocess
-import sys
 from math import prod
 
 import pytest
@@ -119,13 +117,7 @@ for of_channels, back in ((True, False), (False, False), (True, True), (False, T
 """
 
 
-def test_kernels_of_states_in_the_interpreter():
-    """Triton reads its switch at import, so the kernels run in a process of their own."""
-    pytest.importorskip("triton")
-    command = f"import os; os.environ['TRITON_INTERPRET'] = '1'\n{DECAYED}{PASSED}{RUNS}"
-    subprocess.run([sys.executable, "-c", command], check=True)
-
-
+STATES = DECAYED + PASSED + RUNS  # runs in test_fused.py
 RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.partial import fused_for
+from tests.kernels.test_decayed import STATES
 
 FUSED = """
 import torch
@@ -114,6 +115,32 @@ def test_gpus_have_fused_operations():
     assert fused_for(torch.zeros(1)) is None
 
 
+# Statistics and gradients of logits, against the loss in chunks.
+LOGITS = """
+import torch
+from megatron_cp_plugin.kernels import fused
+
+torch.manual_seed(0)
+from megatron_cp_plugin.core import chunked_loss
+
+for columns in (5, 4096, 9000):
+    logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
+    logits[1, : columns // 2] = -torch.inf
+    wanted, dloss = torch.tensor([columns - 1, columns - 2, -1, columns]), torch.randn(4)
+    for scale in (None, torch.rand(4) + 0.5):
+        for entropy in (False, True):
+            given = wanted, scale, entropy
+            found = fused.logit_statistics(logits, *given)
+            for x, y in zip(found, chunked_loss.logit_statistics(logits, *given), strict=True):
+                torch.testing.assert_close(x, y)
+            got, want = logits.clone(), logits.clone()
+            of_entropy = (found[2], torch.randn(4)) if entropy else (None, None)
+            fused.logit_gradients_(got, wanted, found[0], dloss, scale, *of_entropy)
+            chunked_loss.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
+            torch.testing.assert_close(got, want)
+"""
+
+
 def interpret(program: str) -> None:
     """Triton reads its switch at import, so the kernels run in a process of their own."""
     pytest.importorskip("triton")
@@ -122,7 +149,8 @@ def interpret(program: str) -> None:
 
 
 def test_triton_kernels_in_the_interpreter():
-    interpret(FUSED)
+    """All of them in one process."""
+    interpret(FUSED + LOGITS + STATES)
 
 
 COMPILED = (

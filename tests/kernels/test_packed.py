@@ -3,8 +3,10 @@
 On a GPU: pytest -m gpu tests/kernels
 """
 
+from collections.abc import Sequence
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +27,19 @@ from tests.plan_check import table_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_CPU = pytest.param("reference", CPU, id="reference")
-ON_GPUS = [
-    pytest.param(name, GPU, marks=pytest.mark.gpu, id=name)
-    for name in ("flash4", "torch_flash", "flash2")
-]
+GPU_KERNELS = "flash4", "torch_flash", "flash2"
+ON_GPUS = [pytest.param(name, GPU, marks=pytest.mark.gpu, id=name) for name in GPU_KERNELS]
+DIMS = (64, 64), (128, 128), (192, 128)
+
+
+def by_dims(names: Sequence[str], *dims: tuple[int, int]) -> list[Any]:
+    """Kernels with head dims of queries and values; the reference takes all of them alike."""
+    cpu = [("reference", CPU, each) for each in ((8, 8), (12, 8))]
+    gpu = [(name, GPU, each) for name in names for each in dims]
+    return [
+        pytest.param(*one, id=f"{one[0]}-{one[2]}", marks=pytest.mark.gpu if one in gpu else ())
+        for one in (*cpu, *gpu)
+    ]
 
 
 def kernel_for(
@@ -91,8 +102,7 @@ def assert_close(found, wanted, bound: float) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (40, 40)], ids=str)
-@pytest.mark.parametrize(("name", "device"), [ON_CPU, *ON_GPUS])
+@pytest.mark.parametrize(("name", "device", "dims"), by_dims(GPU_KERNELS, *DIMS, (40, 40)))
 def test_sequences_of_different_lengths(
     name: str,
     device: torch.device,
@@ -130,9 +140,8 @@ def test_sequences_of_different_lengths(
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize(("name", "device"), [ON_CPU, ON_GPUS[0]])
+@pytest.mark.parametrize(("name", "device", "dims"), by_dims(GPU_KERNELS[:1], *DIMS))
 def test_sequences_with_gaps(
     name: str, device: torch.device, given: str, dims: tuple[int, int], kv_heads: int, causal: bool
 ) -> None:

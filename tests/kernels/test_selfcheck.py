@@ -25,6 +25,7 @@ from megatron_cp_plugin.kernels.selfcheck import (
 )
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 from tests.kernels.test_kernels import resolved
+from tests.pairwise import pairwise
 
 CPU = torch.device("cpu")
 
@@ -80,10 +81,16 @@ def problem(dtype=torch.float32, heads=8, kv_heads=2, head_dim=72, **others):
     return Problem(CPU, dtype, heads, kv_heads, head_dim, **others)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (8, 2), (3, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_right_kernels_pass(dtype, heads, kv_heads, documents):
+@pytest.mark.parametrize(
+    ("dtype", "heads", "documents"),
+    pairwise(
+        (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        ((1, 1), (8, 8), (8, 2), (3, 1)),
+        (False, True),
+    ),
+)
+def test_right_kernels_pass(dtype, heads, documents):
+    heads, kv_heads = heads
     asked = problem(dtype, heads, kv_heads, 24, documents=documents)
     check_kernel(resolve("torch_cpu", asked), asked)
     assert accuracy(resolve("reference", asked), asked).right
