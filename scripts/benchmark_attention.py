@@ -53,13 +53,7 @@ import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.kernel import (
-    KernelCall,
-    Packing,
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.layout import Layout, shard
 from megatron_cp_plugin.document_lengths import Lengths, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError

@@ -60,12 +60,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.peer import push
-from megatron_cp_plugin.core.kernel import (
-    KernelCall,
-    Packing,
-    Problem,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError

@@ -2,13 +2,7 @@
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import (
-    Gradients,
-    KernelCall,
-    Packing,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Packing, SoftmaxKernel, Statistics
 
 
 def forward_of(

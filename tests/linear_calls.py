@@ -8,9 +8,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.record import (
-    CommunicationLog,
-)
+from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.registry import layout_of

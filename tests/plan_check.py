@@ -14,15 +14,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.call import HeadGroup
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, Block, Compute, Move, Plan, Side
+from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.call import HeadGroup, Shape
+from megatron_cp_plugin.core.plans.plan import OF_KEYS, PHASES, Block, Compute, Move, Plan, Side
 from megatron_cp_plugin.core.ranges import Ranges, between
-from megatron_cp_plugin.core.tiles import Tile, TileTable
+from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
 from tests.span_masks import pairs_of, seen_by
 
 
 class PlanError(Exception):
     """A plan that computes something else than attention, or never ends."""
+
+
+class Traffic(NamedTuple):
+    """What one rank sends in one attention layer: bytes of payload, and numbers of messages."""
+
+    forward_bytes: int
+    forward_messages: int
+    backward_bytes: int
+    backward_messages: int
+
+
+def traffic_of(algorithm: Algorithm, shape: Shape, mask: Mask, rank: int) -> Traffic:
+    """What a rank sends, according to the plans of both passes."""
+    forward, backward = (algorithm.plan(shape, mask, one).sent(rank, shape) for one in PHASES)
+    return Traffic(*forward, *backward)
 
 
 At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads

@@ -28,6 +28,7 @@ from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 from tests.pairwise import pairwise
 from tests.peer_world import run_virtual
+from tests.plan_check import traffic_of
 from tests.span_masks import dense, mask_of, random_lengths, random_spans, random_window
 
 HEAD_DIM = 8
@@ -240,7 +241,7 @@ def assert_plan_is_kept(
 
     def compare(topology: Topology) -> Plan:
         algorithm, rank = create(case.algo, topology, dict(case.options)), topology.rank
-        traffic = algorithm.traffic(shape, mask, rank)
+        traffic = traffic_of(algorithm, shape, mask, rank)
         assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes

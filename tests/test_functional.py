@@ -18,6 +18,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.integration.megatron_job import run_warm
 from tests.peer_world import run_virtual
+from tests.plan_check import traffic_of
 
 JOB = Path(__file__).parent / "functional_job.py"
 README = Path(__file__).parents[1] / "README.md"
@@ -43,7 +44,7 @@ def test_the_readme_s_snippet_splits(job):
     shape = Shape(1, 512, 8, 8, 64, element_bytes=4)
     for rank, found in enumerate(job):
         zigzag = create("zigzag", VirtualWorld(RANKS).topology(rank), {})
-        sent = zigzag.traffic(shape, Mask(), rank)
+        sent = traffic_of(zigzag, shape, Mask(), rank)
         expected = f"(1, 128, 8, 64) {sent.backward_bytes} {sent.backward_messages}\n"
         assert found["snippet"]["printed"] == expected
         assert sent.backward_bytes > 0

@@ -26,6 +26,7 @@ from tests.any_kernel import ABILITIES
 from tests.any_placement import registered
 from tests.oracle import naive_attention
 from tests.peer_world import run_virtual
+from tests.plan_check import traffic_of
 from tests.random_tests import examples
 from tests.span_masks import dense, random_spans
 
@@ -452,7 +453,7 @@ def test_sends_what_the_plan_says(data: st.DataObject) -> None:
     def compare(topology: Topology) -> None:
         algorithm = create(one.choice.algo, topology, dict(one.choice.options))
         algorithm = algorithm.for_documents(mask.resolved)
-        traffic, rank = algorithm.traffic(one.shape, mask, topology.rank), topology.rank
+        traffic, rank = traffic_of(algorithm, one.shape, mask, topology.rank), topology.rank
         assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
         assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
         if all(one.wanted[:3]):

@@ -25,21 +25,11 @@ from megatron_cp_plugin.core.layout import Documents, Layout, unfit
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.checks import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Plan
+from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 
 _PACKAGE = __name__.partition(".")[0]  # placements of other packages are checked
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sends in one attention layer: bytes of payload, and numbers of messages."""
-
-    forward_bytes: int
-    forward_messages: int
-    backward_bytes: int
-    backward_messages: int
 
 
 def number(
@@ -295,11 +285,6 @@ class Algorithm(Registered):
             check_steps(self.name, plan)
             self._checked.add(phase)
         return plan
-
-    def traffic(self, shape: Shape, mask: Mask, rank: int) -> Traffic:
-        """Bytes and messages that `rank` sends, according to the plans of both passes."""
-        forward, backward = (self.plan(shape, mask, phase).sent(rank, shape) for phase in PHASES)
-        return Traffic(*forward, *backward)
 
 
 class Compiled:

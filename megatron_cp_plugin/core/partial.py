@@ -422,8 +422,8 @@ class Accumulator(_Partials):
 class GradientSum(_Partials):
     """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-    Gradients of k and v come together; one object sums both. Gradients of few rows wait, summed in
-    float32 where several are of the same rows, and are added at the end, in the final dtype.
+    Gradients of k and v come together; one object sums both. Gradients of few rows wait, at most
+    two of each row, and are added at the end, in the final dtype.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
@@ -465,13 +465,11 @@ class GradientSum(_Partials):
         whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
         if whole and not self._total:
             self._total = list(gradients)
-        elif self._few:
+        elif self._few or self._leaves_most(rows):
             meets = self._meets(rows) if self._waiting else 0
             if meets > 1:
                 self._settle()
             self._wait(rows, gradients, apart=meets != 1)
-        elif isinstance(rows, slice) and self._leaves_most(rows):
-            self._add_to_waiting(rows, gradients)
         else:
             self._settle()
             self._add(rows, gradients)
@@ -564,7 +562,7 @@ class GradientSum(_Partials):
 
     def _leaves_most(self, rows: SomeRows) -> bool:
         """Whether gradients of these rows, a quarter of all at most, wait: beside first ones of all
-        rows they take, in float32 where they are summed, less memory than all rows in float32.
+        rows they take less memory than all rows in float32.
         """
         return (
             not self._owned
@@ -572,25 +570,6 @@ class GradientSum(_Partials):
             and rows.step in _ADJACENT
             and 4 * (rows.stop - rows.start) <= self._like[0].shape[1]
         )
-
-    def _add_to_waiting(self, rows: slice, gradients: Tensors) -> None:
-        """Has gradients wait, or adds them to those that wait and have all their rows."""
-        if not self._waiting or not self._meets(rows):
-            self._wait(rows, gradients)
-            return
-        for index, (other, waiting) in enumerate(self._waiting):
-            assert isinstance(other, slice)
-            if rows.stop <= other.start or other.stop <= rows.start:
-                continue
-            if rows.start < other.start or rows.stop > other.stop:
-                self._settle()
-                self._add(rows, gradients)
-                return
-            sums = tuple([x.to(self._wide) for x in waiting])
-            here = slice(rows.start - other.start, rows.stop - other.start)
-            _add_rows(sums, here, gradients)
-            self._waiting[index] = other, sums
-            return
 
     def _settle(self) -> None:
         """Adds the waiting gradients."""

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_cp_plugin.core.kernel import (
-    Gradients,
-    KernelCall,
-    Lengths,
-    Problem,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Lengths, Problem, Statistics
 from megatron_cp_plugin.kernels.base import (
     PackingKernel,
     by_name,

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import (
-    Gradients,
-    KernelCall,
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 

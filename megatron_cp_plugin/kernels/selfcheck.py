@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.kernel import (
-    KernelCall,
-    Packing,
-    Problem,
-    SoftmaxKernel,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.core.partial import accumulation_dtype, delta_of

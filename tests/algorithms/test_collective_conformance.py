@@ -16,6 +16,7 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import algorithm_class, create, layout_of, read_options
 from tests.oracle import expected_attention
 from tests.peer_world import run_virtual
+from tests.plan_check import traffic_of
 from tests.test_conformance import Case, assert_conforms, run
 
 VARIANTS = ("zigzag", "no", "overlap")
@@ -65,7 +66,7 @@ def test_no_other_shape_moves_fewer_bytes(variant: str, kv_heads: int) -> None:
         found = {}
         for rows in (0, 1, 2, 3, 4, 6, 12):
             algorithm = create("attention2d", topology, {"variant": variant, "rows": rows})
-            each = [algorithm.traffic(shape, Mask(), rank) for rank in range(size)]
+            each = [traffic_of(algorithm, shape, Mask(), rank) for rank in range(size)]
             found[rows] = max(t.forward_bytes + t.backward_bytes for t in each)
         return found
 
@@ -101,11 +102,11 @@ def test_the_bound_on_gathered_keys_makes_more_groups_or_refuses() -> None:
         algorithm = create("allgather", topology, {"gathered_mib": 1, "chunks": 1})
         # 16 heads of 1 MiB; of two groups together no more than 1 MiB.
         fits = Shape(1, 2048, 16, 16, 8)
-        messages = algorithm.traffic(fits, Mask(), 0).forward_messages
+        messages = traffic_of(algorithm, fits, Mask(), 0).forward_messages
         with pytest.raises(
             ContextParallelError, match="even by single heads, got a bound of 1 MiB"
         ):
-            algorithm.traffic(Shape(1, 2**20, 16, 16, 8), Mask(), 0)
+            traffic_of(algorithm, Shape(1, 2**20, 16, 16, 8), Mask(), 0)
         return messages
 
     assert run_virtual(2, body) == [2, 2]

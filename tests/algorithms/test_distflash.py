@@ -10,7 +10,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES, Compute, Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
-from tests.plan_check import check
+from tests.plan_check import check, traffic_of
 
 CAUSAL = Mask(causal=True)
 # Figure 1 (b): queries and keys by worker and step, counted from 1; "" waits.
@@ -104,7 +104,7 @@ def test_traffic_is_the_closed_formula_for_equal_blocks(size: int, last_step: st
     for rank in range(size):
         topology = VirtualWorld(size).topology(rank)
         algorithm = create("distflash", topology, {"last_step": last_step})
-        traffic = algorithm.traffic(shape, CAUSAL, rank)
+        traffic = traffic_of(algorithm, shape, CAUSAL, rank)
         sends_keys_to = min(size // 2, size - 1 - rank)
         owns = min(size // 2, rank)
         is_helped: Fraction | int = max(0, helped - (size - 1 - rank))

@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
+from tests.plan_check import traffic_of
 
 PUBLISHED = {
     "burst": (
@@ -43,7 +44,7 @@ def test_burst_sends_as_the_paper_counts() -> None:
     """2 units of B Z N d forward, 3 and two numbers a row backward, P - 1 of P times."""
     size, shape = 8, Shape(1, 4096, 32, 32, 128)
     found = registry.create("burst", VirtualWorld(size).topology(3), {})
-    sent = found.traffic(shape, Mask(causal=False), 3)
+    sent = traffic_of(found, shape, Mask(causal=False), 3)
     hops, unit = size - 1, shape.seq_len * shape.query_width * 2 // size
     assert sent.forward_bytes == hops * 2 * unit
     assert sent.backward_bytes == hops * (3 * unit + shape.seq_len // size * 32 * 2 * 4)

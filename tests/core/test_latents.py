@@ -20,6 +20,7 @@ from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import naive_attention, relative_error
+from tests.plan_check import traffic_of
 
 BATCH, HEADS, LATENT, ROTARY, PLAIN, VALUE = 2, 4, 10, 3, 5, 4
 WIRE = Wire(HEADS, LATENT, ROTARY, PLAIN + ROTARY, VALUE)
@@ -111,7 +112,7 @@ def test_equals_unsplit_attention_and_sends_latents_only(size: int, algo: str) -
     assert shape.kv_width == 2 * (PLAIN + ROTARY + VALUE)
 
     def planned(topology: Topology) -> tuple[int, int]:
-        of_rank = create(algo, topology, dict(options)).traffic(shape, Mask(), topology.rank)
+        of_rank = traffic_of(create(algo, topology, dict(options)), shape, Mask(), topology.rank)
         return of_rank.forward_bytes, of_rank.backward_bytes
 
     for rank, (forward, backward) in enumerate(run_virtual(size, planned)):

@@ -250,15 +250,18 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
     [
         # One more for each of some rows: in the place of the first, rounded once.
         ([(32, 48), (0, 16)], [(BFLOAT16, 16)] * 2),
-        # Several more for some rows: these in float32.
-        ([(8, 24), (16, 20), (8, 24)], [(FLOAT32, 4), (FLOAT32, 16), (BFLOAT16, 16)]),
-        # Of rows that no first sum has all of, or of most rows: all rows in float32.
-        ([(0, 16), (8, 24)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 16)]),
+        # Two more, likewise.
+        ([(8, 24), (16, 20)], [(BFLOAT16, 8), (BFLOAT16, 4), (BFLOAT16, 4)]),
+        # A third one, or one of most rows: all rows in float32.
+        (
+            [(0, 16), (8, 24), (10, 12)],
+            [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 16), (FLOAT32, 2)],
+        ),
         ([(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
         ([(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),
     ],
 )
-def test_only_rows_with_several_gradients_are_summed_in_float32(counted, rows, asked):
+def test_only_rows_with_many_gradients_are_summed_in_float32(counted, rows, asked):
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
              for start, stop in [(0, 64), *rows]]  # fmt: skip

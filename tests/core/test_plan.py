@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES, QUERIES, Block, Move, Pla
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
-from tests.plan_check import PlanError, check
+from tests.plan_check import PlanError, check, traffic_of
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
@@ -201,7 +201,7 @@ def assert_sent(
     """Bytes for each token and entry of the batch, and messages, forward and backward."""
     made = algorithm(name, size, **options)
     for rank in {0, size // 2, size - 1}:
-        traffic = made.traffic(shape, mask or Mask(), rank)
+        traffic = traffic_of(made, shape, mask or Mask(), rank)
         assert traffic.forward_bytes == 3 * S * expected[0]
         assert traffic.forward_messages == expected[1]
         assert traffic.backward_bytes == 3 * S * expected[2]
@@ -246,7 +246,7 @@ def test_grid(size: int, variant: str, kv_heads: int) -> None:
         for rank in range(0, size, max(1, size // 5)):
             moved = rank != rank % rows * cols + rank // rows
             transposed = kv if variant != "zigzag" and 1 < rows < size and moved else 0
-            traffic = made.traffic(shape_of(size, 8, kv_heads), Mask(), rank)
+            traffic = traffic_of(made, shape_of(size, 8, kv_heads), Mask(), rank)
             row, column = cols - 1, rows - 1
             assert traffic.forward_bytes == 3 * S * (
                 row * (q + out + 8 * 4) + column * kv + transposed

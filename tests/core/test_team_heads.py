@@ -8,6 +8,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.layer import planned
+from tests.plan_check import traffic_of
 
 RATIOS = [(33, 33), (33, 11), (2, 2), (7, 1)]
 
@@ -42,6 +43,6 @@ def test_the_plan_counts_zero_heads(heads: int, kv_heads: int, size: int) -> Non
     kv = lcm(filled.all_kv_heads, size) * (16 + 24) * 2
     row = filled.heads * (16 + 24) * 2 + kv + filled.heads * 4
     ulysses = planned("ulysses", size, shape, Mask(), {})
-    assert ulysses.traffic(shape, Mask(), 0).forward_bytes == 64 * (size - 1) * row // size
+    assert traffic_of(ulysses, shape, Mask(), 0).forward_bytes == 64 * (size - 1) * row // size
     assert ulysses.computed(shape).heads == filled.heads
     assert planned("zigzag", size, shape, Mask(), {}).computed(shape).heads == heads

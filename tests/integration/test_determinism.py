@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.harness.parity import Recording
-from tests.integration.megatron_job import (
-    TINY,
-    run_warm,
-)
+from tests.integration.megatron_job import TINY, run_warm
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.harness.parity import Recording, Tolerances
-from tests.integration.megatron_job import (
-    TINY,
-    Job,
-    WarmJob,
-    run_warm,
-)
+from tests.integration.megatron_job import TINY, Job, WarmJob, run_warm
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp_plugin.harness.parity import Recording
-from tests.integration.megatron_job import (
-    LAUNCH,
-    LAUNCHER,
-    TINY,
-    Job,
-    run,
-    run_warm,
-)
+from tests.integration.megatron_job import LAUNCH, LAUNCHER, TINY, Job, run, run_warm
 
 pytestmark = pytest.mark.timeout(600)
 

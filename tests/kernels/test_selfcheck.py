@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megatron_cp_plugin.core.kernel import (
-    Packing,
-    Problem,
-    Statistics,
-)
+from megatron_cp_plugin.core.kernel import Packing, Problem, Statistics
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
 from megatron_cp_plugin.errors import KernelUnavailableError

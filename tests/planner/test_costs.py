@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_cp_plugin.core.algorithm import Traffic
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.planner.layer import planned
+from tests.plan_check import Traffic, traffic_of
 
 SHAPE = Shape(1, 4096, 32, 8, 128)
 CAUSAL, WINDOW = Mask(), Mask(window=64)
@@ -18,7 +18,7 @@ CAUSAL, WINDOW = Mask(), Mask(window=64)
 def most_traffic(algo: str, size: int, shape: Shape, mask: Mask, **options: object) -> Traffic:
     """Of the rank that sends most."""
     algorithm = planned(algo, size, shape, mask, options)
-    each = [algorithm.traffic(shape, mask, rank) for rank in range(size)]
+    each = [traffic_of(algorithm, shape, mask, rank) for rank in range(size)]
     return max(each, key=lambda one: one.forward_bytes + one.backward_bytes)
 
 

@@ -20,6 +20,7 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.model import Split
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.planner.step import step
+from tests.plan_check import traffic_of
 
 
 def test_at_most_a_quarter_is_fitted_to():
@@ -129,7 +130,7 @@ def test_the_ring_of_the_papers_is_transformer_engines():
     shape = Shape(1, tokens, 32, 32, 128)
     ring = page.papers()["figure4"]["ways"][0]
     algorithm = planned(ring["algo"], size, shape, Mask(causal=False), ring["options"])
-    found = algorithm.traffic(shape, Mask(causal=False), 0)
+    found = traffic_of(algorithm, shape, Mask(causal=False), 0)
     hop = tokens // size * shape.query_width * 2
     assert (found.forward_bytes, found.backward_bytes) == (2 * 3 * hop, 4 * 3 * hop)
 
