@@ -116,7 +116,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from megatron_cp_plugin.doctor import examine, join, leave, measured, verdict
 
-    heads = _heads(arguments, 8)
+    heads = _heads(arguments)
     findings = examine(*heads, arguments.head_dim)
     found: dict[str, object] = {}
     if arguments.report is not None:
@@ -133,25 +133,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.failed for finding in findings))
 
 
-def _heads(arguments: argparse.Namespace, otherwise: int | None = None) -> tuple[int, int]:
-    """Returns the numbers of query heads and of KV heads.
-
-    Args: otherwise: number of KV heads if no flag gives it; None: the number of query heads.
-
-    Raises: ConfigError if a number is given twice, or no attention has such heads.
-    """
-    (heads, said), given = arguments.heads, arguments.kv_heads
-    if said is not None and given is not None:
-        raise ConfigError(
-            f"--heads {heads}:{said} says the KV heads, got --kv-heads {given} too: leave one out"
-        )
-    kv_heads = next((n for n in (said, given, otherwise) if n is not None), heads)
+def _heads(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The numbers of query heads and of KV heads. Raises: ConfigError if no attention has them."""
+    heads, kv_heads = arguments.heads
     dims = arguments.head_dim if isinstance(arguments.head_dim, list) else [arguments.head_dim]
     for name, number in ("heads", heads), *(("head-dim", dim) for dim in dims):
         if number < 1:
             raise ConfigError(f"--{name} must be more than 0, got {number}")
     if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"--kv-heads must divide the {heads} heads, got {kv_heads}")
+        raise ConfigError(f"KV heads in --heads must divide the {heads} heads, got {kv_heads}")
     return heads, kv_heads
 
 
@@ -160,7 +150,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.doctor import join, leave
     from megatron_cp_plugin.planner.calibrate import calibrate
 
-    heads, kv_heads = _heads(arguments, 8)
+    heads, kv_heads = _heads(arguments)
     device, path = join(), arguments.output
     topology = topology_of(None)
     machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
@@ -271,7 +261,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _plan_model(arguments: argparse.Namespace) -> int:
     _need(arguments, "--model needs --tokens, --gpus and --machine", "tokens", "gpus", "machine")
     _check_positive(arguments, "tokens", "gpus", "batch")
-    for name in ("size", "seq_len", "heads", "kv_heads"):
+    for name in ("size", "seq_len", "heads"):
         if getattr(arguments, name):
             flag = flag_of(name)
             raise ConfigError(f"--model sets its own sizes, got {flag}: leave it out")

@@ -25,14 +25,14 @@ def tokens_of(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].lower()]
 
 
-def heads_of(text: str) -> tuple[int, int | None]:
-    """32:8 -> (32, 8), 32 -> (32, None). Raises: ArgumentTypeError if it is neither."""
+def heads_of(text: str) -> tuple[int, int]:
+    """32:8 -> (32, 8), 32 -> (32, 32). Raises: ArgumentTypeError if it is neither."""
     found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
     if found is None:
         raise argparse.ArgumentTypeError(
             f"takes query heads, or query heads:KV heads, such as 32 or 32:8, got {text!r}"
         )
-    return int(found[1]), None if found[2] is None else int(found[2])
+    return int(found[1]), int(found[2] or found[1])
 
 
 def option_of(text: str) -> tuple[str, str]:

@@ -27,8 +27,8 @@ def test_common_flags_are_used_and_may_differ_in_what_a_command_says() -> None:
     used = {name for table in COMMANDS.values() for name, how in table["flags"].items() if not how}
     assert used == set(_COMMON)
     assert parser_of("plan").parse_args([]).heads is None
-    found = parser_of("doctor").parse_args(["--kv-heads", "4"])
-    assert (found.heads, found.kv_heads, found.head_dim) == ((32, None), 4, [128])
+    found = parser_of("doctor").parse_args([])
+    assert (found.heads, found.head_dim) == ((32, 8), [128])
 
 
 def test_defaults_of_one_call_are_not_those_of_the_next() -> None:

@@ -160,6 +160,14 @@ def test_every_command_of_the_guide_is_run_or_has_a_reason() -> None:
         assert f"def {name}" in (ROOT / "tests" / file).read_text()
 
 
+def test_commands_of_run_files_can_be_read() -> None:
+    texts = [file.read_text().replace("\\\n#", "") for file in (ROOT / "configs").glob("*.yaml")]
+    lines = [line for text in texts for line in re.findall(r"^#   megatron-cp (.*)$", text, re.M)]
+    assert len(lines) > 8
+    for line in lines:
+        cli.parsers()[0].parse_args(shlex.split(line))
+
+
 def test_pages_are_short() -> None:
     words = {page: len((ROOT / page).read_text().split()) for page in READ}
     assert {page: n for page, n in words.items() if n > OF_TABLES.get(page, WORDS)} == {}

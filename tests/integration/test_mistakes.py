@@ -130,7 +130,7 @@ MISTAKES = (
         "nothing at all", "train", "refuses these flags: assert args.micro_batch", program=MODULE
     ),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
-    Mistake("doctor", "doctor --heads 30", "must divide the 30 heads, got 8", program=MODULE),
+    Mistake("doctor", "doctor --heads 30:8", "must divide the 30 heads, got 8", program=MODULE),
     Mistake(
         "benchmark without GPUs",
         "",

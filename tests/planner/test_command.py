@@ -8,7 +8,7 @@ import yaml
 from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.planner.model import MODELS
 
-LAYER = "plan --size 4 --seq-len 32K --heads 8 --kv-heads 2 --machine h200"
+LAYER = "plan --size 4 --seq-len 32K --heads 8:2 --machine h200"
 
 
 @pytest.mark.parametrize("documents", ["", "--documents 4096"])
@@ -36,7 +36,7 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: 
         (f"{LAYER} --seq-len 0", "--seq-len must be more than 0, got 0"),
         (f"{LAYER} --mask full --window 3", "needs causal attention"),
         (LAYER.replace("h200", "h300"), "there is no machine 'h300'"),
-        (LAYER.replace("-heads 2", "-heads 0"), "--kv-heads must divide the 8 heads, got 0"),
+        (LAYER.replace("8:2", "8:0"), "KV heads in --heads must divide the 8 heads, got 0"),
         (
             "plan --size 4",
             "plan needs --machine, --size, --seq-len and --heads, or --model, got no --s",

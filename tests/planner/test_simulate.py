@@ -175,7 +175,7 @@ def test_a_timeline_is_written(tmp_path, capsys):
         ("--output a.json", "--machine needs --output and --seq-len, got no --seq-len"),
         ("--seq-len 4K", "--machine needs --output and --seq-len, got no --output"),
         ("--seq-len 4K --output a.svg", "--output is a .json file, got 'a.svg'"),
-        ("--seq-len 4K --output a.json --kv-heads 5", "--kv-heads must divide the 32 heads, got 5"),
+        ("--seq-len 4K --output a.json --heads 8:5", "KV heads in --heads must divide the 8 heads"),
     ],
 )
 def test_a_timeline_that_cannot_be_written(words, message, tmp_path, capsys, monkeypatch):
