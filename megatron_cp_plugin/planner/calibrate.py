@@ -434,8 +434,7 @@ class _Calibration:
             times.append((middle - begin, perf_counter() - middle))
         shape = Shape(1, whole, heads, kv_heads, dim)
         nodes = self.topology.nodes
-        peer_access = machine.copy is not None and len(set(nodes)) == 1
-        layer = Layer("zigzag", (), shape, Mask(), nodes, peer_access)
+        layer = Layer("zigzag", (), shape, Mask(), nodes, machine.copies_among(nodes))
         known = [launched(machine, events) for events in traces_of(layer, (0,))[0]]
         call, backward = (
             max(0.0, median(column) - one)

@@ -78,7 +78,7 @@ class CallSite:
     @property
     def peer(self) -> bool:
         """Whether ranks can access each other's memory."""
-        return self.machine.copy is not None and len(set(self.nodes)) == 1
+        return self.machine.copies_among(self.nodes)
 
 
 @dataclass(frozen=True)

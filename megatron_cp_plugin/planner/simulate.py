@@ -28,7 +28,6 @@ def simulate(
     machine: Machine,
     nodes: Sequence[int],
     *,
-    transport: str = "auto",
     kernel: str | None = None,
     captured: bool = False,
 ) -> Timeline:
@@ -48,16 +47,13 @@ def simulate(
         shape: of the whole problem.
         mask: of softmax attention.
         nodes: the node of each rank.
-        transport: "auto", by copy engines where the machine has them and all ranks are on one node;
-            or "group".
         kernel: one of the machine's; default: its first.
         captured: in a CUDA graph, so that the host launches nothing.
 
     Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.
     """
-    nodes = tuple(nodes)
-    peer_access = transport != "group" and machine.copy is not None and len(set(nodes)) == 1
-    layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access)
+    of_layer = tuple(options.items()), shape, mask, tuple(nodes)
+    layer = Layer(algo, *of_layer, peer_access=machine.copies_among(nodes))
     return _simulated_layer(
         layer, machine, kernel or next(iter(machine.kernels)), captured=captured
     )
