@@ -23,6 +23,7 @@ from megatron_cp_plugin.harness import train
 from megatron_cp_plugin.harness.token_log_probs import MODULE, LogProbs
 from megatron_cp_plugin.harness.train import CommandLine
 from megatron_cp_plugin.integration.args import MEGATRON, OneLineParser
+from megatron_cp_plugin.integration.settings import PACKING
 from megatron_cp_plugin.terminal import flag_of, text_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +38,6 @@ _DROPPED = (
 )
 # A forward pass of the model at the start, in evaluation mode.
 _FORWARD = "--train-iters 1 --skip-train --eval-iters 1 --eval-interval 1 --micro-batch-size 1"
-_OF_DOCUMENTS = ("dataloader_inter_document_masking", "sft")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def runs_of(line: CommandLine, reference: str) -> dict[str, Run]:
     elif line.flags.layers or algo in registry.available("linear"):
         first = Run("CP 1", (*line.rest, *alone), line.section)
         return {"reference": first, "ours": ours}
-    elif any(line.given(name, 0) for name in _OF_DOCUMENTS):
+    elif any(line.given(name, 0) for name in PACKING):
         # Megatron's own needs Transformer Engine for documents.
         first = by("CP 1, kernel reference", "reference", *alone)
     else:

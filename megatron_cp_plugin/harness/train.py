@@ -19,12 +19,11 @@ from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import OneLineParser, PluginFlags, split_flags
+from megatron_cp_plugin.integration.settings import PACKING, SIZES
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.terminal import flag_of
-
-_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -176,7 +175,7 @@ class CommandLine:
 
     def check(self) -> None:
         """Raises: ConfigError for a layout by documents where no flag brings documents."""
-        packs = any(self.given(flag[2:].replace("-", "_"), False) for flag in launch.PACKING)
+        packs = any(self.given(name, False) for name in PACKING)
         algo, path = self.flags.algo, self.path
         named = algo not in (None, AUTO)
         if packs or not named or not isinstance(self.flags.config(1).layout, Balanced):
@@ -196,7 +195,7 @@ class CommandLine:
     @property
     def sizes(self) -> dict[str, int]:
         """Of context, tensor and pipeline parallelism, by Megatron's names; 1 for other words."""
-        given = {name: self.given(name, 1) for name in _SIZES}
+        given = {name: self.given(name, 1) for name in SIZES}
         return {name: size if isinstance(size, int) else 1 for name, size in given.items()}
 
     @property

@@ -26,9 +26,10 @@ from megatron_cp_plugin.integration.args import (
     make_help_printable,
     split_flags,
 )
+from megatron_cp_plugin.integration.settings import PACKING, Settings
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import for_a_reader, whole_program
-from megatron_cp_plugin.terminal import check_folder, say_nothing_of_cuda
+from megatron_cp_plugin.terminal import check_folder, flag_of, say_nothing_of_cuda
 
 _USAGE = "torchrun ... -m megatron_cp_plugin.launch /path/to/pretrain_gpt.py [flags]"
 _EXAMPLE = (
@@ -40,7 +41,6 @@ _EXAMPLE_OF_OURS = (
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/tiny_zigzag.yaml \\\n"
     "      --seq-length 1024"
 )
-PACKING = ("--sft", "--dataloader-inter-document-masking")
 HELPS = {"-h", "--help", HELP}
 _RUN_FILE = (
     "YAML file with flags of Megatron and the plugin, or the name of a run file of this "
@@ -114,7 +114,6 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
         if run_file:
             # With an algorithm it is done when Megatron's arguments are validated.
             from megatron_cp_plugin.integration.rules import check
-            from megatron_cp_plugin.integration.settings import Settings
 
             check("files", Settings(all_flags().parse_known_args(rest)[0]))
         if platform == "cuda" and flags.record is None and not run_file:
@@ -275,7 +274,7 @@ def _check_own_path(argv: Sequence[str]) -> None:
     parser.add_argument("--transformer-impl", default=None)
     parser.add_argument("--spec", nargs="*", default=None)
     given, _ = parser.parse_known_args(list(argv))
-    packing = [flag for flag in PACKING if flag in argv]
+    packing = [flag for flag in map(flag_of, PACKING) if flag in argv]
     if given.spec is not None or (given.context_parallel_size < 2 and not packing):
         return
     if given.transformer_impl == "local":

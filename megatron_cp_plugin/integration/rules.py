@@ -22,7 +22,7 @@ from megatron_cp_plugin.integration.comm_type import TYPES
 from megatron_cp_plugin.integration.compat import running_version
 from megatron_cp_plugin.integration.contract import Version
 from megatron_cp_plugin.integration.features import FEATURES, UNTESTED, Rule, Stage, on
-from megatron_cp_plugin.integration.settings import GATED, Settings
+from megatron_cp_plugin.integration.settings import GATED, SIZES, Settings
 from megatron_cp_plugin.layers import layout_choices
 from megatron_cp_plugin.terminal import check_folder, flag_of
 
@@ -73,11 +73,9 @@ def _before(
 
 # Rules that compute the words of their texts.
 
-_SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
-
 
 def _processes(s: Settings) -> Mapping[str, object] | None:
-    sizes = {name: getattr(s, name) for name in _SIZES}
+    sizes = {name: getattr(s, name) for name in SIZES}
     product = prod(sizes.values())
     if s.world_size % product == 0:
         return None
@@ -370,7 +368,7 @@ RULES: tuple[Rule, ...] = (
     # Numbers of ranks and of heads.
     *(Rule(_below_one(name),
            f"{name} must be at least 1, got {{s.{name}}}: use 1 or more", ("sizes",))
-      for name in _SIZES),
+      for name in SIZES),
     Rule(_processes, "{factors} must divide the number of processes, got {s.world_size}: start a "
          "multiple of {product} processes{fitting}", ("sizes",)),
     Rule(_processes_of_experts, "expert parallel * expert tensor parallel * pipeline parallel = "

@@ -19,6 +19,9 @@ from megatron_cp_plugin.terminal import flag_of
 # The second is its name after Megatron 0.19.
 GATED = ("gated_delta_net", "gdn")
 MAMBA = "M"  # in the pattern of a hybrid model
+# Those that pack documents into a sequence, and those that split a model among ranks.
+PACKING = ("sft", "dataloader_inter_document_masking")
+SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 SPARSE = "dsa"
 _KNOWN = frozenset(setting.name for setting in SETTINGS)
 
@@ -116,8 +119,7 @@ class Settings:
     @property
     def packing(self) -> str | None:
         """The flag that packs documents into a sequence, if it is given."""
-        flags = ("sft", "dataloader_inter_document_masking")
-        given = [name for name in flags if getattr(self, name)]
+        given = [name for name in PACKING if getattr(self, name)]
         return flag_of(given[0]) if given else None
 
     @property
