@@ -283,18 +283,9 @@ def _plan_model(arguments: argparse.Namespace) -> int:
 def _shape(arguments: argparse.Namespace) -> Shape:
     from megatron_cp_plugin.core.call import Shape
 
-    heads, kv_heads = _heads(arguments)
-    if arguments.value_dim is None:
-        arguments.value_dim = arguments.head_dim
-    _check_positive(arguments, "size", "seq_len", "value_dim", "batch")
-    return Shape(
-        arguments.batch,
-        arguments.seq_len,
-        heads,
-        kv_heads,
-        arguments.head_dim,
-        value_dim=arguments.value_dim,
-    )
+    heads = _heads(arguments)
+    _check_positive(arguments, "size", "seq_len", "batch")
+    return Shape(arguments.batch, arguments.seq_len, *heads, arguments.head_dim)
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
