@@ -4,7 +4,7 @@ Options are drawn from the types of each algorithm's `Options`, so that new ones
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,6 +17,7 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -404,15 +405,41 @@ def assert_refused_or_equal(program: Program, results: list[list[Found] | str]) 
         assert_equal(program, results)
 
 
+def assert_sent(one: Attention, world: World, log: CommunicationLog) -> None:
+    """Each rank has sent what its plan says."""
+    mask = mask_of(one.mask, one.seq_len)
+
+    def compare(topology: Topology) -> None:
+        algorithm = create(one.choice.algo, topology, dict(one.choice.options))
+        algorithm = algorithm.for_documents(mask.resolved)
+        traffic, rank = traffic_of(algorithm, one.shape, mask, topology.rank), topology.rank
+        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
+        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
+        if all(one.wanted[:3]):
+            assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
+            assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
+        elif not any(one.wanted[:3]):
+            assert log.bytes(rank=rank, phase="backward") == 0
+        else:
+            assert log.bytes(rank=rank, phase="backward") <= traffic.backward_bytes
+
+    world.run(compare)
+
+
 @pytest.mark.parametrize("given_choice", CHOICES, ids=str)
 @examples(5)
 @given(data=st.data())
 def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> None:
+    """And sends what the plan says, where the length is known and the backward is made once."""
     world = data.draw(worlds())
     choice = data.draw(choices(world, given_choice))
     one = data.draw(attentions(world, choice, lean=True))
     program = Program(world, (one,), (0,), False, 1)
-    assert_refused_or_equal(program, results_of(program))
+    with cp.record_communication() as log:
+        results = results_of(program)
+    assert_refused_or_equal(program, results)
+    if one.named and not one.twice and not isinstance(results[0], str):
+        assert_sent(one, world, log)
 
 
 @examples(10)
@@ -436,32 +463,3 @@ def test_calls_after_one_another(program: Program) -> None:
         raise errors[0]
     for results in found:
         assert_refused_or_equal(program, results)
-
-
-@examples(10)
-@given(st.data())
-def test_sends_what_the_plan_says(data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    one = data.draw(attentions(world, data.draw(choices(world)), lean=True))
-    one = replace(one, twice=False, named=True)
-    with cp.record_communication() as log:
-        results = results_of(Program(world, (one,), (0,), False, 1))
-    if isinstance(results[0], str):
-        return
-    mask = mask_of(one.mask, one.seq_len)
-
-    def compare(topology: Topology) -> None:
-        algorithm = create(one.choice.algo, topology, dict(one.choice.options))
-        algorithm = algorithm.for_documents(mask.resolved)
-        traffic, rank = traffic_of(algorithm, one.shape, mask, topology.rank), topology.rank
-        assert log.bytes(rank=rank, phase="forward") == traffic.forward_bytes
-        assert log.messages(rank=rank, phase="forward") == traffic.forward_messages
-        if all(one.wanted[:3]):
-            assert log.bytes(rank=rank, phase="backward") == traffic.backward_bytes
-            assert log.messages(rank=rank, phase="backward") == traffic.backward_messages
-        elif not any(one.wanted[:3]):
-            assert log.bytes(rank=rank, phase="backward") == 0
-        else:
-            assert log.bytes(rank=rank, phase="backward") <= traffic.backward_bytes
-
-    world.run(compare)

@@ -212,60 +212,37 @@ def test_borrowed_partials_of_other_rows_are_merged_in_time():
     assert total.result()[0][0, :, 0, 0].tolist() == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked"),
-    [
-        # Each row gets one more: in the place of the first, rounded once.
-        ([(32, 64), (0, 32)], [("sum", torch.bfloat16, 32)] * 2),
-        # Two more: one pass.
-        ([(0, 64), (0, 64)], [("sum", torch.bfloat16, 64)]),
-        # Three more: two of them in float32, and one that ends in bfloat16.
-        (
-            [(0, 64), (0, 64), (0, 64)],
-            [("sum", torch.float32, 64)] * 2 + [("sum", torch.bfloat16, 64)],
-        ),
-    ],
-)
-def test_few_gradients_are_summed_in_as_few_passes(counted, rows, asked):
-    like = torch.zeros(1, 64, 2, 8, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
-             for start, stop in [(0, 64), *rows]]  # fmt: skip
-    expected = parts[0].float()
-    for (start, stop), part in zip(rows, parts[1:], strict=True):
-        expected[:, start:stop] += part
-    total = GradientSum(like, few=True)
-    total.add(slice(0, 64), parts[0])
-    for (start, stop), part in zip(rows, parts[1:], strict=True):
-        total.add(slice(start, stop), part)
-    assert torch.equal(total.result()[0], expected.bfloat16())
-    assert counted.asked == asked
-
-
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("rows", "asked"),
+    ("few", "rows", "asked"),
     [
+        # Each row gets one more: in the place of the first, rounded once.
+        (True, [(32, 64), (0, 32)], [(BFLOAT16, 32)] * 2),
+        # Two more: one pass.
+        (True, [(0, 64), (0, 64)], [(BFLOAT16, 64)]),
+        # Three more: two of them in float32, and one that ends in bfloat16.
+        (True, [(0, 64), (0, 64), (0, 64)], [(FLOAT32, 64), (FLOAT32, 64), (BFLOAT16, 64)]),
         # One more for each of some rows: in the place of the first, rounded once.
-        ([(32, 48), (0, 16)], [(BFLOAT16, 16)] * 2),
+        (False, [(32, 48), (0, 16)], [(BFLOAT16, 16)] * 2),
         # Two more, likewise.
-        ([(8, 24), (16, 20)], [(BFLOAT16, 8), (BFLOAT16, 4), (BFLOAT16, 4)]),
+        (False, [(8, 24), (16, 20)], [(BFLOAT16, 8), (BFLOAT16, 4), (BFLOAT16, 4)]),
         # A third one, or one of most rows: all rows in float32.
         (
-            [(0, 16), (8, 24), (10, 12)],
+            *(False, [(0, 16), (8, 24), (10, 12)]),
             [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 16), (FLOAT32, 2)],
         ),
-        ([(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
-        ([(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),
+        (False, [(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
+        (False, [(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),
     ],
 )
-def test_only_rows_with_many_gradients_are_summed_in_float32(counted, rows, asked):
+def test_gradients_are_summed_in_as_few_passes(counted, few, rows, asked):
+    """And in float32 only where rows have many."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, stop - start, 2, 8, generator=generator).bfloat16()
              for start, stop in [(0, 64), *rows]]  # fmt: skip
-    total, expected = GradientSum(torch.zeros_like(parts[0])), parts[0].double()
+    total, expected = GradientSum(torch.zeros_like(parts[0]), few=few), parts[0].double()
     total.add(slice(0, 64), parts[0])
     for (start, stop), part in zip(rows, parts[1:], strict=True):
         expected[:, start:stop] += part

@@ -88,41 +88,35 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.usefixtures("flash_attn")
-def test_forward_and_backward(given, causal):
-    expected = expected_attention(seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=causal)
-    q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    out, lse = forward_of(Flash2(), q, k, v, scale=0.25, causal=causal)
-    assert relative_error(out, expected.out) < 1e-12
+BOUNDS = (0, 1, 12, 30, 33)
+
+
+def statistics_of(given, lse, out, dout):
+    """With a strided lse."""
     strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    statistics = (
-        Statistics(strided, out=out)
-        if given == "out"
-        else Statistics(strided, delta=delta_of(dout, out))
+    return Statistics(
+        strided, **({"out": out} if given == "out" else {"delta": delta_of(dout, out)})
     )
-    gradients = backward_of(Flash2(), dout, q, k, v, statistics, scale=0.25, causal=causal)
-    for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("causal", "bounds", "batch"),
+    [(True, (), 1), (False, (), 1), (True, BOUNDS, 1), (True, BOUNDS, 2)],
+)
 @pytest.mark.parametrize("given", ["out", "delta"])
 @pytest.mark.usefixtures("flash_attn")
-def test_documents(given, batch):
-    bounds = (0, 1, 12, 30, 33)
-    expected = expected_attention(
-        batch=batch, seq_len=33, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
-    )
+def test_forward_and_backward(given, causal, bounds, batch):
+    """bounds: of documents."""
+    sizes = {"batch": batch, "seq_len": 33, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    expected = expected_attention(**sizes, causal=causal, cu_seqlens=bounds or None)
     q, k, v, dout = expected.q, expected.k, expected.v, expected.dout
-    packing, settings = Packing.adjacent(bounds, bounds), {"scale": 0.25, "causal": True}
-    out, lse = forward_of(Flash2(), q, k, v, packing=packing, **settings)
+    settings = {"scale": 0.25, "causal": causal}
+    if bounds:
+        settings["packing"] = Packing.adjacent(bounds, bounds)
+    out, lse = forward_of(Flash2(), q, k, v, **settings)
     assert relative_error(out, expected.out) < 1e-12
-    statistics = Statistics(lse, out=out)
-    if given == "delta":
-        statistics = Statistics(lse, delta=delta_of(dout, out))
-    gradients = backward_of(Flash2(), dout, q, k, v, statistics, packing=packing, **settings)
+    statistics = statistics_of(given, lse, out, dout)
+    gradients = backward_of(Flash2(), dout, q, k, v, statistics, **settings)
     for got, want in zip(gradients, (expected.dq, expected.dk, expected.dv), strict=True):
         assert relative_error(got, want) < 1e-12
 
@@ -162,7 +156,7 @@ def short(monkeypatch):
 @pytest.mark.usefixtures("flash_attn")
 def test_a_backward_beyond_int32_is_in_parts(short, kv_heads, given, packed):
     """Offsets in the float32 dQ are int32 in flash-attn 2.8.3 and in torch 2.11."""
-    bounds = (0, 1, 12, 30, 33) if packed else ()
+    bounds = BOUNDS if packed else ()
     expected = expected_attention(
         batch=2,
         seq_len=33,
@@ -176,9 +170,7 @@ def test_a_backward_beyond_int32_is_in_parts(short, kv_heads, given, packed):
     kernel, packing = Flash2(), Packing.adjacent(bounds, bounds) if packed else None
     settings = {"scale": 0.25, "causal": True, "packing": packing}
     out, lse = forward_of(kernel, q, k, v, **settings)
-    statistics = Statistics(lse, out=out)
-    if given == "delta":
-        statistics = Statistics(lse, delta=delta_of(dout, out))
+    statistics = statistics_of(given, lse, out, dout)
     heads_of_calls = short(2 * (33 + 4 * 128 if packed else 128) * 4 * 32)
     found = [backward_of(kernel, dout, q, k, v, statistics, **settings)]
     assert heads_of_calls == [1] * 4
