@@ -11,7 +11,6 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from tests.plan_check import traffic_of
 
 PUBLISHED = {
     "burst": (
@@ -38,16 +37,6 @@ def test_the_same_as_with_options_written_out(name: str) -> None:
     for phase in PHASES:
         mine, theirs = (made.plan(shape, Mask(), phase) for made in (one, other))
         assert (mine.computes, mine.moves) == (theirs.computes, theirs.moves)
-
-
-def test_burst_sends_as_the_paper_counts() -> None:
-    """2 units of B Z N d forward, 3 and two numbers a row backward, P - 1 of P times."""
-    size, shape = 8, Shape(1, 4096, 32, 32, 128)
-    found = registry.create("burst", VirtualWorld(size).topology(3), {})
-    sent = traffic_of(found, shape, Mask(causal=False), 3)
-    hops, unit = size - 1, shape.seq_len * shape.query_width * 2 // size
-    assert sent.forward_bytes == hops * 2 * unit
-    assert sent.backward_bytes == hops * (3 * unit + shape.seq_len // size * 32 * 2 * 4)
 
 
 def test_only_who_asks_gets_them() -> None:

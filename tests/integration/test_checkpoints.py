@@ -58,6 +58,7 @@ def test_the_file_is_named(load: Path, name: str) -> None:
         raise SystemExit
 
 
+@pytest.mark.slow
 def test_a_job_that_loads_it_says_so_in_one_line(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     flags = [*TINY, *"--context-parallel-algo zigzag --context-parallel-size 2".split()]

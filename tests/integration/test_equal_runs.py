@@ -125,8 +125,8 @@ ROWS = [
     Row(DELTA, "ring", size=1),  # every layout is that of the whole sequence
     Row(f"{DELTA} {EXPERTS}", f"zigzag {OPTIMIZER} {RECOMPUTE}", shards=2, fast=True),
     Row(f"{DELTA} {STAGES}", "allgather", shards=2),
-    Row(f"{MAMBA} M*-M", f"zigzag {OPTIMIZER}", size=4, fast=True),
-    Row(f"{MAMBA} M*-M", "ring"),
+    Row(f"{MAMBA} M*-M", f"zigzag {OPTIMIZER}", size=4),
+    Row(f"{MAMBA} M*-M", "ring", fast=True),
     Row(f"{MAMBA} M*EM {EXPERTS}", f"zigzag {RECOMPUTE}", shards=2),
     Row(f"{MAMBA} M*|M- {STAGES}", "allgather", shards=2),
     Row(f"{MAMBA} M*-M/M* --mtp-num-layers 1", "zigzag"),
@@ -144,7 +144,7 @@ ROWS = [
     packed(f"{WINDOWS} --softmax-type learnable", "ulysses", alone("ring")),
     packed(f"{INTERLEAVED} --global-batch-size 4", GATHERS, alone("ring"), shards=2),
     # States begin anew at each document, on one rank as on several.
-    Row(f"{TRANSNORMER} DATA", f"{LASP2} {DOCUMENTS}", alone("lasp"), fast=True),
+    Row(f"{TRANSNORMER} DATA", f"{LASP2} {DOCUMENTS}", alone("lasp")),
     Row(f"{DELTA} DATA", f"zigzag {DOCUMENTS}", alone("zigzag")),
     Row(f"{DELTA} DATA", f"{FOLLOWS} {DOCUMENTS}", alone("zigzag")),
     Row(f"{MAMBA} M*-M DATA", f"zigzag {DOCUMENTS}", alone("zigzag")),

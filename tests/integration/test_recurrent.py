@@ -45,7 +45,7 @@ JOBS = Path(__file__).parent
 STAND_INS = JOBS.parent / "stand_ins"
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_a_checkpoint_of_megatron_goes_on(kind: str, tmp_path: Path) -> None:
     """Saved by Megatron's own layers on the whole sequence, loaded on two ranks."""
 

@@ -39,12 +39,14 @@ def test_stages_of_different_algorithms(tmp_path: Path) -> None:
         assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 4
 
 
+@pytest.mark.slow
 def test_interleaved_stages_and_groups_of_some_ranks(tmp_path: Path) -> None:
     flags = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
     found = groups_after(tmp_path, flags + "--cp-layers zigzag,attention2d,usp,allgather")
     assert len({of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") for of_rank in found}) == 1
 
 
+@pytest.mark.slow
 def test_a_stage_without_attention(tmp_path: Path) -> None:
     flags = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack "
     flags += "--hybrid-layer-pattern *-|-- --untie-embeddings-and-output-weights "
