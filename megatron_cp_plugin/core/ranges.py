@@ -237,25 +237,33 @@ def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
     return first, after - 1
 
 
-def first_fit(begins: Numbers, ends: Numbers) -> list[list[int]]:
+def first_fit(
+    begins: Numbers, ends: Numbers, loads: Numbers | None = None, most: Sequence[int] = ()
+) -> list[list[int]]:
     """Puts elements into as few groups as possible, in each of which every element begins after the
     one before it ends.
 
     Args:
         begins, ends: [d,n]: where each begins and ends, in d dimensions; ascending in the first.
+        loads: [k,n], k numbers of each element.
+        most: k largest sums of these in a group of several elements.
     """
-    if (ends[:, :-1] <= begins[:, 1:]).all():
+    loads = np.zeros((0, begins.shape[1]), np.int64) if loads is None else loads
+    if (ends[:, :-1] <= begins[:, 1:]).all() and (loads.sum(1) <= most).all():
         return [[*range(begins.shape[1])]]
-    groups: list[tuple[list[int], list[int]]] = []  # numbers, and where the last one ends
-    for number, (begin, end) in enumerate(zip(begins.T.tolist(), ends.T.tolist(), strict=True)):
-        for members, reached in groups:
-            if all(map(int.__ge__, begin, reached)):
+    # Of each group the numbers, where the last one ends, and the loads.
+    groups: list[tuple[list[int], list[int], list[int]]] = []
+    columns = (x.T.tolist() for x in (begins, ends, loads))
+    for number, (begin, end, load) in enumerate(zip(*columns, strict=True)):
+        for members, reached, carried in groups:
+            total = [*map(int.__add__, carried, load)]
+            if all(map(int.__ge__, begin, reached)) and all(map(int.__le__, total, most)):
                 members.append(number)
-                reached[:] = end
+                reached[:], carried[:] = end, total
                 break
         else:
-            groups.append(([number], end))
-    return [members for members, _ in groups]
+            groups.append(([number], end, load))
+    return [members for members, *_ in groups]
 
 
 # Half-open ranges of a block's rows, ascending, that do not touch each other.

@@ -3,10 +3,11 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import batched
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
@@ -78,19 +79,6 @@ def steps_among(placement: Placement, topology: Topology) -> Topology:
     return topology.subgroup(range(topology.rank % members, topology.size, members), "ring")
 
 
-class ChannelConfig(NamedTuple):
-    """How messages are sent.
-
-    Attributes:
-        names: of the channels for inputs and for results, then of the channels for messages that
-            may take several steps, if there are any.
-        slots: number of receive buffers of copy engines; None: messages go over the process group.
-    """
-
-    names: tuple[str, ...]
-    slots: int | None
-
-
 class Transport:
     """The channels of one rank, for the plans of one algorithm.
 
@@ -131,9 +119,9 @@ class Transport:
             for name in self._names(plan):
                 self.topology.channel(name)
 
-    def config(self, plan: Plan, slots: int) -> ChannelConfig | None:
-        """How a plan's messages are sent: by copy engines where wanted and possible, never between
-        nodes. None: the plan has no messages.
+    def channels(self, plan: Plan, slots: int) -> Callable[[], Channels] | None:
+        """Makes the channels of a plan's messages: over copy engines where wanted and possible,
+        never between nodes; else over the process group. None: the plan has no messages.
 
         Args: slots: how many blocks of others a rank holds at most, by copy engines.
 
@@ -141,15 +129,15 @@ class Transport:
         """
         if not sends(plan):
             return None
-        return ChannelConfig(tuple(self._names(plan)), slots if self._pushed(plan, slots) else None)
+        return partial(self._open, *self._names(plan), slots=slots * self._pushed(plan, slots))
 
-    def channels(self, config: ChannelConfig) -> Channels:
-        """Channels for the messages of a plan."""
-        topology, (inputs, results, *slow), slots = self.topology, *config
-        if slots is None:
-            fast = topology.channel(inputs), topology.channel(results)
-        else:  # results are added before the next ones come
+    def _open(self, inputs: str, results: str, *slow: str, slots: int) -> Channels:
+        """Args: slots: receive buffers of copy engines; 0: messages go over the process group."""
+        topology = self.topology
+        if slots:  # results are added before the next ones come
             fast = topology.peer_channel(inputs, slots), topology.peer_channel(results, 1)
+        else:
+            fast = topology.channel(inputs), topology.channel(results)
         return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
 
     def _names(self, plan: Plan) -> list[str]:
@@ -305,7 +293,6 @@ def executor_of(
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-    config = transport.config(steps, blocks.most_held)
     covers = steps.merged and len(set(transport.topology.nodes)) > 1
     kinds = call.kernel.rectangular_causal, call.kernel.windows
     parts = program(steps, transport.topology.rank, *kinds, covers)
@@ -319,8 +306,7 @@ def executor_of(
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
-    open_channels = None if config is None else partial(transport.channels, config)
-    common = open_channels, steps, topology, transport
+    common = transport.channels(steps, blocks.most_held), steps, topology, transport
     return Executor(call, parts, of_heads, *common, filled, keep)
 
 

@@ -155,7 +155,7 @@ class Pass(ABC):
         """
         self._call, self._program, self._teams = part.call, part.program, part.teams
         self.own = own
-        self._sizes = len(q), q.shape[3], v.shape[3], q.dtype
+        self._sizes = Sizes(len(q), q.shape[3], v.shape[3], q.dtype)
         self._wide = accumulation_dtype(q.dtype)
         self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
         self._open_scatter: ResultScatter | None = None  # results for queries, filled task by task
@@ -177,7 +177,7 @@ class Pass(ABC):
             channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
-            for of_results, room in _largest(part.program.receivable, *self._sizes):
+            for of_results, room in _largest(part.program.receivable, self._sizes):
                 channels[of_results].reserve(room)
 
     def run(self) -> None:
@@ -330,7 +330,7 @@ class Pass(ABC):
         ]
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
-        coming = expected(exchange, *self._sizes)
+        coming = expected(exchange, self._sizes)
         buffers = iter(channel.buffers(coming, self.q.device))
         arriving = [
             (message, tuple(islice(buffers, sum(map(len, message.move.messages)))))
@@ -338,7 +338,7 @@ class Pass(ABC):
         ]
         receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         self._of_joints.clear()
-        beside = expected_beside(exchange, *self._sizes) if exchange.beside else NOTHING_BESIDE
+        beside = expected_beside(exchange, self._sizes) if exchange.beside else NOTHING_BESIDE
         pending = channel.exchange(sends, receives, beside, early=early)
         posted = Posted(pending, tuple(arriving), sends)
         under_way = self._results if result else self._inputs
@@ -500,51 +500,47 @@ def _joined(order: Assembly, parts: Sequence[Tensor]) -> Tensor:
     return order.join(parts, token_dim(first))
 
 
+class Sizes(NamedTuple):
+    """Batch, head dims D and E, and dtype of q."""
+
+    batch: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
 @lru_cache(maxsize=1024)  # all layers ask for the same
-def expected(exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype) -> Room:
+def expected(exchange: Exchange, sizes: Sizes) -> Room:
     """Memory for what a rank receives."""
-    return _room(exchange.receives, batch, dim, value_dim, dtype, joins=exchange.joins)
+    return _room(exchange.receives, sizes, joins=exchange.joins)
 
 
 @lru_cache(maxsize=256)
 def _largest(
-    receivable: tuple[tuple[bool, Exchange], ...],
-    batch: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
+    receivable: tuple[tuple[bool, Exchange], ...], sizes: Sizes
 ) -> tuple[tuple[bool, Room], ...]:
     """The most memory that any rank needs for inputs, and for results, of one exchange."""
     found: dict[bool, Room] = {}
     for of_results, exchange in receivable:
-        rooms = [expected(exchange, batch, dim, value_dim, dtype)]
+        rooms = [expected(exchange, sizes)]
         rooms += [found[of_results]] if of_results in found else []
         found[of_results] = max(rooms, key=lambda room: room.bytes)
     return tuple(found.items())
 
 
 @lru_cache(maxsize=1024)
-def expected_beside(
-    exchange: Exchange, batch: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> Beside:
+def expected_beside(exchange: Exchange, sizes: Sizes) -> Beside:
     """Memory for what each target with several sources receives, and the source of each tensor."""
-    found, sizes = {}, (batch, dim, value_dim, dtype)
+    found = {}
     for to, messages in exchange.beside.items():
         sources = [one.move.source for one in messages for _ in chain(*one.move.messages)]
-        found[to] = _room(messages, *sizes, joins=exchange.joins), sources
+        found[to] = _room(messages, sizes, joins=exchange.joins), sources
     return found
 
 
-def _room(
-    messages: Sequence[Message],
-    batch: int,
-    dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    *,
-    joins: bool,
-) -> Room:
+def _room(messages: Sequence[Message], sizes: Sizes, *, joins: bool) -> Room:
     """Args: joins: see Exchange."""
+    batch, dim, value_dim, dtype = sizes
     accumulated, like = accumulation_dtype(dtype), list[Described]()
     places = list[tuple[int, int]]()  # of each tensor among those of its message
     for number, (move, *_) in enumerate(messages):

@@ -6,7 +6,7 @@ they may leave out rows or columns between them. Other small tiles are copied to
 because a call for each would cost more than the copies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.kernel import Packing
 from megatron_cp_plugin.core.partial import RowIndex, SomeRows
-from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, first_fit, runs
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, first_fit, runs, united
 from megatron_cp_plugin.core.tiles import NO_TILES, Tile, TileTable
 
 
@@ -146,8 +146,10 @@ def packed_calls(
         alone = np.flatnonzero(rest & large).tolist()
         found += (_call(units.tiles, units.numbers([unit])) for unit in alone)
         small = np.flatnonzero(rest & ~large)
-        groups = _disjoint(units, small, most_rows, 2 * keys)
-        found += (_call(units.tiles, units.numbers(group), forward=forward) for group in groups)
+        spans = units.start[None, small], units.stop[None, small]
+        sizes = np.stack((units.rows, units.cols))[:, small]  # repeated ones count again
+        for group in first_fit(*spans, sizes, (most_rows, 2 * keys)) if len(small) else ():
+            found.append(_call(units.tiles, units.numbers(small[group]), forward=forward))
     # What may be all rows comes first: there is nothing yet to merge it with.
     return tuple(sorted(found, key=_row_count, reverse=True))
 
@@ -215,38 +217,6 @@ def _widened(same: Ranges, wide: Ranges) -> tuple[Ranges, Ranges]:
     first, last = runs(~follows, len(same))
     table = np.stack((wide.start[first], wide.stop[last], wide.step[first]))
     return same.some(first), Ranges(table)
-
-
-def _disjoint(
-    units: _Units, numbers: Numbers, most_rows: float, most_cols: float
-) -> list[list[int]]:
-    """Puts units into as few groups as possible, in each of which no two share a row.
-
-    Args:
-        numbers: of units, ascending in rows.
-        most_rows, most_cols: most rows and columns of a group; repeated ones count again.
-    """
-    columns = (x[numbers] for x in (units.start, units.stop, units.rows, units.cols))
-    start, stop, rows, cols = columns
-    fit = rows.sum() <= most_rows and cols.sum() <= most_cols
-    if len(numbers) and fit and (stop[:-1] <= start[1:]).all():
-        return [numbers.tolist()]
-    groups: list[list[int]] = []
-    sizes: list[tuple[int, int, int]] = []  # where a group ends, its rows and its columns
-    for number, *unit in zip(
-        *(x.tolist() for x in (numbers, start, stop, rows, cols)), strict=True
-    ):
-        begin, end, own_rows, own_cols = unit
-        for index, (reached, of_group, of_keys) in enumerate(sizes):
-            new = end, of_group + own_rows, of_keys + own_cols
-            if begin >= reached and new[1] <= most_rows and new[2] <= most_cols:
-                groups[index].append(number)
-                sizes[index] = new
-                break
-        else:
-            groups.append([number])
-            sizes.append((end, own_rows, own_cols))
-    return groups
 
 
 def _in_place(units: _Units, forward: bool, copied: int) -> list[list[int]]:
@@ -321,7 +291,8 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
     """
     calls = packed_calls(tiles, heads, gaps) if packed else tiles.each
     reached, found = 0, list[Part]()
-    for start, stop in (*_merged_extents(map(_rows_of, calls)), (rows, rows)):
+    extents = np.array([_rows_of(call) for call in calls], np.int64).reshape(-1, 2).T
+    for start, stop in (*united(extents, -1), (rows, rows)):  # of calls that share rows
         if start > reached:
             found.append(Part(slice(reached, start), NO_TILES))
         if start < stop:
@@ -333,14 +304,3 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
 
 def _rows_of(call: KernelCall) -> tuple[int, int]:
     return (call.q.start, call.q.stop) if isinstance(call, Tile) else call.rows.extent
-
-
-def _merged_extents(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins ranges that overlap."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(extents):
-        if found and start < found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
