@@ -219,25 +219,9 @@ class TileTable:
         """The same tiles of blocks that have `rows` and `cols` more before them."""
         return replace(self, q=self.q.moved(rows), kv=self.kv.moved(cols)) if rows or cols else self
 
-    def excerpt(self, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Self:
-        """The same tiles in blocks that keep only some rows and columns, in their order.
-
-        Args: rows, cols: All that a tile has is in one range of them.
-        """
-        q, kv = (x.moved(_shift(x.start, some)) for x, some in ((self.q, rows), (self.kv, cols)))
-        return replace(self, q=q, kv=kv)
-
 
 _NO = np.zeros(0, np.bool_)
 NO_TILES = TileTable(Ranges.of(()), Ranges.of(()), _NO, _NO, np.zeros(0, np.int64))
-
-
-def _shift(starts: Numbers, some: Sequence[tuple[int, int]]) -> Numbers:
-    """How far elements move when only some ranges of elements are left."""
-    first, stop = np.array(some).T
-    number = first.searchsorted(starts, side="right") - 1
-    found: Numbers = (offsets(stop - first) - first)[number]
-    return found
 
 
 def _slice(start: int, stop: int, step: int) -> slice:

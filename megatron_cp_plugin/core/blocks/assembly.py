@@ -4,7 +4,6 @@ n ranks' blocks come out of a collective operation as [n, ..., S, ...], each pad
 """
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -98,10 +97,7 @@ class Assembly:
         tokens: number of tokens.
         members: number of ranks.
         width: S, to which every rank's block is padded.
-        excerpt: whether it leaves out tokens of the ranks.
     """
-
-    excerpt = False
 
     def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:
         """Args:
@@ -117,25 +113,17 @@ class Assembly:
         # A rank's spans that follow each other are one segment.
         first, last = runs(owner[1:] != owner[:-1], len(owner))
         start, length = local[order][first], np.cumsum(lengths)[last] - offsets(lengths)[first]
-        self._arrange(owner[first], Ranges.between(start, start + length))
-
-    def _arrange(self, member: Numbers, places: Ranges) -> None:
-        """Args:
-        member: member of each segment, in ascending order of positions.
-        places: in its block.
-        """
-        self._member, self._places, self.tokens = member, places, places.total
+        self._member, self._places = owner[first], Ranges.between(start, start + length)
+        self.tokens = self._places.total
         # One gather in place of a copy for each segment: a pack of documents that are cut each by
         # itself has some segments a document.
-        self._many = many = len(places) > _FEW * self.members
-        start, length = places.start, places.lengths
-        columns = member, start, length, offsets(length)
+        self._many = many = len(first) > _FEW * members
+        columns = self._member, start, length, offsets(length)
         # Of each segment its rank, where it starts there, its length, and its assembled row.
         self._segments = () if many else tuple(zip(*(x.tolist() for x in columns), strict=True))
         # Padding may follow the last rank's block: it is cut off at the end.
         self._in_order = not many and all(
-            (member, start) == (index, 0)
-            and (length == self.width or index == len(self._segments) - 1)
+            (member, start) == (index, 0) and (length == width or index == len(self._segments) - 1)
             for index, (member, start, length, _) in enumerate(self._segments)
         )
 
@@ -158,15 +146,6 @@ class Assembly:
         edges = np.stack((before := offsets(self._places.lengths), before + self._places.lengths))
         own = edges[:, self._member == member]
         return united(own, 0) if own.size else ()
-
-    def slice_rows(self, rows: Rows) -> "Assembly":
-        """The order of some rows of the assembled block, possibly with further rows."""
-        other = copy(self)
-        other.__dict__.pop("rows", None)
-        places, segment = self._places.cut(np.array(rows).T)
-        other._arrange(self._member[segment], places)
-        other.spans, other.excerpt = self.spans.cut(np.array(rows).T)[0], True
-        return other
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         """[n, ..., S, ...] -> [..., tokens, ...] in ascending order; a view where it can be."""
@@ -287,9 +266,6 @@ class _Interleaved(Assembly):
         ):
             raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
         self.spans = Ranges.of([Span(first, int(spans.stop.max()), apart)])
-
-    def slice_rows(self, rows: Rows) -> Assembly:
-        return self
 
     def join(self, gathered: Blocks, dim: int) -> Tensor:
         assert isinstance(gathered, Tensor)  # such blocks travel whole

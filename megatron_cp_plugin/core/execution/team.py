@@ -55,14 +55,11 @@ from megatron_cp_plugin.core.plans.plan import (
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
 from megatron_cp_plugin.core.ranges import (
-    Ranges,
     Rows,
     between,
     common,
-    longest_gap,
     positions_of_all,
     row_count,
-    united,
 )
 from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
 
@@ -185,10 +182,6 @@ class _TeamScatter(ResultScatter):
         of_all = members, len(like), width, like.shape[2], sum(widths)
         self._blocks = like.new_empty(of_all, dtype=dtype)
         rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
-        if order.excerpt:  # nothing comes for tokens that it leaves out
-            self._blocks.zero_()
-            for x in rows_of:
-                x.fill_(-torch.inf)
         self._lses = rows_of[0] if rows_of else None
         self._places = (*_by_widths(self._blocks, widths), *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
@@ -196,8 +189,6 @@ class _TeamScatter(ResultScatter):
         if own_rows is not None:  # some of the own tokens: all of them are here
             pairs = list(zip(own, self._places, strict=True))
             self._mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
-            for x in self._mine if order.excerpt else ():
-                x.fill_(0.0 if x.dim() == 4 else -torch.inf)
             both = zip(self._places, self._mine, strict=True)
             self._written = [own_rows.with_own(*pair) for pair in both]
 
@@ -287,10 +278,6 @@ def gathering_teams(
     computes = (compute for compute in steps.computes if compute.rank == rank)
     kinds = {"rectangular": kernel.rectangular_causal, "windows": kernel.windows}
     tiles = next((steps.tiles(one, **kinds) for one in computes), NO_TILES)
-    if tiles:
-        # Where tiles need few rows, only these are put in order.
-        wanted = _excerpt(teams[QUERIES], tiles.q), _excerpt(teams[KEYS], tiles.kv)
-        tiles = tiles.excerpt(*wanted)
     tokens = teams[QUERIES].order.tokens
     return teams, gathering_program(
         steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
@@ -385,16 +372,6 @@ def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round
         )
         for group in groups
     )
-
-
-def _excerpt(team: GatheringTeam, places: Ranges) -> Rows:
-    """The rows that a team puts in order from now on: those of `places`, which tiles have."""
-    order, whole = team.order, between(0, team.order.tokens)
-    wanted = united(places.extents, longest_gap(order.tokens))
-    if order.members == 1 or 2 * row_count(wanted) > order.tokens:
-        return whole
-    team.order = order.slice_rows(wanted)
-    return wanted if team.order.excerpt else whole
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
