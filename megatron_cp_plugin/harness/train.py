@@ -150,8 +150,8 @@ class CommandLine:
     def of(cls, words: Sequence[str]) -> Self:
         """Reads it. Raises: as `launch.own_flags`."""
         path, rest = launch.split_run_file(words)
-        flags, content = launch.own_flags(path, rest), launch.read_run_file(path)
-        return cls(words, path, rest, flags, split_flags(rest)[1], content)
+        flags, of_megatron = launch.own_flags(path, rest)
+        return cls(words, path, rest, flags, of_megatron, launch.read_run_file(path))
 
     @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:

@@ -87,8 +87,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     if not HELPS.isdisjoint(words):
         _print_help(words, run_file)
         sys.exit()
-    _, rest = split_flags(words)
-    flags = own_flags(path, words)
+    flags, rest = own_flags(path, words)
     if run_file:
         _let_first_rank_warn()
     # Needed before Megatron is imported.
@@ -164,15 +163,17 @@ def read_run_file(path: str | None) -> dict[str, Any]:
     return as_written(path)
 
 
-def own_flags(path: str | None, words: Sequence[str]) -> PluginFlags:
+def own_flags(path: str | None, words: Sequence[str]) -> tuple[PluginFlags, list[str]]:
     """The plugin's flags as a run file and the command line give them; needs no Megatron.
+
+    Returns: those, and the other flags of the command line.
 
     Raises: ContextParallelError if one is unknown, has a value that is not allowed, or clashes.
     """
-    flags, _ = split_flags(words)
+    flags, rest = split_flags(words)
     if path is None:
         flags.check()
-        return flags
+        return flags, rest
     need("megatron", "--config", "omegaconf", "yaml")
     from megatron_cp_plugin.integration.yaml_config import own_arguments
 
@@ -184,7 +185,7 @@ def own_flags(path: str | None, words: Sequence[str]) -> PluginFlags:
         if flags != split_flags([])[0]:  # the command line may be wrong
             raise
         raise ConfigError(f"{path}: context_parallel: {error}") from None
-    return both
+    return both, rest
 
 
 def with_run_file(path: str | None, words: list[str]) -> list[str]:
