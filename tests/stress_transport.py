@@ -1,6 +1,6 @@
 """Stress of the peer transport: random calls, delays and streams, compared to the bit.
 
-    torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9 --seed 0 [--json FILE]
+    torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9 --seed 0
     python tests/stress_transport.py --virtual 3 --minutes 0.1
 
 Rounds of several calls back to back, forwards and backwards of different algorithms mixed, each on
@@ -14,14 +14,13 @@ Prints wrong results and one line at the end; exits 1 if there is a wrong elemen
 """
 
 import argparse
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -93,7 +92,6 @@ class Report:
     replayed: int = 0
     wrong_elements: int = 0
     peer_bytes: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
 def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) -> Call:
@@ -259,11 +257,8 @@ class Stress:
             wrong = int((differ | ~have.isfinite()).sum())
             if wrong:
                 self.report.wrong_elements += wrong
-                self.report.failures.append(
-                    f"rank {self.topology.rank} round {self.report.rounds} {how} {name}: "
-                    f"{wrong} of {want.numel()} wrong: {call}"
-                )
-                print(f"WRONG {self.report.failures[-1]}", flush=True)
+                where = f"rank {self.topology.rank} round {self.report.rounds} {how} {name}"
+                print(f"WRONG {where}: {wrong} of {want.numel()}: {call}", flush=True)
 
     def anywhere(self, ready: "torch.cuda.Event | None") -> AbstractContextManager[object]:
         """A random stream of this rank's own choice, with delays before what is queued next."""
@@ -377,12 +372,11 @@ def total(reports: Sequence[Report]) -> Report:
         first.replayed,
         sum(r.wrong_elements for r in reports),
         min(r.peer_bytes for r in reports),
-        [line for r in reports for line in r.failures],
     )
 
 
-def conclude(report: Report, size: int, seconds: float, cuda: bool, path: Path | None) -> int:
-    """Prints one line, writes the file; the exit status."""
+def conclude(report: Report, size: int, seconds: float, cuda: bool) -> int:
+    """Prints one line; the exit status."""
     problems = []
     if report.wrong_elements:
         problems.append(f"{report.wrong_elements} wrong elements")
@@ -396,10 +390,6 @@ def conclude(report: Report, size: int, seconds: float, cuda: bool, path: Path |
         f"{report.captured} captured, {report.replayed} replays, {seconds:.0f} s: {verdict}",
         flush=True,
     )
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = vars(report) | {"ranks": size, "seconds": seconds, "passed": not problems}
-        path.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if problems else 0
 
 
@@ -428,7 +418,7 @@ def on_threads(args: argparse.Namespace) -> int:
 
     reports = run_virtual(args.virtual, body, peer_access=True)
     seconds = time.monotonic() - began
-    return conclude(total(reports), args.virtual, seconds, False, args.json)
+    return conclude(total(reports), args.virtual, seconds, False)
 
 
 def on_gpus(args: argparse.Namespace) -> int:
@@ -464,7 +454,7 @@ def on_gpus(args: argparse.Namespace) -> int:
     status = 0
     if topology.rank == 0:
         seconds = time.monotonic() - began
-        status = conclude(total(reports), topology.size, seconds, True, args.json)
+        status = conclude(total(reports), topology.size, seconds, True)
     timer.cancel()
     dist.destroy_process_group()
     return status
@@ -478,7 +468,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="torch_flash,flash4,auto")
     parser.add_argument("--shortest", type=int, default=512, help="tokens of a rank, at least")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a rank, at most")
-    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--virtual", type=int, metavar="P", help="threads in place of GPUs")
     args = parser.parse_args(argv)
     return on_threads(args) if args.virtual else on_gpus(args)
