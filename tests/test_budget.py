@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_040,
+    "package root": 4_020,
     "core": 13_430,
     "algorithms": 1_820,
     "kernels": 3_350,
