@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_020,
-    "core": 13_430,
+    "core": 13_420,
     "algorithms": 1_820,
     "kernels": 3_350,
     "integration": 8_440,

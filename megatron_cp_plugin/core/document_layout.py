@@ -182,7 +182,7 @@ def _dealt(
     first, last = runs((start[1:] != stop[:-1]) | (rank[1:] != rank[:-1]), len(rank))
     joined = Ranges.between(start[first], stop[last])
     bounds = rank[first].searchsorted(np.arange(size + 1)).tolist()
-    return tuple(joined[begin:end] for begin, end in pairwise(bounds))
+    return tuple(joined.some(slice(*ends)) for ends in pairwise(bounds))
 
 
 def describe_mismatch(

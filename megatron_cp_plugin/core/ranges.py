@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Self, overload
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,13 +63,8 @@ class Ranges(Sequence[Span]):
     def __len__(self) -> int:
         return self.table.shape[1]
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> Self: ...
-    def __getitem__(self, index: int | slice) -> Span | Self:
-        table = self.table[:, index]
-        return type(self)(table) if isinstance(index, slice) else Span(*table.tolist())
+    def __getitem__(self, index: int) -> Span:  # type: ignore[override]
+        return Span(*self.table[:, index].tolist())
 
     def __iter__(self) -> Iterator[Span]:
         return map(Span, *self.table.tolist())
