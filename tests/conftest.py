@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Modules that take longest, which come first, so that no process is left alone with one at the end.
 # The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
 LONGEST = """
-    test_conformance integration/test_equal_runs integration/test_cut_batches
+    test_conformance integration/test_equal_runs integration/test_cut_batches test_many_packs
     integration/test_mistakes test_documented_commands integration/test_training
     test_benchmark_train integration/test_packed_documents integration/test_chunked_loss
     planner/test_choose integration/test_auto integration/test_resume test_parity_runs
