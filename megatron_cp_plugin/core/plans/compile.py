@@ -323,7 +323,7 @@ class _Routes:
                 self._follow(side, owner, owner, line)
 
     def _merged(self, pairs: Sequence[_Pair]) -> list[_Pair]:
-        """The same pairs, with the steps that need blocks of others merged to as few as
+        """The same pairs, with each rank's steps that need blocks of others merged to as few as
         `_MOST_ROWS` allows; one step more, without pairs, is for results that come home.
 
         So that ranks do not wait for each other in every step: a mask leaves them unequal work in
@@ -337,19 +337,20 @@ class _Routes:
                 rows = self._rows(block[0], query, key, place)
                 of_rank = needed[place.step, place.rank]
                 of_rank[block] = union((of_rank.get(block, ()), rows))
-        counts: dict[int, Counter[int]] = defaultdict(Counter)  # rows, by step and rank
-        for (step, rank), found in needed.items():
-            counts[step][rank] = sum(map(row_count, found.values()))
-        held, number, numbers = Counter[int](), 0, dict[int, int]()
-        for step in sorted(counts):
-            held += counts[step]
-            if not number or max(held.values(), default=0) > _MOST_ROWS * max(self.lengths):
-                number, held = number + 1, counts[step]
-            numbers[step] = number
+        number, held = Counter[int](), Counter[int]()  # the present step of each rank, and its rows
+        numbers: dict[tuple[int, int], int] = {}
+        for (step, rank), found in sorted(needed.items()):
+            rows_of_step = sum(map(row_count, found.values()))
+            held[rank] += rows_of_step
+            if not number[rank] or held[rank] > _MOST_ROWS * max(self.lengths):
+                number[rank] += 1
+                held[rank] = rows_of_step
+            numbers[step, rank] = number[rank]
         if number:
-            self.last_merged, self.steps = number, number + 2
+            self.last_merged = max(number.values())
+            self.steps = self.last_merged + 2
         return [
-            (query, key, place._replace(step=numbers.get(place.step, 0)))
+            (query, key, place._replace(step=numbers.get((place.step, place.rank), 0)))
             for query, key, place in pairs
         ]
 
