@@ -1,6 +1,6 @@
 """Steps of ever new packs, lengths and spans: memory of the host stays as it is.
 
-1,000 of two ranks over gloo, and 200 of one rank of 64 with a million tokens, whose messages go
+1,000 of four ranks over gloo, and 200 of one rank of 64 with a million tokens, whose messages go
 nowhere. With -s the tests print the CPU time of a step, too, which no test holds.
 """
 
@@ -24,7 +24,7 @@ from megatron_cp_plugin.registry import create
 from tests.integration.megatron_job import run_warm
 from tests.test_host import Idle
 
-# Of the steps: of two ranks, of one of 64.
+# Of the steps: of four ranks, of one of 64.
 QUARTERS = 250, 50
 
 
@@ -76,8 +76,8 @@ def step_of_a_rank(draw: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks(tmp_path: Path) -> None:
-    job = run_warm(tmp_path, ranks=2, script=Path(__file__)).succeeded()
+def test_four_ranks(tmp_path: Path) -> None:
+    job = run_warm(tmp_path, ranks=4, script=Path(__file__)).succeeded()
     assert max(grown(process.stdout.splitlines()[-1]) for process in job.processes) < 4
 
 

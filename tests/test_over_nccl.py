@@ -48,12 +48,9 @@ def test_calls_are_right(ranks: list[dict]) -> None:
         assert max(found["errors"].values()) < 1e-2
 
 
-CASES = {"functional": tuple(steps_job.FUNCTIONAL)} | steps_job.CASES
-
-
-@pytest.mark.parametrize("way", CASES)
+@pytest.mark.parametrize("way", steps_job.CASES)
 def test_what_differs_in_any_step_is_refused_on_all_ranks(ranks: list[dict], way: str) -> None:
-    for name in CASES[way]:
+    for name in steps_job.CASES[way]:
         for step in steps_job.STEPS:
             said = [rank[way][name][str(step)] for rank in ranks]
             assert steps_job.refused_together(*said), (name, step, said)
@@ -119,7 +116,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timedelta(seconds=30))
     found: dict[str, object] = {"errors": errors(), "waits": waits(), "captured": captured()}
-    found |= {"functional": steps_job.of_functions()} | steps_job.of_ways(device)
+    found |= steps_job.of_ways(device)
     dist.barrier()
     print("FOUND" + json.dumps(found), flush=True)
 

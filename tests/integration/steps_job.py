@@ -1,7 +1,6 @@
 """What may differ between ranks, in step 1, 2 and 40, and whether the next good step is right.
 
-Two ranks over gloo print as JSON what each was told; test_over_nccl.py runs the same over NCCL, and
-calls of the functional interface, which test_agree.py makes on virtual ranks.
+Two ranks over gloo print as JSON what each was told; test_over_nccl.py runs the same over NCCL.
 """
 
 import json
@@ -211,6 +210,7 @@ OF_BATCHES = (
 )
 # "as on GPUs": values of a batch are compared when the model has run, and not before.
 CASES = {
+    "functional": tuple(FUNCTIONAL),
     "install": OF_MODELS,
     "launcher": OF_BATCHES,
     "launcher, as on GPUs": OF_BATCHES,
@@ -427,10 +427,11 @@ def of_ways(device: torch.device) -> dict[str, dict[str, dict[str, str]]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    found = {"functional": of_functions()}
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(7)
     steps = Steps(ProcessGroupCollection.use_mpu_process_groups(), device)
-    found = {"install": of_install(steps), "launcher": of_launcher(steps)}
+    found |= {"install": of_install(steps), "launcher": of_launcher(steps)}
     later = property(lambda _: True, lambda _, given: None)
     with patch.object(LaterValues, "waits", later, create=True):
         return found | {"launcher, as on GPUs": of_launcher(steps)}
