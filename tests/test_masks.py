@@ -65,19 +65,23 @@ def test_a_window_beyond_all_numbers_is_none(algo: str, window: int) -> None:
 
 def test_what_a_layout_that_follows_documents_sends() -> None:
     """Of whole ones nothing; of others a ring no less than what goes straight to where it is
-    needed.
+    needed, which is less than what a collective operation sends.
     """
     for lengths, size, whole in ((range(0, 49, 8), 3, True), ((0, 20, 48, 60, 72, 90), 5, False)):
         bounds, sent = torch.tensor(lengths), []
         expected = expected_attention(
             seq_len=lengths[-1], heads=4, kv_heads=2, head_dim=8, causal=True, cu_seqlens=bounds
         )
-        for algo in ("allgather", "zigzag"):
-            case = Case(algo, (("layout", "documents"),))
+        for algo, *transport in (
+            ("allgather",),
+            ("zigzag",),
+            ("allgather", ("transport", "group")),
+        ):
+            case = Case(algo, (("layout", "documents"), *transport))
             results, log = run(case, expected, size, peer_access=False, cu_seqlens=bounds)
             assert_matches(case, results, expected, 1e-12, bounds)
             sent.append(log.bytes())
-        assert sent == [0, 0] if whole else 0 < sent[0] <= sent[1]
+        assert sent == [0, 0, 0] if whole else 0 < sent[0] <= sent[1] < sent[2]
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,8 @@ class GridAlgorithm(PointToPoint):
                 that would be too little work for each; over peer memory with one row or column half
                 of that, or 4 for fewer KV heads than query heads where there is much work.
             transport: "peer" (block by block, see PointToPoint), "group" (gathered over the process
-                group, but by messages from rank to rank under windows, documents and spans, unless
-                layout is thd and there is no window), or "auto", peer where that is possible.
+                group), or "auto": peer where that is possible, else group, but by messages from
+                rank to rank under windows, documents and spans, unless layout is thd.
         """
 
     options: Options
@@ -204,13 +204,12 @@ class GridAlgorithm(PointToPoint):
         """How blocks come together: gathered, or block by block where copy engines push them.
 
         Block by block also under masks that hide most rows: messages leave these out, and a
-        collective operation sends whole blocks to every rank. With layout thd every rank sees
-        rows of all ranks, unless there is a window.
+        collective operation sends every rank what any rank sees. With layout thd every rank sees
+        rows of all ranks.
         """
-        padded = self.layout.name == PaddedDocuments.name
-        rows_of_all = not mask.special or (padded and not mask.window)
-        gathered = rows_of_all and not self.transport.pushes
-        return GatheredPlacement if gathered else GridBlocksPlacement
+        rows_of_all = not mask.special or self.layout.name == PaddedDocuments.name
+        sparse = not rows_of_all and self.options.transport == "auto"
+        return GridBlocksPlacement if sparse or self.transport.pushes else GatheredPlacement
 
     def grid_shape(self, shape: Shape) -> tuple[int, int]:
         """R and C."""

@@ -13,6 +13,22 @@ from tests.core.test_executor import compare
 from tests.test_conformance import Case, assert_conforms
 
 
+@pytest.mark.parametrize(
+    "mask", [Mask(window=5), Mask(documents=(20, 26, 61, 62, 83, 110))], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("algo", "options_of_algo"),
+    [("allgather", {}), ("attention2d", {"rows": 1})],
+    ids=str,
+)
+def test_gathered_rows_that_a_rank_does_not_compute_with(
+    algo: str, options_of_algo: dict[str, object], options: dict[str, object], mask: Mask
+) -> None:
+    """Their gradients are 0, and so are outputs of queries that see none of its keys."""
+    compare(algo, {"transport": "group", **options_of_algo, **options}, 12, mask, 144)
+
+
 def test_own_queries_that_see_keys_of_other_ranks_only() -> None:
     """Some ranks' own queries have no score of their own, and others' results alone."""
     spans = [(0, 18, 36, 72, "full"), (36, 45, 0, 18, "full")]

@@ -111,29 +111,29 @@ def helped(tokens: Tokens) -> Sent:
     return forward, backward
 
 
-def crossed(rows: int) -> Callable[[Tokens], Sent]:
-    """On a grid of `rows` rows: queries go along rows, and keys along columns, to where they meet
-    any; results go back.
-    """
+def gathered(rows: int) -> Callable[[Tokens], Sent]:
+    """On a grid of `rows` rows: each rank's rows that any other needs, padded to equal numbers."""
 
     def count(tokens: Tokens) -> Sent:
         size = len(tokens.held)
-        cols, forward, backward = size // rows, [0] * size, [0] * size
-        for rank in range(size):
-            row = [r for r in range(size) if r // cols == rank // cols]
-            column = [r for r in range(size) if r % cols == rank % cols]
-            for owner in {*row} - {rank}:
-                queries = len(tokens.queries(owner, *column))
-                forward[owner] += Q * queries
-                forward[rank] += (Q + LSE) * queries
-                backward[owner] += (2 * Q + 2 * LSE) * queries
-                backward[rank] += Q * queries
-            for owner in {*column} - {rank}:
-                keys = KV * len(tokens.keys(owner, *row))
-                forward[owner] += keys
-                backward[owner] += keys
-                backward[rank] += keys
-        return forward, backward
+        cols = size // rows
+        row = [[r for r in range(size) if r // cols == rank // cols] for rank in range(size)]
+        column = [[r for r in range(size) if r % cols == rank % cols] for rank in range(size)]
+
+        def queries(rank: int) -> int:
+            elsewhere = [r for other in row[rank] if other != rank for r in column[other]]
+            return len(tokens.queries(rank, *elsewhere))
+
+        def keys(rank: int) -> int:
+            elsewhere = [r for other in column[rank] if other != rank for r in row[other]]
+            return len(tokens.keys(rank, *elsewhere))
+
+        of_row = [(cols - 1) * max(map(queries, row[rank])) for rank in range(size)]
+        of_column = [(rows - 1) * max(map(keys, column[rank])) for rank in range(size)]
+        return tuple(
+            [q * a + k * b for q, k in zip(of_row, of_column, strict=True)]
+            for a, b in ((2 * Q + LSE, KV), (3 * Q + 2 * LSE, 2 * KV))
+        )  # type: ignore[return-value]
 
     return count
 
@@ -154,10 +154,11 @@ CASES = [
     (Case("distflash", (DISTANCE,)), 5, helped),
     (Case("distflash", (("helpers", "none"), ("last_step", "owner"))), 5, straight),
     (Case("allgather"), 5, straight),  # over peer memory
-    (Case("allgather", (("transport", "group"), ("chunks", 2))), 5, crossed(5)),
-    (Case("attention2d", (("rows", 2), ("transport", "group"))), 4, crossed(2)),
-    (Case("attention2d", (("rows", 1), ("transport", "group"))), 3, crossed(1)),
-    (Case("attention2d", (("rows", 3), ("transport", "group"), ("chunks", 2))), 6, crossed(3)),
+    (Case("allgather", (("transport", "group"),)), 3, gathered(3)),
+    (Case("allgather", (("transport", "group"), ("chunks", 2))), 5, gathered(5)),
+    (Case("attention2d", (("rows", 2), ("transport", "group"))), 4, gathered(2)),
+    (Case("attention2d", (("rows", 1), ("transport", "group"))), 3, gathered(1)),
+    (Case("attention2d", (("rows", 3), ("transport", "group"), ("chunks", 2))), 6, gathered(3)),
 ]
 
 

@@ -58,7 +58,7 @@ def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamCh
         first = rank // placement.members * placement.members
         ranks = tuple(range(first, first + placement.members))
         team = topology.subgroup(ranks, "team")
-        both = TeamChannels(ranks, team.channel("inward"), team.channel("outward"))
+        both = TeamChannels(ranks, rank, team.channel("inward"), team.channel("outward"))
         return {QUERIES: both, KEYS: both}
     if not placement.assembled or placement.size == 1:
         return {}
@@ -68,8 +68,8 @@ def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamCh
     of_queries = row.channel("queries"), row.channel("outputs")
     of_keys = column.channel("keys"), column.channel("key gradients")
     return {
-        QUERIES: TeamChannels(queries, *of_queries),
-        KEYS: TeamChannels(keys, *of_keys),
+        QUERIES: TeamChannels(queries, rank, *of_queries),
+        KEYS: TeamChannels(keys, keys[sources.index(rank)], *of_keys),
     }
 
 
@@ -298,7 +298,7 @@ def executor_of(
     parts = program(steps, transport.topology.rank, *kinds, covers)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
-        (members, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
+        (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
         order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
         team = ExchangingTeam(inward, outward, order)
         of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
