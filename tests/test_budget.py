@@ -23,7 +23,7 @@ LINES = {
     "tests": 39_640,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 41_600}
+WORDS = {"README": 1_100, "pages": 42_320}
 
 
 def files(room: str) -> Iterator[Path]:
