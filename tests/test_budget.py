@@ -20,7 +20,7 @@ LINES = {
     "planner": 6_410,
     "harness": 2_300,
     "scripts": 7_250,
-    "tests": 39_640,
+    "tests": 39_650,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_320}

@@ -194,6 +194,10 @@ class ChunkedLogits:
             if divisor.dim() and divisor.size(-1) != 1:
                 _refuse_feature("division by ids")
             divisor = (divisor[..., 0] if divisor.dim() else divisor).expand(self.shape[:-1])
+        elif not divisor > 0:
+            raise ContextParallelError(
+                f"logits are divided by a temperature above 0, got {divisor}: use 1.0 for none"
+            )
         self._temperature = self._temperature * divisor
         return self
 

@@ -209,6 +209,7 @@ def refusals(model: Callable[[], Any]) -> dict[str, str]:
         "bfloat16": lambda x: x.to(torch.bfloat16),
         "top-p": lambda x: slime(x[0], x._rows[0, :, 0], None, False, -1, torch.ones(1)),
         "labels": lambda x: x.log_probs(x._rows[:, 1:, 0]),
+        "no temperature": lambda x: x.div_(0),
     }
     said = {}
     for name, taken in tries.items():

@@ -198,6 +198,7 @@ def test_programs(tensor: int, context: int, tmp_path: Path) -> None:
             "bfloat16": "got to(torch.bfloat16)",
             "top-p": "got a mask of the ids that the rollout kept (top-p)",
             "labels": "need labels [1, ",
+            "no temperature": "divided by a temperature above 0, got 0: use 1.0",
             "nothing": "chunked_loss must be at least 1, got 0: use for example 4096, or leave",
             "two sizes": "chunked_loss=8) after zigzag (layout=thd, chunked_loss=7): leave one",
         }.items():

@@ -265,12 +265,12 @@ class _Routes:
         self.widths: dict[tuple[Side, int], int] = {}
         self.last_merged: int | None = None  # the last merged step with pairs
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
-        self._alike: set[tuple[object, ...]] = set()
+        self._kinds: set[tuple[object, ...]] = set()
         self.steps = 1
         if placement.assembled:
             self._gather()
         elif placement.cyclic and not self.merging:
-            self._meet_alike()
+            self._meet_cyclic()
         else:
             self._meet()
         for side in Side:
@@ -305,7 +305,7 @@ class _Routes:
         for (side, owner), found in meetings.items():
             self._follow(side, owner, 0, _Line(self.size, found, self.last_merged))
 
-    def _meet_alike(self) -> None:
+    def _meet_cyclic(self) -> None:
         """Asks the placement, which is `cyclic`, only for the pairs with the keys of rank 0."""
         size = self.size
         places, lines = _cyclic_lines(self.placement)
@@ -465,9 +465,9 @@ class _Routes:
         here = self.rank in (None, home, source) or self._stop(origin, line) in stops
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
-        new = kind not in self._alike
+        new = kind not in self._kinds
         if new:
-            self._alike.add(kind)
+            self._kinds.add(kind)
             self.steps = max(self.steps, 1 + max(map(line.last.__getitem__, stops)))
         elif not here:
             return
