@@ -23,7 +23,7 @@ LINES = {
     "tests": 39_650,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_320}
+WORDS = {"README": 1_100, "pages": 42_350}
 
 
 def files(room: str) -> Iterator[Path]:
