@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -52,39 +52,34 @@ class Transfer:
     bytes: int
 
 
+class Wanted(TypedDict, total=False):
+    """Values that rows of a recording have; None: any. Without a direction: of what was sent."""
+
+    rank: int | None
+    op: str | None
+    phase: Phase | None
+    direction: str
+
+
 @dataclass
 class CommunicationLog:
     """Rows of one recording, in the order in which operations were posted."""
 
     rows: list[Transfer] = field(default_factory=list)
 
-    def _select(self, *wanted: object) -> Iterator[Transfer]:
+    def _select(self, wanted: Wanted) -> Iterator[Transfer]:
+        asked = {"direction": "sent", **wanted}
         for row in tuple(self.rows):
-            given = row.rank, row.op, row.phase, row.direction
-            if all(want in (None, x) for want, x in zip(wanted, given, strict=True)):
+            if all(value in (None, getattr(row, name)) for name, value in asked.items()):
                 yield row
 
-    def bytes(
-        self,
-        *,
-        rank: int | None = None,
-        op: str | None = None,
-        phase: Phase | None = None,
-        direction: str = "sent",
-    ) -> int:
-        """Total bytes of the rows that match; None matches all."""
-        return sum(row.bytes for row in self._select(rank, op, phase, direction))
+    def bytes(self, **wanted: Unpack[Wanted]) -> int:
+        """Total bytes of the rows that match."""
+        return sum(row.bytes for row in self._select(wanted))
 
-    def messages(
-        self,
-        *,
-        rank: int | None = None,
-        op: str | None = None,
-        phase: Phase | None = None,
-        direction: str = "sent",
-    ) -> int:
-        """Total messages of the rows that match; None matches all."""
-        return sum(row.messages for row in self._select(rank, op, phase, direction))
+    def messages(self, **wanted: Unpack[Wanted]) -> int:
+        """Total messages of the rows that match."""
+        return sum(row.messages for row in self._select(wanted))
 
 
 # Backward runs in autograd's own threads on CUDA, so a recording cannot be local to a thread.

@@ -129,7 +129,8 @@ class Transport:
         """
         if not sends(plan):
             return None
-        return partial(self._open, *self._names(plan), slots=slots * self._pushed(plan, slots))
+        buffers = slots if self._pushed(plan, slots) else 0
+        return partial(self._open, *self._names(plan), slots=buffers)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int) -> Channels:
         """Args: slots: receive buffers of copy engines; 0: messages go over the process group."""
