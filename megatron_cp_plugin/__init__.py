@@ -19,13 +19,13 @@ from megatron_cp_plugin.functional import (
     attention,
     check_layout,
     chunked_cross_entropy,
+    chunked_log_probs,
     linear_attention,
     one_line_errors,
     release,
     shard,
     unshard,
 )
-from megatron_cp_plugin.log_probs import chunked_log_probs
 from megatron_cp_plugin.registry import available, register
 from megatron_cp_plugin.rollouts import pack_rollouts
 

@@ -71,7 +71,7 @@ def token_losses(
 
     Args:
         hidden, weight, labels, chunk_tokens, tp_group, sequence_parallel, into_main_grad: as
-            `log_probs.chunked_log_probs` has them.
+            `functional.chunked_log_probs` has them.
         temperature: as there; a tensor [...] as labels, or of one element.
         entropy, predict: whether entropies and predictions are wanted.
     """
