@@ -98,7 +98,7 @@ def _hooks(arguments: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
-            from megatron_cp_plugin.harness.compatibility import report
+            from megatron_cp_plugin.integration.compat import report
 
             version, problems = report()
         for line in problems:

@@ -1,12 +1,18 @@
-"""Checks the running Megatron against `contract`, and installs the replacements listed there."""
+"""Checks the running Megatron against `contract`, and installs the replacements listed there.
+
+A run looks at what it replaces and reads; `hooks --check` and the tests at all that is listed.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import functools
 import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import ModuleType
@@ -17,6 +23,7 @@ from megatron_cp_plugin.integration.contract import (
     NAMES,
     SETTINGS,
     SINCE,
+    USED,
     VERSIONS,
     Name,
     Part,
@@ -68,10 +75,10 @@ def running_version() -> tuple[Version, str]:
     return _as_version(text), text
 
 
-def problems(*parts: Part) -> list[str]:
+def problems(*parts: Part, tables: Sequence[Name] = NAMES) -> list[str]:
     """Returns what of the running Megatron is not as `contract` says, one line each."""
     version, _ = running_version()
-    rows = [row for row in NAMES if row.part in ("any", *parts) and row.is_in(version)]
+    rows = [row for row in tables if row.part in ("any", *parts) and row.is_in(version)]
     found = [line for row in rows for line in differences(row)]
     if "algorithm" in parts:
         configuration = importlib.import_module("megatron.core.transformer.transformer_config")
@@ -84,6 +91,18 @@ def problems(*parts: Part) -> list[str]:
             if config is not None:
                 found += missing_settings(place, {field.name for field in fields(config)})
     return list(dict.fromkeys(found))
+
+
+def report() -> tuple[str, list[str]]:
+    """Returns the version of the running Megatron, and all that is not as the tables say."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    version, text = running_version()
+    parts: tuple[Part, ...] = ("algorithm", "training", "cpu", "record", "script")
+    had = [part for part in parts if version >= SINCE.get(part, ((0, 0),))[0]]
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    there = {action.dest for action in parser._actions} | {"rank", "world_size"}
+    return text, problems(*had, tables=(*NAMES, *USED)) + missing_settings("args", there)
 
 
 class Replacement:
@@ -165,7 +184,11 @@ def owner_of(row: Name) -> tuple[Any, str]:
 
 
 def differences(row: Name) -> Iterator[str]:
-    """Says in lines how Megatron differs from a row: its name and its parameters."""
+    """Says in lines how Megatron differs from a row.
+
+    In its name and its parameters; and in what only source tells: attributes that methods use, and
+    what a function returns.
+    """
     try:
         owner, name = owner_of(row)
         if not isinstance(owner, (type, ModuleType)):
@@ -174,16 +197,43 @@ def differences(row: Name) -> Iterator[str]:
     except (ImportError, AttributeError):
         yield f"{row.path} is missing"
         return
-    if not row.parameters and not row.first:
-        return
-    has = tuple(inspect.signature(found).parameters)
-    if has[: len(row.first)] != row.first:
-        yield f"{row.path} takes ({', '.join(has)}), not ({', '.join(row.first)}, ...)"
-    yield from (
-        f"{row.path} has no parameter {parameter}"
-        for parameter in row.parameters
-        if parameter not in has
-    )
+    if row.parameters or row.first:
+        has = tuple(inspect.signature(found).parameters)
+        if has[: len(row.first)] != row.first:
+            yield f"{row.path} takes ({', '.join(has)}), not ({', '.join(row.first)}, ...)"
+        lacking = [parameter for parameter in row.parameters if parameter not in has]
+        yield from (f"{row.path} has no parameter {parameter}" for parameter in lacking)
+        others = [parameter for parameter in has if row.closed and parameter not in row.parameters]
+        yield from (f"{row.path} has another parameter {parameter}" for parameter in others)
+    kind = owner if isinstance(owner, type) else found
+    if row.attributes and isinstance(kind, type):
+        used, what = _names_in_methods(kind), f"{row.module}.{kind.__name__}"
+        lacking = [attribute for attribute in row.attributes if attribute not in used]
+        yield from (f"{what} has no attribute {attribute}" for attribute in lacking)
+    if row.returned and not _returns(found, row.returned):
+        want = ", ".join(name or "..." for name in row.returned)
+        yield f"{row.path} does not return ({want}, ...)"
+
+
+def _names_in_methods(kind: type) -> set[str]:
+    """The names of attributes in the methods of a class and of Megatron's classes below it."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "megatron"]
+    members = [member for base in bases for member in vars(base).values()]
+    codes = (getattr(inspect.unwrap(m), "__code__", None) for m in members if callable(m))
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+def _returns(function: Any, names: tuple[str, ...]) -> bool:
+    """Whether one of a function's return statements has variables of these names."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            got = [e.id if isinstance(e, ast.Name) else "" for e in node.value.elts]
+            if len(got) >= len(names) and all(
+                name in ("", other) for name, other in zip(names, got, strict=False)
+            ):
+                return True
+    return False
 
 
 def missing_settings(place: Place, there: Iterable[str]) -> list[str]:

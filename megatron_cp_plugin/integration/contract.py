@@ -1,8 +1,8 @@
 """What the plugin replaces and uses in Megatron, and the settings that it reads: `contract.md`.
 
 `compat` compares what is replaced and read with the running Megatron at start-up and installs the
-replacements; `Settings` reads nothing else. What the plugin uses as it is, and what only Megatron's
-source tells, is for `megatron-cp hooks --check` and the tests.
+replacements; `Settings` reads nothing else. What the plugin uses as it is, is for
+`megatron-cp hooks --check` and the tests.
 """
 
 from __future__ import annotations

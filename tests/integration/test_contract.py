@@ -21,7 +21,6 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.harness import compatibility
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, USED, VERSIONS, Name
@@ -50,11 +49,15 @@ def check(*parts: contract.Part) -> None:
     compat.check_megatron(*parts, allow_untested=False)
 
 
+def all_differences(part: contract.Part) -> list[str]:
+    return compat.problems(part, tables=TABLES)
+
+
 def test_megatron_is_as_the_table_says(request: pytest.FixtureRequest) -> None:
     """Of the version that is installed, or of the one that --megatron-core names."""
     folder = request.config.getoption("--megatron-core")
     if folder is None:
-        assert compatibility.report() == (RELEASE, [])
+        assert compat.report() == (RELEASE, [])
         return
     path = os.pathsep.join((str(Path(folder).resolve()), str(ROOT)))
     command = [sys.executable, "-m", "megatron_cp_plugin.cli", "hooks", "--check"]
@@ -110,11 +113,9 @@ def test_a_name_that_is_gone_is_named(row: Name, monkeypatch: pytest.MonkeyPatch
         if hasattr(owner, name):
             # That of a base class, which fits or is said not to.
             has = inspect.signature(getattr(owner, name)).parameters
-            assert compatibility.all_differences(row.part) or {*row.first, *row.parameters} <= set(
-                has
-            )
+            assert all_differences(row.part) or {*row.first, *row.parameters} <= set(has)
             return
-    assert f"{row.path} is missing" in compatibility.all_differences(row.part)
+    assert f"{row.path} is missing" in all_differences(row.part)
     if row not in NAMES:
         return  # a run does not look at it
     said = refusal(lambda: check(row.part))
@@ -161,7 +162,7 @@ def test_a_parameter_that_the_plugin_does_not_take_is_named(
         parameters=[*signature.parameters.values(), more]
     )
     monkeypatch.setattr(DotProductAttention, "forward", forward)
-    (line,) = compatibility.all_differences("algorithm")
+    (line,) = all_differences("algorithm")
     assert line.endswith("DotProductAttention.forward has another parameter sparsity")
 
 
@@ -170,7 +171,7 @@ def test_a_parameter_that_the_plugin_does_not_take_is_named(
 )
 def test_an_attribute_that_is_gone_is_named(row: Name) -> None:
     renamed = dataclasses.replace(row, attributes=("renamed_since",))
-    (line,) = compatibility._differences_in_source(renamed)
+    (line,) = compat.differences(renamed)
     assert line.endswith(f"{row.name.partition('.')[0]} has no attribute renamed_since")
 
 
@@ -180,7 +181,7 @@ def test_a_gradient_norm_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> N
         return loss_reduced, skipped_iter, False, False, exit_code, norm_of_weights, grad_norm
 
     monkeypatch.setattr(training, "train_step", train_step)
-    (line,) = compatibility.all_differences("record")
+    (line,) = all_differences("record")
     assert "train_step does not return (loss_reduced, skipped_iter, ..., ..., ..., grad_n" in line
 
 
@@ -190,7 +191,7 @@ def test_models_that_are_not_returned_first(monkeypatch: pytest.MonkeyPatch) -> 
         return optimizer, model
 
     monkeypatch.setattr(training, "setup_model_and_optimizer", set_up)
-    (line,) = compatibility.all_differences("training")
+    (line,) = all_differences("training")
     assert line.endswith("setup_model_and_optimizer does not return (model, ...)")
 
 
