@@ -15,8 +15,6 @@ from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.terminal import check_folder
 
 END_OF_DOCUMENT = 256
-# Between two lines that say how far it is.
-_SAID_BYTES = 256 * 2**20
 # Left out of the default corpus: not every distribution of Python ships them.
 _OUTSIDE_STDLIB = {
     "__pycache__",
@@ -77,7 +75,6 @@ def write_dataset(
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    total_bytes, read_bytes, said_bytes = sum(f.stat().st_size for f in files), 0, 0
     # Written beside the target and renamed: an interrupted run leaves no half-written dataset.
     partial_bin, partial_idx = (_with_suffix(prefix, f"{s}.partial") for s in (".bin", ".idx"))
     builder = IndexedDatasetBuilder(str(partial_bin), dtype=np.uint16)
@@ -85,10 +82,6 @@ def write_dataset(
     tokens = 0
     for file in files:
         text = np.frombuffer(file.read_bytes(), dtype=np.uint8)
-        read_bytes += len(text)
-        if read_bytes - said_bytes >= _SAID_BYTES:
-            print(f"read {read_bytes / 2**20:.0f} of {total_bytes / 2**20:.0f} MiB", flush=True)
-            said_bytes = read_bytes
         length = document_bytes or max(len(text), 1)
         for piece in (text[start : start + length] for start in range(0, len(text), length)):
             document = np.append(piece.astype(np.uint16), np.uint16(END_OF_DOCUMENT))

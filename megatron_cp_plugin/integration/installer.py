@@ -12,14 +12,13 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.config import ContextParallelConfig, RunSettings
+from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.core.autograd.recompute import Checkpointed
 from megatron_cp_plugin.errors import ContextParallelError
@@ -231,7 +230,6 @@ class LauncherInstaller(Installer):
         config = self._flags.config(self._args.context_parallel_size)
         self._runtime = Runtime(config)
         self._batches = Batches(self._runtime)
-        _record(config, self._args)
         _say(self._args, said)
 
     def _serve(self, model: Any) -> None:
@@ -307,8 +305,7 @@ def _check_model_config(original: Callable[..., None], config: Any) -> None:
 
 
 def _write_args(config: ContextParallelConfig, args: Any) -> None:
-    """Writes settings to Megatron's arguments, and removes those that it would refuse or act on."""
-    _record(config, args)
+    """Removes settings from Megatron's arguments that it would refuse or act on."""
     # The mask follows from the layout; Megatron would build one of N x N tokens.
     args.create_attention_mask_in_dataloader = False
     if Settings(args).cuts_fused_rotary:
@@ -317,15 +314,6 @@ def _write_args(config: ContextParallelConfig, args: Any) -> None:
         # Megatron demands a multiple of 2P of --seq-length, for its zigzag layout, but not of
         # --encoder-seq-length, its other name for the same quantity. The layout was checked.
         args.seq_length, args.encoder_seq_length = None, args.seq_length
-
-
-def _record(config: ContextParallelConfig, args: Any) -> None:
-    """Writes settings where checkpoints and Megatron's list of arguments have them."""
-    args.context_parallel_algo = config.algo
-    for name in (option.name for option in fields(RunSettings) if option.metadata):
-        setattr(args, f"cp_{name}", getattr(config, name))
-    args.cp_options = [f"{name}={value}" for name, value in config.options]
-    args.cp_layers = ", ".join(config.layers) or None
 
 
 def _say(args: Any, *lines: str | None) -> None:

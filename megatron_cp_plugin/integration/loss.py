@@ -32,51 +32,44 @@ def forward_step_calc_loss(
 
     group = parallel_state.get_context_parallel_group()
     if loss_func is not None and group.size() > 1:
-        if not config.calculate_per_token_loss:
-            loss_func = mean_over_sequence(loss_func, group)
-        if not torch.is_grad_enabled():
-            loss_func = reporting_for_all(loss_func, group)
+        loss_func = over_sequence(loss_func, group, divided=not config.calculate_per_token_loss)
     return original(model, output, loss_func, config, *args, **kwargs)
 
 
-def mean_over_sequence(loss_func: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Returns a loss function whose loss, divided as Megatron does, is a part of the whole mean.
+def over_sequence(
+    loss_func: Callable[..., Any], group: Any, *, divided: bool
+) -> Callable[..., Any]:
+    """Returns a loss function of the whole sequence.
 
-    Args: loss_func: returns the sum of this rank's losses [], the number of its tokens that count
-        [] and what to log. Other results, such as a mean of a script's own, stay as they are.
-    """
+    Its loss, divided as Megatron does, is a part of the whole mean. Without gradients, it reports
+    sums over all ranks.
 
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        outputs = loss_func(*args, **kwargs)
-        if not isinstance(outputs, tuple) or len(outputs) != 3:
-            return outputs
-        loss, tokens, report = outputs
-        total = tokens.clone()
-        dist.all_reduce(total, group=group)
-        # Megatron divides by this rank's tokens, by one where it has none, and averages over ranks.
-        factor = group.size() * torch.clamp(tokens, min=1) / torch.clamp(total, min=1)
-        return loss * factor, tokens, report
-
-    return scaled
-
-
-def reporting_for_all(loss_func: Callable[..., Any], group: Any) -> Callable[..., Any]:
-    """Returns a loss function that reports sums over all ranks.
-
-    Args: loss_func: reports pairs of a sum and a number of tokens [2]; others stay as they are.
+    Args:
+        loss_func: returns the sum of this rank's losses [], the number of its tokens that count
+            [] and what to log, in which a sum and a number of tokens are a pair [2]. Other
+            results, such as a mean of a script's own, stay as they are.
+        divided: whether Megatron divides the loss by the number of this rank's tokens.
     """
 
     def summed(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.numel() != 2:
-            return value
         total = value.clone()
         dist.all_reduce(total, group=group)
         return total
 
-    def reporting(*args: Any, **kwargs: Any) -> Any:
+    def of_sequence(*args: Any, **kwargs: Any) -> Any:
         outputs = loss_func(*args, **kwargs)
-        if not isinstance(outputs, tuple) or not isinstance(outputs[-1], dict):
+        if not isinstance(outputs, tuple):
             return outputs
-        return (*outputs[:-1], {name: summed(value) for name, value in outputs[-1].items()})
+        if divided and len(outputs) == 3:
+            loss, tokens, report = outputs
+            # Megatron divides by this rank's tokens, by one where it has none, and averages over
+            # ranks.
+            factor = group.size() * torch.clamp(tokens, min=1) / torch.clamp(summed(tokens), min=1)
+            outputs = loss * factor, tokens, report
+        *others, report = outputs
+        if torch.is_grad_enabled() or not isinstance(report, dict):
+            return outputs
+        pairs = {k: x for k, x in report.items() if isinstance(x, torch.Tensor) and x.numel() == 2}
+        return (*others, report | {name: summed(pair) for name, pair in pairs.items()})
 
-    return reporting
+    return of_sequence

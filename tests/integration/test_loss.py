@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_cp_plugin.integration import loss
-from megatron_cp_plugin.integration.loss import mean_over_sequence, reporting_for_all
+from megatron_cp_plugin.integration.loss import over_sequence
 
 
 class Group:
@@ -39,7 +39,9 @@ def test_gradients_of_the_ranks_average_to_those_of_the_sequence(
         for mine in losses:
             count = torch.tensor(len(mine), dtype=torch.int)
             outputs = (weight * sum(mine), count, {"lm loss": torch.tensor([sum(mine)])})
-            part, tokens, report = mean_over_sequence(lambda outputs=outputs: outputs, group)()
+            part, tokens, report = over_sequence(
+                lambda outputs=outputs: outputs, group, divided=True
+            )()
             assert tokens == count
             assert report is outputs[2]
             # What Megatron makes of it, and data parallelism of the gradients.
@@ -58,7 +60,7 @@ def test_a_loss_function_that_returns_no_sum_is_left_alone() -> None:
         return outputs
 
     group: Any = Group([1, 2])
-    assert mean_over_sequence(loss_func, group)(3, non_loss_data=True) is outputs
+    assert over_sequence(loss_func, group, divided=True)(3, non_loss_data=True) is outputs
     assert given_to == [((3,), {"non_loss_data": True})]
 
 
@@ -67,9 +69,11 @@ def test_reports_are_sums_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     group: Any = Group([1, 2, 3])
     report = {"lm loss": torch.tensor([2.0, 5.0]), "a mean": torch.tensor(4.0), "a name": "x"}
     outputs = (torch.tensor(2.0), torch.tensor(5), report)
-    *others, got = reporting_for_all(lambda: outputs, group)()
+    assert over_sequence(lambda: outputs, group, divided=False)() is outputs
+    with torch.no_grad():
+        *others, got = over_sequence(lambda: outputs, group, divided=False)()
+        assert over_sequence(lambda: outputs[0], group, divided=False)() is outputs[0]
     assert others == list(outputs[:2])
     assert got["lm loss"].tolist() == [6.0, 15.0]
     assert report["lm loss"].tolist() == [2.0, 5.0]
     assert (got["a mean"].item(), got["a name"]) == (4.0, "x")
-    assert reporting_for_all(lambda: outputs[0], group)() is outputs[0]
