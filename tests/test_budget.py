@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_020,
+    "package root": 3_980,
     "core": 13_420,
     "algorithms": 1_820,
     "kernels": 3_350,
-    "integration": 8_440,
+    "integration": 8_470,
     "planner": 6_410,
-    "harness": 2_300,
+    "harness": 2_200,
     "scripts": 7_250,
     "tests": 39_650,
 }
