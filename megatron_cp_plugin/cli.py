@@ -187,9 +187,8 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    from megatron_cp_plugin.planner.drawing import picture, text
-    from megatron_cp_plugin.planner.svg import check_ending, matrix, schedule
-    from megatron_cp_plugin.planner.token_picture import held, some_tokens
+    from megatron_cp_plugin.planner.drawing import held, picture, text
+    from megatron_cp_plugin.planner.svg import check_ending, matrix, some_tokens
 
     path = arguments.output
     if arguments.machine is not None:
@@ -200,6 +199,8 @@ def _draw(arguments: argparse.Namespace) -> int:
         print(f"wrote {path}")
         return 0
     if path is not None:
+        if not arguments.tokens:
+            raise ConfigError("--output needs --tokens or --machine, got neither: add one of them")
         check_ending(path)
     algo, size, options = arguments.algo, arguments.size, dict(arguments.option)
     tokens, given = arguments.seq_len, {"mask": _mask(arguments), "phase": arguments.phase}
@@ -212,9 +213,7 @@ def _draw(arguments: argparse.Namespace) -> int:
         print("\n".join(held(drawn)))
     else:
         print(drawn.balance)
-    if path is not None:
-        content = matrix(drawn) if arguments.tokens else schedule(drawn)
-        path.write_text(content, encoding="utf-8")
+        path.write_text(matrix(drawn), encoding="utf-8")
         print(f"wrote {path}")
     return 0
 

@@ -99,7 +99,7 @@ ENVIRONMENTS = {
         (
             *_TORCH_ALONE,
             *_REFUSED,
-            Trial("megatron-cp draw --algo zigzag --size 4 --output zigzag.svg", "zigzag.svg"),
+            Trial("megatron-cp draw --algo ring --size 4 --tokens --output ring.svg", "ring.svg"),
         ),
     ),
     "editable": Environment(

@@ -54,7 +54,7 @@ RUN: dict[str, tuple[str, str]] = {
         "--size 4 --seq-len 64K --heads 8 --machine h200",
         "documents",
     ),
-    "megatron-cp draw --algo zigzag --size 8": ("", "q7 k7"),
+    "megatron-cp draw --algo distflash --size 3": ("", "│ 0    │ q0 k0  │ q2 k0       │"),
     "megatron-cp draw --algo distflash --size 8": ("", "q7 k7"),
     "megatron-cp hooks --check": ("", "0 difference(s)"),
     "megatron-cp capabilities": ("", "| `zigzag` "),

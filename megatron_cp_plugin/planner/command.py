@@ -87,7 +87,7 @@ def plan_model(
         f"{model}, {gpus} GPUs of {machine.name} with {machine.memory_gib:g} GiB each, {sequences} "
         f"sequence{'s' * (sequences > 1)} of {tokens} tokens a step"
     )
-    sizes = ["TP", "CP", "PP", "DP", *(["EP", "ETP"] if job.model.experts else [])]
+    sizes = ["TP", "CP", "PP", "DP", *(["EP"] if job.model.experts else [])]
     figures = "s a step", "tokens/s", "TFLOP/s", "MFU", "GiB"
     rows = [_cells(one, len(sizes), flop / tokens, machine.peak_flops) for one in found]
     right = [*range(len(sizes)), *range(len(sizes) + 1, len(sizes) + 1 + len(figures))]
@@ -99,7 +99,8 @@ def plan_model(
             "suits you best"
         )
     if job.model.experts:
-        print(_experts_in_words(job, best.split))
+        name = dispatch(job.model, best.split, tokens, machine).name
+        print(f"experts of the first: tokens come by {name}, to all experts equally many")
     parts = ", ".join(f"{key} {seconds:.2f} s" for key, seconds in best.step.parts.items())
     print(f"the first: {parts}")
     memory = ", ".join(f"{key} {gib:.1f}" for key, gib in best.step.memory.items() if gib > 0)
@@ -124,7 +125,7 @@ def _cells(one: Proposal, sizes: int, flop: float, peak_flops: float | None) -> 
     ways = split.tensor, split.context, split.pipeline, split.data, split.expert
     used = {"S": split.sharded, "R": split.recompute == "full", "C": split.chunked_loss}
     return (
-        *map(str, (*ways, split.expert_tensor)[:sizes]),
+        *map(str, ways[:sizes]),
         "".join(letter for letter, on in used.items() if on) or "-",
         f"{one.step.seconds:.2f}",
         f"{one.rate:.0f}",
@@ -132,18 +133,6 @@ def _cells(one: Proposal, sizes: int, flop: float, peak_flops: float | None) -> 
         "-" if peak_flops is None else f"{flops / peak_flops:.0%}",
         f"{one.step.gib:.0f}",
         one.choice.best.name if split.context > 1 else "-",
-    )
-
-
-def _experts_in_words(job: Job, split: Split) -> str:
-    """How tokens come to their experts, in words."""
-    found = dispatch(job.model, split, job.tokens)
-    name = found.fastest(job.machine)
-    inside, between = (sent / 2**20 for sent in found.bytes(name, job.machine))
-    return (
-        f"experts of the first: tokens come by {name}, {inside:.1f} MiB of a rank inside the node "
-        f"and {between:.1f} between nodes in each pass of a layer; all experts are taken to get "
-        "equally many"
     )
 
 
@@ -196,9 +185,9 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
         settings["moe_ffn_hidden_size"] = model.ffn
         settings["moe_grouped_gemm"] = True
         settings["expert_model_parallel_size"] = split.expert
-        settings["expert_tensor_parallel_size"] = split.expert_tensor
-        found = dispatch(model, split, job.tokens)
-        settings["moe_token_dispatcher_type"] = found.fastest(job.machine)
+        settings["expert_tensor_parallel_size"] = 1
+        found = dispatch(model, split, job.tokens, job.machine)
+        settings["moe_token_dispatcher_type"] = found.name
     if model.shared:
         settings["moe_shared_expert_intermediate_size"] = model.shared
     if model.dense:
@@ -223,10 +212,7 @@ def megatron_settings(job: Job, split: Split) -> dict[str, object]:
             "ckpt_format": "fsdp_dtensor",
             "gradient_accumulation_fusion": False,
         }
-    if split.counts_ends(model):
-        settings["account_for_embedding_in_pipeline_split"] = True
-        settings["account_for_loss_in_pipeline_split"] = True
-    elif model.layers % split.pipeline:
+    if model.layers % split.pipeline:
         settings["decoder_last_pipeline_num_layers"] = split.last_layers(model)
     if split.recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform"}

@@ -27,7 +27,6 @@ from megatron_cp_plugin.terminal import text_table
 _TOKENS_PER_CHUNK = 256
 _HEADS_PER_RANK = 4
 
-Queries = Literal["own", "others", "both"]
 Kind = Literal["keys", "queries", "results", "states"]
 _OF_STATES: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
 
@@ -42,27 +41,35 @@ class Cell:
             ranks 0 to 6 "q7 S0-6".
         pairs: number of (query, key) pairs, times the share of the heads; with linear attention,
             of products of a token with a state.
-        queries: whose they are.
     """
 
     text: str
     pairs: float
-    queries: Queries
 
 
 class DrawnTransfer(NamedTuple):
-    """A message from one rank to another.
+    """Tensors of a block from one rank to another.
 
     Attributes:
         before: the step that needs it, or, of results, the one after which it is sent, plus one.
-        text: which block, such as "k2"; outputs for rank 2 are "o2".
+        owners: of the block.
+        share: which one of the heads.
     """
 
     before: int
     source: int
     target: int
-    text: str
+    tensors: tuple[str, ...]
+    owners: tuple[int, ...]
+    share: int
     kind: Kind
+
+    @property
+    def text(self) -> str:
+        """Which block, such as "k2"; outputs for rank 2 are "o2"."""
+        first = self.tensors[0]
+        names = {"v": "k", "dv": "dk", "out": "o"} | dict.fromkeys(("dout", "lse", "delta"), "q")
+        return f"{names.get(first, first)}{_ranks(self.owners)}"
 
 
 class Collective(NamedTuple):
@@ -115,23 +122,9 @@ class Picture:
         return sum(cell is None for step in self.steps for cell in step)
 
     @property
-    def times(self) -> tuple[float, ...]:
-        """Share of the time that each step takes, if it takes as long as its largest cell."""
-        longest = self._longest
-        return tuple(one / (sum(longest) or 1.0) for one in longest)
-
-    @property
-    def shares(self) -> tuple[tuple[float, ...], ...]:
-        """By step and rank: how much of the time of the step the rank computes."""
-        return tuple(
-            tuple(cell.pairs / (most or 1.0) if cell else 0.0 for cell in step)
-            for step, most in zip(self.steps, self._longest, strict=True)
-        )
-
-    @property
     def idle_share(self) -> float:
         """Idle share of all ranks' time if a step takes as long as its largest cell."""
-        time = sum(self._longest)
+        time = sum(max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps)
         return 1 - sum(self._work) / (self.size * time) if time else 0.0
 
     @property
@@ -144,10 +137,6 @@ class Picture:
     def _work(self) -> list[float]:
         cells = [[step[rank] for step in self.steps] for rank in range(self.size)]
         return [sum(cell.pairs for cell in of_rank if cell) for of_rank in cells]
-
-    @property
-    def _longest(self) -> list[float]:
-        return [max((cell.pairs for cell in step if cell), default=0.0) for step in self.steps]
 
     @property
     def summary(self) -> tuple[str, str]:
@@ -208,12 +197,12 @@ def picture(
         spans = (algorithm.layout.spans(rank, size, seq_len) for rank in range(size))
         steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
         moves = algorithm.moves(seq_len, causal=mask.causal)
-        messages = [_Message(*move, _OF_STATES[move.tensors[0]]) for move in moves]
+        messages = [DrawnTransfer(*move, _OF_STATES[move.tensors[0]]) for move in moves]
         results = "outputs"
     else:
         plan = algorithm.plan(softmax, mask, phase)
         spans, steps = plan.spans, _steps(plan)
-        messages = [_message(plan, move) for move in plan.moves]
+        messages = [_message(move) for move in plan.moves]
         partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
         results = f"{partial}{'gradients' if phase == 'backward' else 'outputs'}"
     return Picture(title, subtitle, tuple(spans), steps, *_travelling(messages), results, plan)
@@ -230,69 +219,38 @@ def _words_of(mask: Mask) -> str:
     return ", ".join(words)
 
 
-class _Message(NamedTuple):
-    """A transfer before it is known to be a part of something larger.
-
-    Attributes:
-        owners: of its block.
-        share: which one of the heads.
-    """
-
-    before: int
-    source: int
-    target: int
-    tensors: tuple[str, ...]
-    owners: tuple[int, ...]
-    share: int
-    kind: Kind
-
-    @property
-    def block(self) -> str:
-        """Its block, by the first tensor's letters."""
-        first = self.tensors[0]
-        names = {"v": "k", "dv": "dk", "out": "o"} | dict.fromkeys(("dout", "lse", "delta"), "q")
-        return f"{names.get(first, first)}{_ranks(self.owners)}"
-
-
-def _message(plan: Plan, move: Move) -> _Message:
+def _message(move: Move) -> DrawnTransfer:
     before = move.posted + 1 if move.result else move.needed
     tensors = tuple(name for message in move.messages for name in message)
     kind: Kind = "results" if move.result else "keys" if move.side else "queries"
-    owners = move.block.owners
-    return _Message(before, move.source, move.target, tensors, owners, move.share, kind)
+    ends, owners = (move.source, move.target), move.block.owners
+    return DrawnTransfer(before, *ends, tensors, owners, move.share, kind)
 
 
 def _travelling(
-    messages: Sequence[_Message],
+    messages: Sequence[DrawnTransfer],
 ) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
-    """Exchanges of all ranks of a group with all others, and other messages."""
-    alike: dict[tuple[int, Kind, tuple[str, ...]], list[_Message]] = {}
+    """Messages, and exchanges of all ranks of a group with all others."""
+    alike: dict[tuple[int, Kind, tuple[str, ...]], list[DrawnTransfer]] = {}
     for message in messages:
         alike.setdefault((message.before, message.kind, message.tensors), []).append(message)
     exchanged: dict[tuple[int, tuple[int, ...], str, Kind], list[str]] = {}
-    single: dict[tuple[int, int, int, Kind], list[str]] = {}
+    single: list[DrawnTransfer] = []
     for (before, kind, tensors), group in alike.items():
         meshed: set[int] = set()
         for ranks in _meshes(group):
             meshed.update(ranks)
             name = _operation([message for message in group if message.source in ranks])
             exchanged.setdefault((before, ranks, name, kind), []).extend(tensors)
-        for message in group:
-            if message.source not in meshed:
-                pair = before, message.source, message.target, kind
-                single.setdefault(pair, []).append(message.block)
-    transfers = (
-        DrawnTransfer(before, source, target, " ".join(dict.fromkeys(blocks)), kind)
-        for (before, source, target, kind), blocks in single.items()
-    )
+        single += [message for message in group if message.source not in meshed]
     collectives = (
         Collective(before, ranks, name, ", ".join(dict.fromkeys(tensors)), kind)
         for (before, ranks, name, kind), tensors in exchanged.items()
     )
-    return tuple(sorted(transfers)), tuple(sorted(collectives))
+    return tuple(sorted(single)), tuple(sorted(collectives))
 
 
-def _meshes(messages: Iterable[_Message]) -> Iterator[tuple[int, ...]]:
+def _meshes(messages: Iterable[DrawnTransfer]) -> Iterator[tuple[int, ...]]:
     """Groups of three ranks or more in which each rank sends to all others."""
     targets: dict[int, set[int]] = {}
     for message in messages:
@@ -306,7 +264,7 @@ def _meshes(messages: Iterable[_Message]) -> Iterator[tuple[int, ...]]:
                 yield tuple(sorted(ranks))
 
 
-def _operation(messages: Sequence[_Message]) -> str:
+def _operation(messages: Sequence[DrawnTransfer]) -> str:
     """The name of a collective operation in which each rank sends to all others."""
     if messages[0].kind == "results":
         target = messages[0].target
@@ -325,8 +283,7 @@ def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | 
         owners = _ranks([work.host] if whole else range(size))
         met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{owners}"
         text = f"q{owners} {met}" + ("" if whole else f" {work.share} heads")
-        queries: Queries = "own" if whole or size == 1 else "both"
-        cells[work.step][work.host] = Cell(text, float(work.products * work.share), queries)
+        cells[work.step][work.host] = Cell(text, float(work.products * work.share))
     return tuple(map(tuple, cells))
 
 
@@ -338,7 +295,7 @@ def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
     count = max((step for step, _ in found), default=-1) + 1
     times = Counter(_pair(compute) for computes in found.values() for compute in computes)
     return tuple(
-        tuple(_cell(plan, rank, found.get((step, rank), []), times) for rank in range(plan.size))
+        tuple(_cell(plan, found.get((step, rank), []), times) for rank in range(plan.size))
         for step in range(count)
     )
 
@@ -348,7 +305,7 @@ def _pair(compute: Compute) -> tuple[object, ...]:
 
 
 def _cell(
-    plan: Plan, rank: int, computes: Sequence[Compute], times: Mapping[tuple[object, ...], int]
+    plan: Plan, computes: Sequence[Compute], times: Mapping[tuple[object, ...], int]
 ) -> Cell | None:
     if not computes:
         return None
@@ -360,9 +317,7 @@ def _cell(
         part = "" if shared == 1 else "½" if shared == 2 else f"1/{shared} "
         keys.setdefault((part, compute.queries.owners), []).extend(compute.keys.owners)
     text = ", ".join(f"{part}q{_ranks(q)} k{_ranks(k)}{heads}" for (part, q), k in keys.items())
-    whose = {owner for _, owners in keys for owner in owners}
-    queries: Queries = "own" if whose == {rank} else "both" if rank in whose else "others"
-    return Cell(text, float(sum(map(plan.pairs, computes))), queries)
+    return Cell(text, float(sum(map(plan.pairs, computes))))
 
 
 def _ranks(owners: Sequence[int]) -> str:
@@ -381,23 +336,16 @@ def _ranks(owners: Sequence[int]) -> str:
     return ",".join(pieces)
 
 
-WHOSE: dict[Queries, str] = {
-    "own": "own queries",
-    "others": "queries of other ranks",
-    "both": "own queries and those of others",
-}
-
-
-def lines_of(drawn: Picture, step: int, rank: int) -> list[str]:
+def _lines_of(drawn: Picture, step: int, rank: int) -> list[str]:
     """The computation of a rank in a step, what it receives for it, and sends back after it."""
     cell = drawn.steps[step][rank]
     lines = [cell.text if cell else "waits"]
     inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
     if now := [f"{t.text} from {t.source}" for t in inputs if t.before == step]:
-        lines.append("← " + ", ".join(now))
+        lines.append("← " + ", ".join(dict.fromkeys(now)))
     results = (t for t in drawn.transfers if t.kind == "results" and t.source == rank)
     if back := [f"{t.text} to {t.target}" for t in results if t.before == step + 1]:
-        lines.append("→ " + ", ".join(back))
+        lines.append("→ " + ", ".join(dict.fromkeys(back)))
     return lines
 
 
@@ -406,14 +354,27 @@ def text(drawn: Picture) -> str:
     steps = range(len(drawn.steps))
     rows = []
     for rank in range(drawn.size):
-        cells = [[str(rank)], *(lines_of(drawn, step, rank) for step in steps)]
+        cells = [[str(rank)], *(_lines_of(drawn, step, rank) for step in steps)]
         rows += list(zip_longest(*cells, fillvalue=""))
     head = ("rank", *(f"step {step}" for step in steps))
     table = text_table(head, rows)
-    return "\n".join([f"{drawn.title} · {drawn.subtitle}", table, *below(drawn)])
+    return "\n".join([f"{drawn.title} · {drawn.subtitle}", table, *_below(drawn)])
 
 
-def below(drawn: Picture) -> Iterator[str]:
+def held(drawn: Picture) -> Iterator[str]:
+    """A line for each rank: the tokens that it holds, in its order."""
+    for rank, spans in enumerate(drawn.spans):
+        yield f"rank {rank} holds tokens {', '.join(map(_run, spans))}"
+
+
+def _run(span: Span) -> str:
+    """Tokens 4 to 7 are "4-7", every second one of them "4-6:2"."""
+    first, last = span.start, span.positions[-1]
+    one = str(first) if first == last else f"{first}-{last}"
+    return one + (f":{span.step}" if span.step > 1 and first != last else "")
+
+
+def _below(drawn: Picture) -> Iterator[str]:
     """What stands below a picture: exchanges of several ranks, who waits, and the letters."""
     groups: dict[Collective, list[str]] = {}
     for collective in drawn.collectives:

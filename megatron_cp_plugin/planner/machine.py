@@ -167,37 +167,28 @@ class Machine:
         """Whether ranks on these nodes reach each other's memory."""
         return self.copy is not None and len(set(nodes)) == 1
 
-    def between_bytes(self, operation: Operation, ranks: int, stride: int, sent: float) -> float:
-        """The bytes that a rank sends to other nodes in a collective operation.
-
-        Args:
-            ranks: that take part.
-            stride: how far apart they stand.
-            sent: bytes, to anywhere.
-        """
-        if ranks * stride <= self.gpus_per_node:
-            return 0.0
-        local = max(1, self.gpus_per_node // stride)
-        if operation == "all_to_all":
-            return sent * (ranks - local) / (ranks - 1)
-        return sent / local
-
     def collective_seconds(
         self, operation: Operation, ranks: int, stride: int, sent: float
     ) -> float:
         """Of a collective operation of all GPUs, in as many groups as stand side by side.
 
-        Args: as of `between_bytes`.
+        Args:
+            ranks: that take part.
+            stride: how far apart they stand.
+            sent: bytes of a rank, to anywhere.
         """
-        between = self.between_bytes(operation, ranks, stride, sent)
-        if not between:
+        if ranks * stride <= self.gpus_per_node:
             return self.inside.rate(operation, ranks).time(sent)
+        local = max(1, self.gpus_per_node // stride)
+        # A ring leaves a node by one of its ranks.
+        between, inside = sent / local, sent
+        if operation == "all_to_all":
+            between = sent * (ranks - local) / (ranks - 1)
+            inside -= between
         a_card = self.gpus_per_node / self.cards_per_node
         seconds = self.between.rate(operation, ranks).time(between * a_card)
-        local = self.gpus_per_node // stride
-        if local <= 1:
+        if local == 1:
             return seconds
-        inside = sent - between if operation == "all_to_all" else sent
         return max(seconds, self.inside.rate(operation, local).time(inside))
 
     def linear_speed(self, phase: Phase) -> float:

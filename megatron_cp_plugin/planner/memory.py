@@ -123,4 +123,4 @@ def layers_of(model: Model, split: Split, stage: int) -> int:
     """Of a stage of a pipeline."""
     if 0 < stage == split.pipeline - 1:
         return split.last_layers(model)
-    return -(-model.layers // split.pipeline) - (split.counts_ends(model) and stage == 0)
+    return -(-model.layers // split.pipeline)

@@ -182,8 +182,8 @@ class Split:
     """How a model is split among GPUs. Ranks are counted tensor, context, data, pipeline.
 
     Attributes:
-        expert, expert_tensor: how experts are split among the ranks of a stage, which are counted
-            expert tensor, expert, expert data.
+        expert: ranks of a stage among which experts are split.
+        expert_tensor: ranks that split each expert; only memory is known of more than 1.
         micro_batches: sequences of each data-parallel rank in a step.
         recompute: "full": a layer's forward runs again in the backward, but for attention.
         chunked_loss: logits are made in chunks, and a second time in the backward.
@@ -214,13 +214,6 @@ class Split:
         """Of a stage of the pipeline."""
         return self.tensor * self.context * self.data
 
-    def counts_ends(self, model: Model) -> bool:
-        """Whether embedding and logits stand in the place of a layer each of their stages."""
-        even = not model.layers % self.pipeline
-        return not even and not (model.layers + 2) % self.pipeline
-
     def last_layers(self, model: Model) -> int:
         """Layers of the last stage, where all others have equally many; below 1: there are none."""
-        if self.counts_ends(model):
-            return -(-model.layers // self.pipeline) - 1
         return model.layers - (self.pipeline - 1) * -(-model.layers // self.pipeline)

@@ -1,7 +1,6 @@
 """Ranks the ways to split a model over GPUs: tensor, context, pipeline, data, expert parallel.
 
-Experts are whole, or split among at most as many ranks as the rest (expert tensor parallelism).
-Parameters are whole, or sharded by Megatron-FSDP where it is supported.
+Each expert is whole. Parameters are whole, or sharded by Megatron-FSDP where it is supported.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def _worth_it(found: Iterable[tuple[TrainingStep, Split]]) -> Iterator[tuple[Tra
     """
     least: dict[Split, float] = {}
     for best, split in found:
-        alike = replace(split, expert=1, expert_tensor=1, chunked_loss=False, sharded=False)
+        alike = replace(split, expert=1, chunked_loss=False, sharded=False)
         if best.gib < least.get(alike, inf):
             least[alike] = best.gib
             yield best, split
@@ -169,12 +168,11 @@ def _ways(job: Job) -> Iterator[Split]:
         if job.sequences % data or job.tokens % (2 * context * tensor):
             continue
         recomputes: tuple[Recompute, ...] = ("none", "full")
-        parts = [ways for ways in powers if ways <= tensor] if job.model.experts else [1]
-        for expert, part, recompute, sharded in product(experts, parts, recomputes, (False, True)):
+        for expert, recompute, sharded in product(experts, recomputes, (False, True)):
             split = Split(
-                *(tensor, context, pipeline, data, expert, part),
-                job.sequences // data,
-                recompute,
+                *(tensor, context, pipeline, data, expert),
+                micro_batches=job.sequences // data,
+                recompute=recompute,
                 sharded=sharded,
             )
             try:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_cp_plugin.core.communication.record import Operation
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.experts import Dispatch
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory, own_parameters
 from megatron_cp_plugin.planner.model import Model, Split
@@ -95,21 +95,19 @@ def check_split(model: Model, split: Split, tokens: int) -> None:
     if split.last_layers(model) < 1:
         raise ConfigError(
             f"{model.name} needs layers for all stages of a pipeline, got {model.layers} layers "
-            f"and pipeline {split.pipeline}: use a divisor of {model.layers} or of "
-            f"{model.layers + 2}"
+            f"and pipeline {split.pipeline}: use a divisor of {model.layers}"
         )
     _check_sharded(model, split)
+    if split.expert_tensor > 1:
+        raise ConfigError(
+            f"a step of {model.name} needs whole experts, got expert_tensor "
+            f"{split.expert_tensor}: use 1"
+        )
     rows = (
         ("heads", model.heads, "tensor", split.tensor),
         ("tokens", tokens, "tensor * context", split.tensor * split.context),
         ("experts", max(1, model.experts), "expert", split.expert),
-        ("width of an expert", model.ffn, "expert_tensor", split.expert_tensor),
-        (
-            "tensor * context * data",
-            split.stage_gpus,
-            "expert * expert_tensor",
-            split.expert * split.expert_tensor,
-        ),
+        ("tensor * context * data", split.stage_gpus, "expert", split.expert),
     )
     for what, count, name, ways in rows:
         if count % ways:
@@ -144,7 +142,9 @@ def _times(
     local = tokens / split.context
     touched = layers * _TOUCHED * (4 / 3 if again else 1) * model.hidden * 2
     touched += _LOGIT_BYTES * model.vocabulary / split.pipeline
-    to_experts, copies = _expert_seconds(model, split, tokens, machine)
+    to_experts = copies = 0.0
+    if model.experts:
+        _, to_experts, copies = dispatch(model, split, tokens, machine)
     passes = layers * model.expert_share * (3 if again else 2)
     touched_seconds = local / split.tensor * touched / machine.memory_bytes_per_second
     each = {
@@ -181,9 +181,9 @@ def _product_seconds(
     of_mlp = seconds(model.mlp_matrices(model.dense_ffn or model.ffn), again=again)
     if model.experts:
         of_rank = model.experts // split.expert
-        rows = local / split.tensor * model.active * split.expert_tensor / of_rank
+        rows = local / split.tensor * model.active / of_rank
         of_experts = sum(
-            passes_seconds(machine, one.split(split.expert_tensor), rows, of_rank, again=again)
+            passes_seconds(machine, one, rows, of_rank, again=again)
             for one in model.mlp_matrices(model.ffn)
         )
         if model.shared:
@@ -209,21 +209,46 @@ def _tensor(model: Model, split: Split, local: float, machine: Machine, *, again
     return passes * rounds * seconds
 
 
-def dispatch(model: Model, split: Split, tokens: int) -> Dispatch:
-    """How tokens come to the experts of a layer. Args: tokens: of a micro-batch, on all ranks."""
-    local = tokens / split.context / split.tensor
-    return Dispatch(local, model.hidden, model.active, split.expert, split.expert_tensor)
+class Dispatch(NamedTuple):
+    """How tokens come to the experts of a layer and back, in one pass.
+
+    Attributes:
+        name: as of `--moe-token-dispatcher-type`.
+        messages: seconds.
+        copies: seconds in which copies of tokens are made, sorted by experts, and added.
+    """
+
+    name: str
+    messages: float
+    copies: float
 
 
-def _expert_seconds(
-    model: Model, split: Split, tokens: int, machine: Machine
-) -> tuple[float, float]:
-    """Of a pass of a layer: messages to and from experts, and copies for them."""
-    if not model.experts:
-        return 0.0, 0.0
-    found = dispatch(model, split, tokens)
-    name = found.fastest(machine)
-    return found.message_seconds(name, machine), found.copy_seconds(name, machine)
+def dispatch(model: Model, split: Split, tokens: int, machine: Machine) -> Dispatch:
+    """The faster one of two dispatchers of Megatron.
+
+    - alltoall: a copy of each token goes to each of its experts.
+    - allgather: each token goes once to all expert-parallel ranks.
+
+    All experts get equally many tokens here, which training only comes near. The weights of a
+    token's experts, which go along, are not counted.
+
+    Args: tokens: of a micro-batch, on all ranks.
+    """
+    ranks, row = split.expert, 2 * tokens / split.context / split.tensor * model.hidden
+    copies = row * model.active
+    exchanged, gathered = copies * (ranks - 1) / ranks, row * (ranks - 1)
+    ways: tuple[tuple[str, tuple[Operation, Operation], float, float], ...] = (
+        ("alltoall", ("all_to_all", "all_to_all"), exchanged, 2 * row + 6 * copies),
+        ("allgather", ("all_gather", "reduce_scatter"), gathered, 2 * (row * ranks + copies)),
+    )
+    found = []
+    for name, there_and_back, sent, touched in ways:
+        messages = 0.0
+        if ranks > 1:
+            each = (machine.collective_seconds(one, ranks, 1, sent) for one in there_and_back)
+            messages = sum(each)
+        found.append(Dispatch(name, messages, touched / machine.memory_bytes_per_second))
+    return min(found, key=lambda one: one.messages + one.copies)
 
 
 def _sharding(model: Model, split: Split, machine: Machine, layers: int, computing: float) -> float:

@@ -1,27 +1,31 @@
-"""Schedules and matrices of scores as SVG, which needs no other package."""
+"""The matrix of scores as SVG: which rank holds which tokens, and computes which scores.
+
+A row of the matrix is a query token, a column a key token. SVG needs no other package.
+"""
 
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_cp_plugin import registry
+from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.drawing import WHOSE, Picture, Queries, below, lines_of
-from megatron_cp_plugin.planner.token_picture import Scores, scores_of
+from megatron_cp_plugin.planner.drawing import Picture
 
 _STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #1f2328 } .mono { font-family: monospace }
-.title { font-weight: 600; font-size: 13px } .back { fill: #eceff2 } .cell { fill: #1f2328 }
+text { font: 12px system-ui, sans-serif; fill: #1f2328 }
+.title { font-weight: 600; font-size: 13px } .back { fill: #eceff2 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .back { fill: #2a3038 } }
 """
-_LINE, _LETTER = 18, 7.3  # pixels: between lines, and of a letter of the monospaced font
-_CELLS: dict[Queries, str] = {"own": "#9ecae1", "others": "#fdd0a2", "both": "#dadaeb"}
-_SIDE, _SMALL, _BAR = 340, 116, 8  # the matrix, that of one step, who holds a token
+# In pixels: between lines; the matrix, that of one step, who holds a token.
+_LINE, _SIDE, _SMALL, _BAR = 18, 340, 116, 8
 
 
 def check_ending(path: Path, ending: str = ".svg") -> None:
@@ -30,9 +34,7 @@ def check_ending(path: Path, ending: str = ".svg") -> None:
         raise ConfigError(f"--output is a {ending} file, got {path.name!r}: change its ending")
 
 
-def _svg(
-    title: str, width: float, height: float, body: Iterable[str], definitions: str = ""
-) -> str:
+def _svg(title: str, width: float, height: float, body: Iterable[str], definitions: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}">'
@@ -49,46 +51,6 @@ def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
     return (
         f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" fill="{fill}"/>'
     )
-
-
-def _legend(keys: Iterable[tuple[str, str]], x: float, y: float) -> Iterator[str]:
-    """Args: keys: names and colours, from left to right."""
-    for name, fill in keys:
-        yield _rect(x, y - 10, 12, 12, fill) + _text(x + 18, y, name)
-        x += 34 + _LETTER * len(name)
-
-
-def schedule(drawn: Picture) -> str:
-    """A row for each rank, a column for each step; a bar is as wide as the rank is busy."""
-    steps, ranks = range(len(drawn.steps)), range(drawn.size)
-    cells = {(step, rank): lines_of(drawn, step, rank) for step in steps for rank in ranks}
-    uneven = max(drawn.times, default=0) - min(drawn.times, default=0) > 0.005
-    heads = [f"step {n}" + (f", {drawn.times[n]:.0%} of time" if uneven else "") for n in steps]
-    high = _LINE * max(map(len, cells.values()), default=1) + 8
-    body = [_text(10, 18, drawn.title, "title"), _text(10, 36, drawn.subtitle)]
-    top, x = 3 * _LINE + 12, 64.0
-    body += [_text(10, top + rank * high + 14, f"rank {rank}") for rank in ranks]
-    for step in steps:
-        letters = max(map(len, (heads[step], *(s for rank in ranks for s in cells[step, rank]))))
-        width = _LETTER * letters + 12
-        body.append(_text(x + 4, top - 6, heads[step], "mono"))
-        for rank in ranks:
-            cell, y = drawn.steps[step][rank], top + rank * high
-            body.append(f'<rect class="back" x="{x:.5g}" y="{y}" width="{width:.5g}" height="18"/>')
-            if cell:
-                share = width * drawn.shares[step][rank]
-                body.append(_rect(x, y, share, 18, _CELLS[cell.queries]))
-            first, *travels = cells[step, rank]
-            body.append(_text(x + 4, y + 14, first, "mono cell" if cell else "mono"))
-            body += [_text(x + 4, y + 14 + _LINE * n, s, "mono") for n, s in enumerate(travels, 1)]
-        x += width + 8
-    whose = dict.fromkeys(cell.queries for step in drawn.steps for cell in step if cell)
-    y = top + drawn.size * high + _LINE
-    body += _legend(((f"computes {WHOSE[each]}", _CELLS[each]) for each in whose), 10, y)
-    words = list(below(drawn))
-    body += [_text(10, y + _LINE * number, line) for number, line in enumerate(words, 1)]
-    width = max(x, 20 + 6.5 * max(map(len, [drawn.title, drawn.subtitle, *words])), 520)
-    return _svg(drawn.title, width, y + _LINE * (len(words) + 1), body)
 
 
 def color(rank: int, size: int) -> str:
@@ -205,3 +167,98 @@ def _matrix(drawn: Scores, size: int) -> str:
             bars.append(_rect(-_BAR - 2, start, _BAR, length, fill))
     uses = "".join(f'<use href="#p{number}"/>' for number in range(len(drawn.parts)))
     return f'{"".join(bars)}<g transform="scale({scale:.5g})">{_back(drawn)}{uses}</g>'
+
+
+# ---- who computes what
+
+_MOST_TOKENS, _MOST_RANKS = 512, 32
+_TOKENS = 64  # of a picture whose number of tokens was not asked for, about
+
+
+class StepPart(NamedTuple):
+    """Computations of some ranks in one step; each rank computes its share of the heads."""
+
+    step: int
+    ranks: tuple[int, ...]
+
+
+class Scores(NamedTuple):
+    """Who computes which scores, and when.
+
+    Attributes:
+        owner: int [N], the rank that holds a token.
+        part: int [N,N], the number of the part that computes a score; -1: hidden by the mask.
+        parts: all parts.
+    """
+
+    owner: NDArray[np.int64]
+    part: NDArray[np.int64]
+    parts: tuple[StepPart, ...]
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of tokens."""
+        return len(self.owner)
+
+
+def scores_of(drawn: Picture) -> Scores:
+    """Says which rank computes which score.
+
+    Raises: ConfigError: The algorithm computes no scores; more than 512 tokens or 32 ranks.
+    """
+    if drawn.plan is None:
+        raise ConfigError(f"{drawn.title} computes no matrix of scores: leave --tokens out")
+    tokens = sum(drawn.plan.spans.lengths)
+    if drawn.size > _MOST_RANKS:
+        raise ConfigError(
+            f"--tokens draws at most {_MOST_RANKS} ranks, got {drawn.size}: leave --tokens out"
+        )
+    if tokens > _MOST_TOKENS:
+        raise ConfigError(
+            f"--tokens draws each token, at most {_MOST_TOKENS}, got {tokens}: "
+            "make --seq-len smaller"
+        )
+    owner = np.zeros(tokens, np.int64)
+    for rank, spans in enumerate(drawn.plan.spans):
+        owner[spans.elements] = rank
+    return Scores(owner, *_step_parts(drawn.plan, tokens))
+
+
+def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
+    """About 64 tokens that the ranks can split."""
+    multiple = registry.layout_of(algo, options).multiple(size)
+    return -(-_TOKENS // multiple) * multiple
+
+
+def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
+    first = min((compute.heads.q.start for compute in plan.computes), default=0)
+    ranks = np.zeros((seq_len, seq_len), np.int64)  # one bit each
+    step = np.zeros((seq_len, seq_len), np.int64)
+    for compute in plan.computes:
+        if compute.heads.q.start != first:
+            continue
+        queries = plan.positions(compute.queries).elements
+        keys = plan.positions(compute.keys).elements
+        for tile in plan.tiles(compute):
+            rows, columns = queries[tile.q], keys[tile.kv]
+            seen = np.ones((len(rows), len(columns)), np.bool_)
+            if tile.causal:
+                seen = np.tril(seen, len(columns) - len(rows))
+            if tile.reverse:
+                seen = seen[::-1, ::-1]
+            row, column = seen.nonzero()
+            at = rows[row], columns[column]
+            ranks[at] |= 1 << compute.rank
+            step[at] = compute.step
+    named = np.where(ranks > 0, step << _MOST_RANKS | ranks, -1)
+    numbers, part = np.unique(named, return_inverse=True)
+    part = part.reshape(named.shape) - (numbers[0] < 0)
+    parts = tuple(
+        StepPart(
+            number >> _MOST_RANKS,
+            tuple(rank for rank in range(plan.size) if number >> rank & 1),
+        )
+        for number in numbers.tolist()
+        if number >= 0
+    )
+    return part, parts

@@ -15,7 +15,6 @@ from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.call_memory import peak_of
 from megatron_cp_plugin.planner.drawing import picture, text
 from megatron_cp_plugin.planner.layer import Layer
-from megatron_cp_plugin.planner.svg import schedule
 from tests.any_placement import registered
 from tests.random_tests import examples
 from tests.test_random_attention import HEADS, choices, lengths, mask_of, masks, worlds
@@ -53,5 +52,5 @@ def test_any_layer(data: st.DataObject) -> None:
     assert 0 <= memory.saved <= min(memory.forward, memory.backward)
     cells = [cell.pairs for step in drawn.steps for cell in step if cell]
     assert sum(cells) == pytest.approx(pairs)
-    for shown in text(drawn), schedule(drawn):
-        assert all(cell.text in shown for step in drawn.steps for cell in step if cell)
+    shown = text(drawn)
+    assert all(cell.text in shown for step in drawn.steps for cell in step if cell)

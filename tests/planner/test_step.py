@@ -93,27 +93,17 @@ def test_tokens_that_come_to_experts_are_kept():
     assert grown == pytest.approx(model.layers * 8192 * 2 * 4 * (3 * model.ffn + model.hidden))
 
 
-def test_embedding_and_logits_count_as_layers():
-    """As Llama 3 405B was trained: 126 layers on 16 stages."""
-    model, split = MODELS["llama3-405b"], Split(8, 8, 16, micro_batches=16, recompute="full")
+@pytest.mark.parametrize(("name", "last"), [("deepseek-v3", 1), ("llama3-405b", 6)])
+def test_a_last_stage_with_fewer_layers(name, last):
+    """DeepSeek-V3 has 61 layers, Llama 3 405B 126, each on 16 stages."""
+    model, split = MODELS[name], Split(8, 8, 16, micro_batches=16, recompute="full")
+    assert split.last_layers(model) == last
     found = step(model, split, 131072, H100, attention=1e-3)
-    assert found.fits(H100)
+    assert found.fits(H100) == (name == "llama3-405b")
     job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
-    settings = megatron_settings(job, split)
-    assert settings["account_for_embedding_in_pipeline_split"]
-    assert settings["account_for_loss_in_pipeline_split"]
-    assert "account_for_loss_in_pipeline_split" not in megatron_settings(job, Split(8, 64, 2))
-
-
-def test_a_last_stage_with_fewer_layers():
-    """DeepSeek-V3 has 61 layers."""
-    model, split = MODELS["deepseek-v3"], Split(8, 4, 16, 2, 8, 8, 16, "full")
-    assert split.last_layers(model) == 1
-    assert step(model, split, 131072, H100, attention=1e-3).seconds > 0
-    job = Job(model, 131072, 1024, H100, next(iter(H100.kernels)), Mask(), 16)
-    settings = megatron_settings(job, split)
-    assert settings["decoder_last_pipeline_num_layers"] == 1
-    assert "account_for_loss_in_pipeline_split" not in settings
+    assert megatron_settings(job, split)["decoder_last_pipeline_num_layers"] == last
+    even = megatron_settings(job, replace(split, pipeline=1))
+    assert "decoder_last_pipeline_num_layers" not in even
 
 
 @pytest.mark.parametrize(("pipeline", "layers", "ends"), [(16, 4, 0), (2, 30, 1)])
@@ -174,7 +164,7 @@ def test_what_fits():
         (Split(tensor=3), "heads divisible by tensor, got 32 heads and tensor 3"),
         (
             Split(pipeline=24),
-            "for all stages of a pipeline, got 32 layers and pipeline 24: use a divisor of 32 or",
+            "for all stages of a pipeline, got 32 layers and pipeline 24: use a divisor of 32",
         ),
         (Split(context=7), "tokens divisible by tensor . context, got 8192 tokens"),
         (Split(expert=2), "experts divisible by expert, got 1 experts and expert 2"),

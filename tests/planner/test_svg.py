@@ -12,9 +12,8 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.drawing import picture
-from megatron_cp_plugin.planner.svg import color, matrix
-from megatron_cp_plugin.planner.token_picture import held, scores_of
+from megatron_cp_plugin.planner.drawing import held, picture
+from megatron_cp_plugin.planner.svg import color, matrix, scores_of
 
 TOKENS = 72
 MASKS = {
