@@ -1,8 +1,6 @@
 """Rollouts that share prefixes: packs of them are the rollouts one by one."""
 
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,26 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.rollouts import _Tree
-from tests.oracle import naive_attention
 from tests.random_tests import examples
 from tests.span_masks import dense
 
-VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS = 7, 16, 4, 2, 2
-BOUND = 1e-10
-LAYOUTS = ("zigzag", "documents")
+VOCABULARY = 7
 SEEDS = st.integers(0, 1 << 32)
 
 Rollouts = list[list[int]]
 Weights = list[list[float]]
-# q, k, v [1,S,H,D] -> [1,S,H,D].
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def random_rollouts(source: Random) -> tuple[Rollouts, Weights]:
@@ -225,190 +215,44 @@ def test_the_snippet_of_the_page_on_rollouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("given", "words"),
     [
-        (([[1, 2], [3]],), "a rollout needs 2 tokens or more, .*, got 1 in number 1: leave it out"),
-        (([[1.0, 2.0]],), "a rollout is a list of tokens, got [1.0, 2.0] as number 0: pass whole"),
-        (([[[1, 2]]],), "a rollout is a list of tokens, got [[1, 2]] as number 0: pass whole"),
-        ((["abc"],), "a rollout is a list of tokens, got 'abc' as number 0: pass whole"),
-        (([[1, 2], [3, 4]], [[1, 1]]), "for each token of the 2 rollouts, got 1: tokens of"),
-        (([[1, 2], [3, 4]], [[1, 1], [1]]), "2 rollouts, got [1] for number 1: tokens of a prompt"),
+        ({"rollouts": None}, "rollouts need to be lists of tokens, got None"),
+        ({"rollouts": "words"}, "a rollout is a list of tokens, got 'w' as number 0"),
+        ({"rollouts": [[1, 2], [3]]}, "2 tokens or more, .*, got 1 in number 1: leave it out"),
+        ({"rollouts": [[1.0, 2.0]]}, "list of tokens, got [1.0, 2.0] as number 0: pass whole"),
+        ({"rollouts": [[[1, 2]]]}, "list of tokens, got [[1, 2]] as number 0: pass whole"),
+        ({"rollouts": ["abc"]}, "a rollout is a list of tokens, got 'abc' as number 0: pass whole"),
+        ({"rollouts": [[1, -2, 3]]}, "tokens need to be 0 or more, got -2 in rollout 0"),
+        ({"rollouts": [[1, 10**30]]}, "a rollout is a list of tokens, got [1, 10"),
+        ({"weights": [[1, 1, 1]] * 2}, "for each token of the 1 rollouts, got 2: tokens of"),
+        ({"weights": [[1]]}, "1 rollouts, got [1] for number 0: tokens of a prompt"),
+        ({"weights": [[0.0, float("nan"), 1.0]]}, "weights need to be finite, got others for"),
+        ({"weights": ["many"]}, "weights need a list of numbers for each rollout, got ['many']"),
+        ({"budget": 1, "multiple": 4}, "in multiples of 4 needs .* takes 2: raise it to 4"),
+        ({"multiple": 0}, "multiple needs 1 or more tokens, got 0"),
+        ({"ranks": 0}, "ranks needs 1 or more data-parallel ranks, got"),
     ],
+    ids=str,
 )
-def test_what_is_no_rollout_is_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ContextParallelError, match=re.escape(message).replace(r"\.\*", ".*")):
-        cp.pack_rollouts(*arguments)
+def test_what_makes_no_sense_is_refused(given: dict[str, Any], words: str) -> None:
+    pattern = re.escape(words).replace(r"\.\*", ".*")
+    with pytest.raises(ContextParallelError, match=pattern) as error:
+        cp.pack_rollouts(**({"rollouts": [[1, 2, 3]]} | given))
+    assert "\n" not in str(error.value)
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    rollouts = [[1, 2], [1, 2, 3, 4, 5, 6]]
-    with pytest.raises(
-        ContextParallelError, match=r"in multiples of 4 needs .* takes 5: raise it to 8"
-    ):
-        cp.pack_rollouts(rollouts, budget=7, multiple=4)
-    with pytest.raises(ContextParallelError, match="multiple needs 1 or more tokens, got 0"):
-        cp.pack_rollouts(rollouts, multiple=0)
-    with pytest.raises(
-        ContextParallelError, match="ranks needs 1 or more data-parallel ranks, got"
-    ):
-        cp.pack_rollouts(rollouts, ranks=0)
-    (pack,) = cp.pack_rollouts(rollouts)
+def test_numbers_of_another_length_are_refused() -> None:
+    (pack,) = cp.pack_rollouts([[1, 2], [1, 2, 3, 4, 5, 6]])
     with pytest.raises(ContextParallelError, match=r"the pack's 5 tokens, got \[1, 3\]: unshard"):
         pack.per_rollout(torch.zeros(1, 3))
 
 
-class Policy:
-    """A tiny transformer with rotary embeddings, in float64."""
-
-    def __init__(self, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        shapes = [(VOCABULARY, WIDTH)]
-        for _ in range(LAYERS):
-            dim = WIDTH // HEADS
-            shapes += [(WIDTH, (HEADS + 2 * KV_HEADS) * dim), (WIDTH, WIDTH)]
-            shapes += [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)]
-        shapes.append((WIDTH, VOCABULARY))
-        self.parameters = [
-            torch.randn(shape, generator=draw, dtype=torch.float64) * 0.4 for shape in shapes
-        ]
-
-    def leaves(self) -> list[Tensor]:
-        return [each.clone().requires_grad_() for each in self.parameters]
-
-
-def log_probs(
-    weights: Sequence[Tensor],
-    tokens: Tensor,
-    labels: Tensor,
-    positions: Tensor,
-    attention: Attention,
-) -> Tensor:
-    """[S] each -> [S]."""
-    dim = WIDTH // HEADS
-    angles = positions[:, None, None] * 0.7 ** torch.arange(dim // 2, dtype=torch.float64)
-
-    def turned(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-    embedding, *layers, head = weights
-    hidden = embedding[tokens]
-    for at in range(0, len(layers), 4):
-        qkv, out, up, down = layers[at : at + 4]
-        x = (hidden @ qkv).view(-1, HEADS + 2 * KV_HEADS, dim)
-        q, k, v = x.split((HEADS, KV_HEADS, KV_HEADS), 1)
-        seen = attention(turned(q)[None], turned(k)[None], v[None])
-        hidden = hidden + seen.flatten(2)[0] @ out
-        hidden = hidden + (hidden @ up).tanh() @ down
-    return (hidden @ head).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-
-
-def clipped(found: Tensor, old: Tensor, weights: Tensor) -> Tensor:
-    """A loss of one rollout that is not linear: the ratio of PPO, whose old log-probs differ
-    between rollouts where their tokens do not.
-    """
-    ratio = (found - old).exp()
-    return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights).sum() + found.sum() ** 2
-
-
-def compare(source: Random, size: int, layout: str) -> None:
-    """Log-probs, a sum by weights, a clipped loss for each rollout, and all gradients."""
-    rollouts, weights = random_rollouts(source)
-    policy = Policy(source.randint(0, 1000))
-    draw = torch.Generator().manual_seed(source.randint(0, 1000))
-    old = [torch.randn(len(x) - 1, generator=draw, dtype=torch.float64) - 1 for x in rollouts]
-    advantages = [torch.tensor(each[1:], dtype=torch.float64) for each in weights]
-
-    leaves, alone, expected = policy.leaves(), [], torch.zeros((), dtype=torch.float64)
-    for number, rollout in enumerate(rollouts):
-        x = torch.tensor(rollout)
-        found = log_probs(leaves, x[:-1], x[1:], torch.arange(len(x) - 1), causally)
-        alone.append(found.detach())
-        expected = expected - (advantages[number] * found).sum()
-        expected = expected + clipped(found, old[number], advantages[number])
-    gradients = torch.autograd.grad(expected, leaves)
-
-    longest = max(map(len, rollouts)) - 1
-    budget = source.choice([None, longest + 2 * size, 3 * longest])
-    packs = cp.pack_rollouts(
-        rollouts,
-        weights,
-        budget=budget,
-        multiple=source.choice([1, size]),
-        ranks=source.randint(1, 3),
-    )
-
-    def rank(topology: Topology) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
-        mine, total, back = policy.leaves(), torch.zeros((), dtype=torch.float64), {}
-        for pack in packs:
-            c = cp.Context(
-                algo="zigzag",
-                group=topology,
-                spans=pack.spans,
-                seq_len=len(pack.tokens),
-                layout=layout,
-            )
-            cut = (c.shard(x, 0) for x in (pack.tokens, pack.labels, pack.positions))
-            found = log_probs(mine, *cut, partial(c.attention, kernel="reference"))
-            total = total - (c.shard(pack.weights, 0) * found).sum()
-            whole = c.unshard(found, 0)
-            for number, own in zip(pack.rollouts, pack.per_rollout(whole), strict=True):
-                back[number] = own.detach()
-                # Every rank has it.
-                total = total + clipped(own, old[number], advantages[number]) / size
-        return total.detach(), list(torch.autograd.grad(total, mine)), back
-
-    results = run_virtual(size, rank)
-    assert close(sum(loss for loss, _, _ in results), expected.detach())
-    for found, wanted in zip(
-        zip(*(each for _, each, _ in results), strict=True), gradients, strict=True
-    ):
-        assert close(sum(found), wanted)
-    for _, _, back in results:
-        assert sorted(back) == list(range(len(rollouts)))
-        assert all(close(back[number], wanted) for number, wanted in enumerate(alone))
-
-
-def causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return naive_attention(q, k, v, causal=True, scale=q.shape[-1] ** -0.5)
-
-
-def close(found: Any, wanted: Tensor) -> bool:
-    return float((found - wanted).abs().max()) <= BOUND * max(1.0, float(wanted.abs().max()))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@examples(3)
-@given(SEEDS)
-def test_equal_rollouts_one_by_one(size: int, layout: str, seed: int) -> None:
-    compare(Random(seed), size, layout)
+def test_more_ranks_than_anyone_has() -> None:
+    assert len(cp.pack_rollouts([[1, 2, 3], [1, 2, 4]], ranks=100_000)) == 100_000
 
 
 def test_halves_of_a_pack_have_about_equal_work() -> None:
     """Three short rollouts on one side, a long one on the other."""
     tree = _Tree(np.array([2, 2, 2, 10]), np.zeros(4, np.int64), token_work=0)
     assert tree._halves([0, 1, 2, 3]) == ([0, 1, 2], [3])
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"rollouts": None}, "rollouts need to be lists of tokens, got None"),
-        ({"rollouts": "words"}, "a rollout is a list of tokens, got 'w' as number 0"),
-        ({"rollouts": [[1, -2, 3]]}, "tokens need to be 0 or more, got -2 in rollout 0"),
-        ({"rollouts": [[1, 10**30]]}, "a rollout is a list of tokens, got [1, 10"),
-        ({"weights": [[0.0, float("nan"), 1.0]]}, "weights need to be finite, got others for"),
-        ({"weights": ["many"]}, "weights need a list of numbers for each rollout, got ['many']"),
-    ],
-    ids=str,
-)
-def test_values_that_make_no_sense(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ContextParallelError, match=re.escape(words)) as error:
-        cp.pack_rollouts(**({"rollouts": [[1, 2, 3]]} | given))
-    assert "\n" not in str(error.value)
-
-
-def test_more_ranks_than_anyone_has() -> None:
-    assert len(cp.pack_rollouts([[1, 2, 3], [1, 2, 4]], ranks=100_000)) == 100_000

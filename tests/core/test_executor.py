@@ -12,20 +12,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
-from tests.over_slots import CASES, compare
 from tests.peer_world import PeerWorld, run_virtual
-
-
-@pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
-def test_copy_engines_are_used_where_two_buffers_are_enough(
-    algo: str, options: dict[str, object]
-) -> None:
-    (channels, *_) = compare(algo, options, 4, Mask(), 32)
-    results = ("returns" if algo == "distflash" else "sums", 1)
-    exchanges = {name: channel._turn for name, channel in channels.items()}
-    assert set(exchanges) == {("fetches", 2), results}
-    assert exchanges[results] > 0
-    assert exchanges["fetches", 2] >= 2
 
 
 def test_transport_peer_is_refused_where_a_rank_holds_many_blocks() -> None:

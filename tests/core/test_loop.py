@@ -1,7 +1,8 @@
 """The loop over slots of memory, as copy engines use them, and over process groups."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import current_thread
 from typing import Any
 
@@ -20,9 +21,45 @@ from megatron_cp_plugin.core.placement import Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
-from tests.over_slots import CASES, compare
 from tests.pairwise import pairwise
 from tests.peer_world import VirtualPeerCommunicator, run_virtual
+from tests.test_conformance import Case, assert_conforms
+
+CASES: list[tuple[str, dict[str, object]]] = [
+    ("ring", {"backward": "kv"}),
+    ("zigzag", {"backward": "query", "chunks": 2}),
+    ("zigzag", {"backward": "kv", "chunks": 2}),
+    ("zigzag", {"backward": "kv", "gradients": "model"}),
+    ("distflash", {"helpers": "distance"}),
+    ("distflash", {"helpers": "distance", "chunks": 2}),
+    ("distflash", {"helpers": "distance", "last_step": "owner"}),
+    ("distflash", {"transport": "peer"}),
+]
+
+
+def compare(algo: str, options: dict[str, object], size: int, mask: Mask, seq_len: int) -> None:
+    """With float64, over slots where ranks have peer memory."""
+    settings = {"causal": mask.causal, "window": mask.window, "kernel": "reference"}
+    documents = [0, *mask.documents, seq_len]
+    case = Case(algo, tuple(options.items()))
+    assert_conforms(case, size, seq_len=seq_len, cu_seqlens=documents, **settings)
+
+
+@pytest.mark.parametrize(("algo", "options"), CASES, ids=str)
+def test_copy_engines_are_used_where_two_buffers_are_enough(
+    algo: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: Counter[tuple[str, int]] = Counter()
+    post = VirtualPeerCommunicator._post
+
+    def counted(self, *args, **how):
+        posted[self.channel, self._slots] += 1
+        return post(self, *args, **how)
+
+    monkeypatch.setattr(VirtualPeerCommunicator, "_post", counted)
+    compare(algo, options, 4, Mask(), 32)
+    assert set(posted) == {("fetches", 2), ("returns" if algo == "distflash" else "sums", 1)}
+    assert posted["fetches", 2] >= 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -33,18 +70,8 @@ from tests.peer_world import VirtualPeerCommunicator, run_virtual
 def test_copy_engines_find_what_they_need(
     case: tuple[str, dict[str, object]], size: int, mask: Mask
 ) -> None:
-    """Blocks of unequal lengths: all ranks have slots of one size, used in the same turns.
-
-    With documents some ranks pass sums on to which they add nothing.
-    """
-    algo, options = case
-    if size == 1:
-        mask = replace(mask, documents=())
-    by_rank = compare(algo, options, size, mask, 5 * size + size // 2)
-    assert bool(by_rank[0]) == (size > 1)
-    for name in by_rank[0]:
-        channels = [channels[name] for channels in by_rank]
-        assert len({(channel._turn, channel.held_bytes) for channel in channels}) == 1
+    """Blocks of unequal lengths; with documents some ranks have nothing to add to sums."""
+    compare(*case, size, mask, 5 * size + size // 2)
 
 
 @pytest.mark.parametrize("mask", [Mask(window=7), Mask(documents=(3, 7))], ids=str)
@@ -53,9 +80,7 @@ def test_copy_engines_find_what_they_need(
 def test_helpers_by_work_exchange_with_several_ranks_over_peer_memory(
     options: dict[str, object], size: int, mask: Mask
 ) -> None:
-    for channels in compare("distflash", options, size, mask, 5 * size + size // 2):
-        assert all(channel._turn > 0 for channel in channels.values())
-        assert channels
+    compare("distflash", {"transport": "peer", **options}, size, mask, 5 * size + size // 2)
 
 
 def test_helpers_may_send_results_while_their_owner_computes(
@@ -112,9 +137,8 @@ def test_results_that_wait_to_be_merged_are_not_overwritten(
 def test_sums_that_a_rank_passes_on_as_they_came(gradients: str) -> None:
     """Rank 4 has nothing to add to the gradients of rank 1's keys, and ranks around it have."""
     options: dict[str, object] = {"backward": "kv", "gradients": gradients, "chunks": 1}
-    options["route"] = "ring"
-    (channels, *_) = compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
-    assert channels["sums", 1]._turn > 0
+    options |= {"route": "ring", "transport": "peer"}
+    compare("zigzag", options, 5, Mask(documents=(2, 8, 9)), 15)
 
 
 class _Written(TorchDispatchMode):

@@ -9,7 +9,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup, Post, RecordedKernel, Wait
 from megatron_cp_plugin.planner.meta import trace_of
 from megatron_cp_plugin.registry import create
-from tests.core.test_executor import compare
+from tests.core.test_loop import compare
 from tests.test_conformance import Case, assert_conforms
 
 
