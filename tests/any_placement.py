@@ -19,7 +19,6 @@ from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import choice
 from tests.any_kernel import ABILITIES, AnyKernel
-from tests.foreign_algorithm import RandomBalanced
 from tests.halves import Halves
 
 
@@ -118,7 +117,6 @@ def registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_algorithms", dict(registry._algorithms))
         cp.register("any")(AnyAlgorithm)
-        cp.register("random_balanced")(RandomBalanced)
         cp.register("halves")(Halves)
         for kernel in map(AnyKernel, range(2 ** (len(ABILITIES) + 1))):
             patch.setitem(choice._KERNELS, kernel.name, partial(_itself, kernel))

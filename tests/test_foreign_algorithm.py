@@ -14,8 +14,10 @@ from megatron_cp_plugin import cli, registry
 from megatron_cp_plugin.algorithms.lasp import Lasp
 from megatron_cp_plugin.core.algorithm import number
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
+from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.kernels.choice import kernel_called
@@ -27,7 +29,7 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.registry import create, create_linear
 from tests import test_linear_conformance as linear
-from tests.foreign_algorithm import RandomBalanced
+from tests.any_placement import AnyAlgorithm, AnyPlacement
 from tests.foreign_linear import Doubling
 from tests.halves import Halves
 from tests.linear_bytes import stated
@@ -42,8 +44,8 @@ MASKS: dict[str, dict[str, Any]] = {
     "documents": {"documents": (3, 11, 17)},
 }
 CASES = [
-    Case("random_balanced"),
-    Case("random_balanced", (("ranks", "any"), ("seed", 7), ("chunks", 2))),
+    Case("any", (("hosts", "owners"), ("parts", 2), ("uneven", True))),
+    Case("any", (("seed", 7), ("chunks", 2))),
     Case("halves"),
     Case("striped_here"),
     Case("striped_here", (("travels", "queries"), ("chunks", 2))),
@@ -56,7 +58,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For one test only: other suites run every name that is registered."""
     cp.available()
     monkeypatch.setattr(registry, "_algorithms", dict(registry._algorithms))
-    cp.register("random_balanced")(RandomBalanced)
+    cp.register("any")(AnyAlgorithm)
     cp.register("halves")(Halves)
     # The example of CONTRIBUTING.md.
     (tmp_path / "striped.py").write_text(example())
@@ -120,35 +122,26 @@ def test_bytes_of_the_example(travels: str) -> None:
         )
 
 
-def test_the_random_assignment_balances_what_the_mask_leaves() -> None:
-    case = Case("random_balanced", (("ranks", "any"),))
-    for mask in (Mask(False), Mask(), Mask(documents=(40, 90, 300))):
-        shape = Shape(1, 800, 1, 1, 8)
-        for plan in plans(case, 16, shape, mask):
-            work = [0] * 16
-            for compute in plan.computes:
-                work[compute.rank] += int(plan.pairs(compute))
-            # Given out one after another, each to the rank with least.
-            assert max(work) <= sum(work) / 16 + max(map(plan.pairs, plan.computes))
-            assert len({compute.rank for compute in plan.computes}) == 16
-
-
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, option in (("random_balanced", "ranks=any"), ("striped_here", "travels=queries")):
+    for name, option in (("any", "hosts=owners"), ("striped_here", "travels=queries")):
         assert cli.main(["draw", "--algo", name, "--size", "4", "--option", option]) == 0
         assert f"{name}, {option} · 4 ranks" in capsys.readouterr().out
     words = "plan --size 4 --seq-len 64 --heads 8 --machine h200"
     assert cli.main(words.split()) == 0
-    assert {"random_balanced", "striped_here"} <= set(capsys.readouterr().out.split())
+    assert {"any", "striped_here"} <= set(capsys.readouterr().out.split())
 
 
 def test_auto_tries_numbers_that_are_worth_it() -> None:
     @cp.register("mine")
-    class _Tiled(RandomBalanced):
+    class _Tiled(Halves):
         @dataclass(frozen=True)
-        class Options(RandomBalanced.Options):
+        class Options(Halves.Options):
             seed: int = number(0, lambda size: [0, size])
             other: int = 5
+
+        def placement(self, shape: Shape, mask: Mask, phase: Phase) -> BlockPlacement:
+            groups = self.head_groups(shape, mask)
+            return AnyPlacement(self.layout, self.topology.size, groups, seed=self.options.seed)
 
     question = (Shape(1, 96, 4, 2, 8), Mask(), VirtualWorld(6).topology(0))
     tried = {one.options for one in candidates(*question)[0] if one.algo == "mine"}

@@ -82,7 +82,6 @@ CHOICES = [
     Choice("distflash", (("helpers", "distance"),)),
     *(Choice("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
     *(Choice("any", (("relay", name),)) for name in ("none", "either")),
-    Choice("random_balanced", ()),
     Choice("halves", ()),
 ]
 

@@ -12,7 +12,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.plans.checks import fits_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, QUERIES, Block, Move, Plan, Side
+from megatron_cp_plugin.core.plans.plan import PHASES, QUERIES, Block, Side
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
@@ -126,14 +126,6 @@ def rows_of(block: Block) -> list[int]:
     return [row for start, stop in block.rows for row in range(start, stop)]
 
 
-def changed(plan: Plan, *, drop: Move | None = None, **of_first: object) -> Plan:
-    """The plan without a move, or with a first move of other settings."""
-    if drop is not None:
-        return replace(plan, moves=tuple(move for move in plan.moves if move is not drop))
-    first = plan.moves[0]._replace(**of_first)  # type: ignore[arg-type]
-    return replace(plan, moves=(first, *plan.moves[1:]))
-
-
 SHAPE = Shape(1, 24, 4, 2, 8)
 
 
@@ -145,39 +137,7 @@ def test_every_move_is_needed(name: str, phase: str) -> None:
     check(plan)
     for move in plan.moves:
         with pytest.raises(PlanError):
-            check(changed(plan, drop=move))
-
-
-@pytest.mark.parametrize("name", ["zigzag", "distflash"])
-def test_wrong_plans_are_told_apart(name: str) -> None:
-    plan = algorithm(name, 4).plan(SHAPE, Mask())
-    first = plan.moves[0]
-    missing = f"has no {first.messages[0][0]} of rank"
-    with pytest.raises(PlanError, match=missing):
-        check(changed(plan, needed=first.needed + 1))
-    with pytest.raises(PlanError, match="waits before"):
-        check(changed(plan, needed=first.posted))
-    with pytest.raises(PlanError, match=missing):
-        check(changed(plan, block=first.block._replace(rows=((1, 6),))))
-    with pytest.raises(PlanError, match="times for head"):
-        check(replace(plan, computes=(*plan.computes, plan.computes[0])))
-    with pytest.raises(PlanError, match="0 times for head 0 of share 0, got 1 from the mask"):
-        check(replace(plan, computes=plan.computes[1:]))
-
-
-def test_a_result_that_is_sent_twice() -> None:
-    plan = algorithm("distflash", 5).plan(SHAPE, Mask())
-    (back, *_) = (move for move in plan.moves if move.result)
-    with pytest.raises(PlanError, match=r"rank \d sends out of rank \d twice"):
-        check(replace(plan, moves=(*plan.moves, back)))
-
-
-def test_a_sum_that_leaves_too_early() -> None:
-    plan = algorithm("zigzag", 4).plan(SHAPE, Mask(), "backward")
-    others = [move for move in plan.moves if not move.result]
-    early, *rest = (move for move in plan.moves if move.result)
-    with pytest.raises(PlanError, match="ends with"):
-        check(replace(plan, moves=(*others, early._replace(posted=early.posted - 1), *rest)))
+            check(replace(plan, moves=tuple(other for other in plan.moves if other is not move)))
 
 
 # Closed formulas: written down without the plan, for equal blocks of S tokens a rank.

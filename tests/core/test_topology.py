@@ -1,12 +1,21 @@
 """Channels of a topology and their memory."""
 
+import operator
+
 import pytest
 import torch
 
+import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Room, Topology
 from megatron_cp_plugin.errors import ConfigError
-from tests.core.test_virtual import attend, channels
-from tests.peer_world import run_virtual
+from tests.peer_world import PeerWorld, run_virtual
+
+
+def attend(topology: Topology, **settings):
+    """Forward and backward of a small problem."""
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    out = cp.attention(q, q, q, group=topology, **settings)
+    return torch.autograd.grad(out.sum(), q)
 
 
 def test_peer_transport_without_peer_access_is_refused():
@@ -18,7 +27,7 @@ def test_channels_of_one_name_have_the_slots_that_were_asked_for():
     """Each with memory and turns of its own."""
 
     def body(topology: Topology):
-        one, two = channels(topology, 1, 2)
+        one, two = (topology.peer_channel("blocks", slots) for slots in (1, 2))
         assert topology.peer_channel("blocks", 2) is two
         other = 1 - topology.rank
         got = []
@@ -42,3 +51,42 @@ def test_memory_of_subgroups_counts():
 
     for whole, inner in run_virtual(4, body, peer_access=True):
         assert whole == inner > 0
+
+
+def test_receive_buffers_are_made_once():
+    channel = PeerWorld(1).topology(0)._make_peer_channel("blocks", 2)
+
+    def buffers(tokens):
+        """Of the next two exchanges."""
+        found = []
+        for _ in range(2):
+            found += channel.buffers(Room.of([((tokens, 3), torch.float32)]), torch.device("cpu"))
+            channel.exchange([], []).wait()
+        return found
+
+    first, other = buffers(4)
+    assert first.data_ptr() != other.data_ptr()
+    assert all(map(operator.is_, buffers(4), (first, other)))
+    larger = buffers(400)
+    assert all(x.shape == (400, 3) for x in larger)
+    grown = buffers(4)
+    assert [x.data_ptr() for x in grown] == [x.data_ptr() for x in larger]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_training_after_inference_mode(size: int):
+    """Receive buffers that evaluation has made are written to by training."""
+    q, k, v, dout = torch.randn(4, 1, 8 * size, 2, 8, dtype=torch.float64)
+
+    def body(topology: Topology) -> bool:
+        settings = {"algo": "zigzag", "group": topology}
+        inputs = [cp.shard(x, 1, **settings).requires_grad_() for x in (q, k, v)]
+        with torch.inference_mode():
+            cp.attention(*inputs, **settings, transport="peer")
+        found = []
+        for transport in ("peer", "group"):
+            out = cp.attention(*inputs, **settings, transport=transport)
+            found.append((out, *torch.autograd.grad(out, inputs, cp.shard(dout, 1, **settings))))
+        return all(map(torch.equal, *found))
+
+    assert all(run_virtual(size, body, peer_access=True))

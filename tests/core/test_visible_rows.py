@@ -1,8 +1,6 @@
 """Only rows that the mask needs travel: bytes that ranks send, counted token by token."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,7 +18,7 @@ from megatron_cp_plugin.core.ranges import Span, longest_gap, union
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of
 from tests.core.test_rows import SETS, numbers_of, of_numbers
-from tests.plan_check import PlanError, check
+from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import Case, assert_conforms, cases
 from tests.test_random_attention import mask_of, masks
@@ -219,25 +217,6 @@ def assert_sent(
     assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
 
 
-def test_whole_documents_stay_where_they_are() -> None:
-    """Rows of documents that are on several ranks travel; of whole ones none."""
-    lengths = [0, 24, 27, 32, 56, 60, 64]
-    mask = Mask(documents=starts_of(lengths, 64))
-    algorithm = create("zigzag", VirtualWorld(2).topology(0), {"layout": "documents"})
-    algorithm = algorithm.for_documents(mask.documents)
-    plan = algorithm.plan(Shape(1, 64, 4, 4, 8), mask)
-    ranks: dict[int, set[int]] = {}  # by document
-    for rank, spans in enumerate(plan.spans):
-        for position in (n for span in spans for n in span.positions):
-            ranks.setdefault(bisect_right(lengths, position), set()).add(rank)
-    whole = {document for document, owners in ranks.items() if len(owners) == 1}
-    assert len(ranks) > len(whole) > 0
-    for move in plan.moves:
-        sent = {n for span in plan.positions(move.block) for n in span.positions}
-        assert whole.isdisjoint(bisect_right(lengths, position) for position in sent)
-    check(plan)
-
-
 def test_without_documents_and_windows_blocks_are_one_range() -> None:
     for size in (2, 3, 4, 5):
         for case in cases():
@@ -266,19 +245,6 @@ def test_short_gaps_travel_too(gap: int, ranges: int) -> None:
         assert {len(move.block.rows) for move in moves} == {ranges}
         assert {move.tokens for move in moves} == {640 if ranges == 1 else 640 - gap}
         check(plan)
-
-
-def test_a_block_with_gaps_is_computed_with_as_it_came() -> None:
-    """The checker tells where rows that a kernel is not given lie between those that it is."""
-    made = create("zigzag", VirtualWorld(2).topology(0), {"route": "straight"})
-    plan = made.plan(Shape(1, 1280, 4, 2, 8), Mask(False, documents=(620, 700)))
-    check(plan)
-    moves = (m._replace(block=m.block._replace(rows=((0, 640),))) for m in plan.moves)
-    with pytest.raises(PlanError, match="with rows of others between those that it computes with"):
-        check(replace(plan, moves=tuple(moves)))
-    fewer = (m._replace(block=m.block._replace(rows=m.block.rows[:1])) for m in plan.moves)
-    with pytest.raises(PlanError, match="rank 0 has no k of rank 1"):
-        check(replace(plan, moves=tuple(fewer)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
