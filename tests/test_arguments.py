@@ -30,6 +30,9 @@ WRONG_CALLS = {
         "got [[0, 3, 8]]: cast them first, in one dimension",
     ),
     "no documents": ({"cu_seqlens": []}, "ascending numbers from 0 to seq_len = 8, got []"),
+    "late documents": ({"cu_seqlens": [1, 8]}, "from 0 to seq_len = 8, got [1, 8]"),
+    "documents that end early": ({"cu_seqlens": [0, 7]}, "from 0 to seq_len = 8, got [0, 7]"),
+    "documents that descend": ({"cu_seqlens": [0, 5, 3, 8]}, "ascending numbers from 0 to seq_len"),
     "numbers in place of spans": ({"spans": range(999)}, "kind, each, got range(0, 999)"),
     "no algorithm": ({"algo": None}, "unknown context-parallel algorithm None: use one of"),
     "no kernel": ({"kernel": None}, "kernel needs a name, got None: leave it out"),
@@ -202,6 +205,9 @@ CALLS = {
     "chunked_cross_entropy": lambda x: cp.chunked_cross_entropy(
         x, x.new_ones(5, 8), torch.zeros(x.shape[:-1], dtype=torch.long)
     ),
+    "chunked_log_probs": lambda x: cp.chunked_log_probs(
+        x, x.new_ones(5, 8), torch.zeros(x.shape[:-1], dtype=torch.long), entropy=True
+    )[1],
 }
 
 
@@ -229,6 +235,16 @@ def test_derivatives_in_forward_mode_are_refused_in_one_line(call):
         dual = torch.autograd.forward_ad.make_dual(x, x)
         with pytest.raises(ContextParallelError, match=f"{call} has no derivative in forward mode"):
             CALLS[call](dual)
+
+
+@pytest.mark.parametrize("call", [*CALLS, "unshard"])
+def test_second_derivatives_are_refused_and_not_zero(call):
+    """Where the gradient that comes in requires none, torch takes ours for a constant."""
+    x = torch.randn(1, 8, 4, 8, requires_grad=True)
+    out = cp.unshard(x, 1, algo="ring").square() if call == "unshard" else CALLS[call](x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (x.square().sum() + gradient.square().sum()).backward()
 
 
 def test_numbers_of_other_libraries_are_numbers():

@@ -1,7 +1,7 @@
 """`algo="auto"`: what is chosen, by whom, and what never is."""
 
 import logging
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from tests.oracle import naive_attention
+from tests.span_masks import dense
 
 
 def tensors(tokens: int) -> tuple[torch.Tensor, ...]:
@@ -18,75 +19,49 @@ def tensors(tokens: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, tokens, n, 16, dtype=torch.float64) for n in (8, 4, 4))
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_a_call_is_right_and_chosen_once(layout: str, caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = tensors(64)
-
-    def job(topology: Topology) -> torch.Tensor:
-        how = {"algo": "auto", "group": topology, "layout": layout}
-        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
-        cp.attention(*shards, **how)
-        return cp.unshard(cp.attention(*shards, **how), 1, **how)
-
-    with caplog.at_level(logging.INFO):
-        for whole in run_virtual(4, job):
-            expected = naive_attention(q, k, v, causal=True, scale=0.25)
-            torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto chose ")]
-    assert len(said) == 1
-    assert f"({layout} layout)" in said[0]
+BOUNDS = (0, 40, 48, 96)
+# The arguments of two calls: the second has what the choice for the first one stands for.
+GIVEN: dict[str, list[dict[str, Any]]] = {
+    "causal": [{}, {}],
+    "documents": [{"cu_seqlens": BOUNDS}, {"cu_seqlens": BOUNDS}],
+    "spans": [{"spans": cp.spans.prefix_lm(prefix, 96)} for prefix in (20, 24)],
+}
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "thd", "documents"])
-def test_documents_stand_for_others_of_the_layout(layout: str) -> None:
-    """What is assumed of their lengths suits the layout, whatever the batch at hand has."""
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("causal", layout) for layout in ("zigzag", "contiguous")),
+        *(("documents", layout) for layout in ("zigzag", "thd", "documents")),
+        *(("spans", layout) for layout in ("zigzag", "contiguous", "documents")),
+    ],
+)
+def test_calls_are_right_and_chosen_once(
+    kind: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By documents of lengths that suit the layout, and by the spans of the first call."""
     q, k, v = tensors(96)
-    bounds = (0, 40, 48, 96)
-
-    def job(topology: Topology) -> torch.Tensor:
-        how = {"algo": "auto", "group": topology, "layout": layout, "cu_seqlens": bounds}
-        shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
-        return cp.unshard(cp.attention(*shards, **how), 1, **how)
-
-    expected = torch.cat(
-        [
-            naive_attention(*(x[:, a:b] for x in (q, k, v)), causal=True, scale=0.25)
-            for a, b in pairwise(bounds)
-        ],
-        1,
-    )
-    for whole in run_virtual(4, job):
-        torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "documents"])
-def test_spans_are_chosen_for(layout: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By those of a first call, for others that let about as many pairs through."""
-    tokens = 96
-    q, k, v = tensors(tokens)
-    prefixes = 20, 24
 
     def job(topology: Topology) -> list[torch.Tensor]:
         found = []
-        for prefix in prefixes:
-            spans = cp.spans.prefix_lm(prefix, tokens)
-            how = {"algo": "auto", "group": topology, "layout": layout, "spans": spans}
+        for given in GIVEN[kind]:
+            how = {"algo": "auto", "group": topology, "layout": layout, **given}
             shards = [cp.shard(x, 1, **how) for x in (q, k, v)]
             found.append(cp.unshard(cp.attention(*shards, **how), 1, **how))
         return found
 
     with caplog.at_level(logging.INFO):
         wholes = run_virtual(4, job)
-    for whole in wholes:
-        for got, prefix in zip(whole, prefixes, strict=True):
-            expected = naive_attention(q, k, v, causal=True, scale=0.25)
-            expected[:, :prefix] = naive_attention(
-                *(x[:, :prefix] for x in (q, k, v)), causal=False, scale=0.25
-            )
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    for given, of_ranks in zip(GIVEN[kind], zip(*wholes, strict=True), strict=True):
+        seen = dense(given.get("spans", [(0, 96, 0, 96, "causal")]), 96, given.get("cu_seqlens"))
+        expected = naive_attention(q, k, v, causal=False, scale=0.25, seen=seen > 0)
+        for whole in of_ranks:
+            torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-10)
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto chose ")]
     assert len(said) == 1
-    assert "; spans as of the first such call, 2 slices with 52" in said[0]
+    assert f"({layout} layout" in said[0]
+    if kind == "spans":
+        assert "; spans as of the first such call, 2 slices with 52" in said[0]
 
 
 def test_what_auto_does_not_take() -> None:

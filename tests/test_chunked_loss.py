@@ -1,13 +1,11 @@
-"""The loss in chunks of tokens: equal to that of all logits, which are never there."""
+"""The loss in chunks of tokens; test_log_probs.py holds the same numbers to those of all logits."""
 
 from collections.abc import Iterator
-from typing import Any, override
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.chunked_loss import token_losses
@@ -39,48 +37,6 @@ def whole_loss(
     losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
     losses = losses.view(labels.shape)
     return losses.detach(), *torch.autograd.grad(losses, (hidden, weight), dlosses)
-
-
-def chunked_loss(
-    size: int, chunk_tokens: int, *, sequence_parallel: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in chunks on tensor-parallel ranks: their results put together."""
-    whole, every, labels, dlosses = tensors()
-
-    def body(group: Any) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = whole.chunk(size)[group.rank()] if sequence_parallel else whole
-        weight = every.chunk(size)[group.rank()]
-        hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
-        losses = cp.chunked_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            chunk_tokens=chunk_tokens,
-            tp_group=group,
-            sequence_parallel=sequence_parallel,
-        )
-        losses.backward(dlosses)
-        return losses.detach(), hidden.grad, weight.grad
-
-    losses, dhidden, dweight = zip(*on_ranks(size, body), strict=True)
-    for other in losses[1:]:
-        assert torch.equal(losses[0], other)
-    if not sequence_parallel:
-        for other in dhidden[1:]:
-            assert torch.equal(dhidden[0], other)
-        dhidden = dhidden[:1]
-    return losses[0], torch.cat(dhidden), torch.cat(dweight)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 7, 24, 1000])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_the_loss_of_all_logits(
-    size: int, chunk_tokens: int, sequence_parallel: bool
-) -> None:
-    got = chunked_loss(size, chunk_tokens, sequence_parallel=sequence_parallel)
-    for x, y in zip(got, whole_loss(*tensors()), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_large_logits_do_not_overflow() -> None:
@@ -215,28 +171,6 @@ def test_predictions(size: int, chunk_tokens: int) -> None:
 
     for predicted in on_ranks(size, body):
         assert torch.equal(predicted, (hidden @ weight.t()).argmax(-1))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Sees every tensor that an operation makes.
-
-    Attributes:
-        elements: Of the largest one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    @override
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **kwargs or {})
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
 
 
 def wrong_calls() -> Iterator[tuple[dict[str, object], str]]:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin import context as context_module
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -286,26 +285,18 @@ def test_tokens_that_were_not_split_are_refused():
         assert refusal(body) is None
 
 
-def of_context(algo, context, tensors):
-    """As `of_functions`."""
-    q, k, v = (context.shard(x).requires_grad_() for x in tensors)
-    if algo in cp.available("linear"):
-        out = context.linear_attention(q, k, v, decay=0.9)
-    else:
-        out = context.attention(q, k, v, window=9, scale=0.5)
-    gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
-    return [context.unshard(x.detach()) for x in (out, *gradients)]
+def results_of(algo, calls, how, tensors):
+    """Output and gradients of a whole sequence.
 
-
-def of_functions(algo, how, tensors):
-    """Output and gradients of a whole sequence."""
-    q, k, v = (cp.shard(x, 1, **how).requires_grad_() for x in tensors)
+    Args: calls: a context, or the functional interface. how: what its `shard` and `unshard` take.
+    """
+    q, k, v = (calls.shard(x, 1, **how).requires_grad_() for x in tensors)
     if algo in cp.available("linear"):
-        out = cp.linear_attention(q, k, v, decay=0.9, **how)
+        out = calls.linear_attention(q, k, v, decay=0.9, **how)
     else:
-        out = cp.attention(q, k, v, window=9, scale=0.5, **how)
+        out = calls.attention(q, k, v, window=9, scale=0.5, **how)
     gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
-    return [cp.unshard(x.detach(), 1, **how) for x in (out, *gradients)]
+    return [calls.unshard(x.detach(), 1, **how) for x in (out, *gradients)]
 
 
 @pytest.mark.parametrize("algo", [*cp.available(), "documents", "spans"])
@@ -322,28 +313,14 @@ def test_a_context_does_what_the_functions_do(algo):
         if algo == "spans":
             mine["spans"] = cp.spans.prefix_lm(30, TOKENS)
         context = cp.Context(**mine, group=topology)
-        got = of_context(algo, context, tensors)
+        got = results_of(algo, context, {}, tensors)
         held = context.positions()
         assert torch.equal(held, context.shard(torch.arange(TOKENS), 0))
         context.check_layout(held)
-        return got, of_functions(algo, mine | {"group": topology}, tensors)
+        return got, results_of(algo, cp, mine | {"group": topology}, tensors)
 
     for got, want in run_virtual(RANKS, body):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_documents_of_a_context_are_read_once(monkeypatch):
-    """There are thousands of them, and many layers."""
-    read = []
-    read_documents = context_module.documents_of
-    monkeypatch.setattr(
-        context_module, "documents_of", lambda *given: read.append(given) or read_documents(*given)
-    )
-    context = cp.Context(**BY_DOCUMENTS, cu_seqlens=torch.tensor(DOCUMENTS))
-    x = context.shard(whole())
-    for _ in range(3):
-        x = context.unshard(context.attention(x, x, x))
-    assert len(read) == 1
 
 
 def test_two_algorithms_of_one_layout_share_tokens():
@@ -490,15 +467,6 @@ def test_gradients_of_unshard_are_summed_in_float32():
     for gradient in run_virtual(RANKS, body):
         assert gradient.dtype == torch.bfloat16
         assert (gradient == torch.tensor(259.0).bfloat16()).all()
-
-
-def test_second_derivatives_of_unshard_are_refused():
-    x = whole().requires_grad_()
-    gradient = torch.autograd.grad(
-        cp.unshard(x, 1, algo="ring").square().sum(), x, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (x.sum() + gradient[0].sum()).backward()
 
 
 def test_ranks_that_disagree_in_a_gradient_of_unshard_are_refused():

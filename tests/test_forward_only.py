@@ -6,35 +6,31 @@ from threading import Barrier
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.registry import layout_of
+from tests.operators import Operators
 
 SIZE, TOKENS, HEADS, DIM = 4, 64, 4, 16
 
 
-class Weighed(TorchDispatchMode):
+class Weighed(Operators):
     """Storages that were made while the mode is on, by address, in bytes."""
 
     def __init__(self, known: Tensor) -> None:
-        super().__init__()
+        super().__init__(self._weigh)
         self._living: dict[int, int] = {}
         self._known = known.untyped_storage()._cdata
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata != self._known and storage._cdata not in self._living:
-                    self._living[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self._living.pop, storage._cdata)
-        return result
+    def _weigh(self, _name: str, _args: object, results: list[Tensor]) -> None:
+        for x in results:
+            storage = x.untyped_storage()
+            if storage._cdata != self._known and storage._cdata not in self._living:
+                self._living[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._living.pop, storage._cdata)
 
     def living_bytes(self) -> int:
         return sum(self._living.values())

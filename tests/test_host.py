@@ -11,8 +11,6 @@ from types import FrameType
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.algorithm import Compiled
@@ -21,23 +19,9 @@ from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.registry import create
+from tests.operators import Operators
 
 VIEWS = {"alias", "slice", "view", "permute", "transpose", "split_with_sizes"}
-
-
-class Seen(TorchDispatchMode):
-    """Operators that gave the very view that they were given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.useless: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in VIEWS and all(_place(x) == _place(args[0]) for x in tree_leaves(result)):
-            self.useless.append(name)
-        return result
 
 
 def _place(x: Tensor) -> tuple[object, ...]:
@@ -59,8 +43,10 @@ class Idle(SoftmaxKernel):
         return tuple(x.new_empty(x.shape) for x in call[:3])
 
 
-def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
-    """The second forward and backward of the last rank, whose messages go nowhere."""
+def useless(algo: str, size: int, *, peer_access: bool, **options) -> list[str]:
+    """Operators that gave the very view that they were given, in the second forward and backward of
+    the last rank, whose messages go nowhere.
+    """
     algorithm = create(algo, DryRunGroup(size - 1, (0,) * size, peer_access=peer_access), options)
     q, k, v = (torch.empty(1, 24, 4, 8, device="meta") for _ in range(3))
     compiled = Compiled(algorithm, Call(Shape.of(q, k, v, 24 * size), Mask(), 1.0, Idle()))
@@ -69,17 +55,22 @@ def called(algo: str, size: int, *, peer_access: bool, **options) -> Seen:
         out, _, saved = compiled.forward.attend(q, k, v)
         compiled.backward().differentiate(out, saved)
 
+    def see(name: str, args, results: list[Tensor]) -> None:
+        if name in VIEWS and all(_place(x) == _place(args[0]) for x in results):
+            found.append(name)
+
+    found: list[str] = []
     step()
-    with Seen() as seen:
+    with Operators(see):
         step()
-    return seen
+    return found
 
 
 @pytest.mark.parametrize("peer_access", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_no_view_is_of_all_of_a_tensor(algo: str, size: int, peer_access: bool) -> None:
-    assert not called(algo, size, peer_access=peer_access).useless
+    assert not useless(algo, size, peer_access=peer_access)
 
 
 # Calls of this package's Python functions in an eager forward and backward of `attention` between

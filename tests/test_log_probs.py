@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.integration.ranks import on_ranks
+from tests.operators import Operators
 from tests.pairwise import pairwise
-from tests.test_chunked_loss import HIDDEN, TOKENS, VOCABULARY, LargestTensor, tensors
+from tests.test_chunked_loss import HIDDEN, TOKENS, VOCABULARY, tensors
 
 # Log-probabilities, entropies, gradients of hidden and weight.
 Found = tuple[Tensor, ...]
@@ -145,12 +146,13 @@ def test_certain_and_impossible_tokens() -> None:
 def test_all_logits_are_never_there() -> None:
     hidden, weight = (torch.randn(n, HIDDEN, requires_grad=True) for n in (600, 500))
     labels = torch.randint(500, (600,))
-    with LargestTensor() as seen:
+    sizes: list[int] = []
+    with Operators(lambda *seen: sizes.extend(x.numel() for x in seen[2])):
         found = cp.chunked_log_probs(
             hidden, weight, labels, chunk_tokens=16, entropy=True, temperature=2.0
         )
         (found[0].sum() + found[1].sum()).backward()
-    assert seen.elements == 16 * 500
+    assert max(sizes) == 16 * 500
 
 
 def test_no_tokens() -> None:
@@ -186,17 +188,6 @@ def test_wrong_calls_are_refused(changes: dict[str, Any], message: str) -> None:
         cp.chunked_log_probs(**given)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 250
-
-
-def test_transformed_functions_and_second_derivatives_are_refused() -> None:
-    hidden, weight, labels, _ = tensors()
-    with pytest.raises(ContextParallelError, match="chunked_log_probs cannot be transformed by"):
-        torch.func.grad(lambda x: cp.chunked_log_probs(x, weight, labels))(hidden)
-    hidden.requires_grad_()
-    _, entropy = cp.chunked_log_probs(hidden, weight, labels, entropy=True)
-    (gradient,) = torch.autograd.grad(entropy.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (hidden.square().sum() + gradient.square().sum()).backward()
 
 
 @pytest.mark.gpu

@@ -1,16 +1,13 @@
 """Windows and documents: no step, no byte and no kernel call beyond what they show."""
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.algorithms.allgather import KvAllGather
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.errors import ContextParallelError
 from tests.oracle import expected_attention
 from tests.test_conformance import Case, assert_matches, few_cases, run
 
@@ -27,23 +24,6 @@ def test_queries_that_see_only_themselves_have_no_gradients(case: Case) -> None:
     _, *gradients = zip(*results, strict=True)
     dq, dk, dv = (torch.cat(parts, 1).abs().max().item() for parts in gradients)
     assert max(dq, dk) < 8 * 2**-23 * dv
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"window": 3}, "allgather does not support sliding windows"),
-        ({"cu_seqlens": [0, 4, 8]}, "does not support documents, got 2 of them"),
-        ({"spans": cp.spans.prefix_lm(4, 8)}, "does not support spans, got 2 of them"),
-    ],
-)
-def test_an_algorithm_for_plain_masks_refuses_others(
-    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q = torch.ones(1, 8, 2, 8)
-    monkeypatch.setattr(KvAllGather, "windows", False)
-    with pytest.raises(ContextParallelError, match=message):
-        cp.attention(q, q, q, algo="allgather", **given)
 
 
 @pytest.mark.parametrize("window", [sys.maxsize, 2**80])
@@ -82,12 +62,3 @@ def test_what_a_layout_that_follows_documents_sends() -> None:
             assert_matches(case, results, expected, 1e-12, bounds)
             sent.append(log.bytes())
         assert sent == [0, 0, 0] if whole else 0 < sent[0] <= sent[1] < sent[2]
-
-
-@pytest.mark.parametrize(
-    "cu_seqlens", [[], [0], [1, 8], [0, 7], [0, 5, 3, 8], [0, 9]], ids=lambda x: str(x)
-)
-def test_lengths_that_are_none_are_refused(cu_seqlens: list[int]) -> None:
-    q = torch.ones(1, 8, 2, 8)
-    with pytest.raises(ContextParallelError, match="ascending numbers from 0 to seq_len = 8, got"):
-        cp.attention(q, q, q, algo="ring", cu_seqlens=cu_seqlens)

@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
+from tests.span_masks import mask_of
 
 SIZE, TOKENS = 3, 24
 QUERIES, KEYS = torch.Size((1, 8, 4, 8)), torch.Size((1, 8, 2, 8))
@@ -103,9 +104,13 @@ def test_an_algorithm_goes_with_its_last_reference() -> None:
 def test_calls_that_an_algorithm_does_not_serve_are_refused() -> None:
     mine = made_by(WithoutWindows)
     assert compiled(mine).forward
-    for mask in ({"window": 3}, {"documents": (5,)}):
-        with pytest.raises(ContextParallelError, match=r"mine does not support .*: leave it out"):
+    for mask, words in (
+        ({"window": 3}, "sliding windows, got window 3"),
+        ({"documents": (5,)}, "documents, got 2 of them"),
+    ):
+        with pytest.raises(ContextParallelError, match=f"mine does not support {words}: leave it"):
             compiled(mine, **mask)
+    assert mask_of([(0, 4, 0, 8, "full")], 8).special == "spans, got 1 of them"
     with pytest.raises(ContextParallelError, match=r"rank 1 of 3 holds 8 of 24 tokens.* got 9"):
         compiled(mine, q=torch.Size((1, 9, 4, 8)))
 

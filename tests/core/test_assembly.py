@@ -1,18 +1,16 @@
 """Blocks of several ranks as one in ascending order: against index arithmetic on positions."""
 
-from collections import Counter
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.blocks.assembly import assemble, padded
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import LAYOUTS
 from megatron_cp_plugin.core.ranges import Span
+from tests.operators import Operators
 from tests.random_tests import examples
 
 
@@ -53,7 +51,7 @@ def test_documents_cut_each_by_itself_are_joined_by_one_gather(dim, kind, data):
     gathered = whole
     if kind == "unequal":  # the own block of a rank may be longer than what travels
         gathered = [padded(block, dim, order.width + number) for number, block in enumerate(blocks)]
-    with CountingMode() as counted:
+    with Operators() as counted:
         joined = order.join(gathered, dim)
         target = torch.full_like(whole, -1)
         order.place(target, dim, slice(0, order.tokens), joined.double())
@@ -77,23 +75,11 @@ def test_a_split_is_as_few_copies_as_can_be(members, shape, dim, most):
     whole = torch.randn(shape)
     expected = torch.empty(members, *shape[:dim], 120 // members, *shape[dim + 1 :])
     order.place(expected, dim, slice(0, 120), whole)
-    with CountingMode() as counting:
+    with Operators() as counting:
         blocks = order.split(whole, dim).contiguous()
     assert torch.equal(blocks, expected)
     copies = sum(counting.calls[name] for name in ("cat", "copy_", "clone"))
     assert copies == (most or 2 * members - 1)
-
-
-class CountingMode(TorchDispatchMode):
-    """Counts operations of torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def test_spans_that_leave_gaps_between_turns_are_refused():

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
@@ -18,6 +17,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly
 from megatron_cp_plugin.registry import create
+from tests.operators import Operators
 
 SHAPE = Shape(1, 4096, 16, 8, 32)
 
@@ -32,32 +32,22 @@ class Kernel(SizesOnly):
         pass
 
 
-class Copies(TorchDispatchMode):
-    """Attributes: elements: of all copies, without rows of lse and delta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("clone", "copy_", "cat", "_to_copy", "index_select"):
-            self.note(result)
-        return result
-
-    def note(self, x: Tensor) -> None:
-        self.elements += x.numel() if x.dim() == 4 else 0
-
-
 def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **options) -> float:
-    """In units of a rank's q, in both passes."""
-    copies = Copies()
+    """In units of a rank's q, in both passes, without rows of lse and delta."""
+    elements = 0
+
+    def note(outs: Sequence[Tensor]) -> None:
+        nonlocal elements
+        elements += sum(x.numel() for x in outs if x.dim() == 4)
+
+    def see(name: str, _args: object, results: Sequence[Tensor]) -> None:
+        if name in ("clone", "copy_", "cat", "_to_copy", "index_select"):
+            note(results)
 
     class Counting(OnePass):
         def sum_into(self, outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
             if len(terms) == 1:
-                for out in outs:
-                    copies.note(out)
+                note(outs)
 
     monkeypatch.setattr(partial, "_fused", {"meta": Counting})
     algorithm = create(algo, DryRunGroup(rank, (0,) * size, peer_access=True), options)
@@ -66,10 +56,10 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
         for n in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads, SHAPE.heads)
     )
     compiled = Compiled(algorithm, Call(SHAPE, Mask(), 1.0, Kernel(places=places)))
-    with copies:
+    with Operators(see):
         saved = compiled.forward.attend(q, k, v)[2]
         compiled.backward().differentiate(dout, saved)
-    return copies.elements / q.numel()
+    return elements / q.numel()
 
 
 CASES = [

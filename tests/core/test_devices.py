@@ -7,7 +7,6 @@ from weakref import ref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.blocks import assembly
@@ -18,6 +17,7 @@ from megatron_cp_plugin.core.communication.devices import (
     uploaded,
 )
 from megatron_cp_plugin.errors import ContextParallelError
+from tests.operators import Operators
 
 
 def test_what_a_graph_was_captured_with_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,19 +101,6 @@ def test_tensors_of_another_gpu_than_the_current_one_are_refused(
                 call()
 
 
-class Copies(TorchDispatchMode):
-    """Dtypes of the elements that are copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "copy_":
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 def bits(dtype: torch.dtype, *shape: int, start: int = 0) -> torch.Tensor:
     """A tensor of any bits, NaNs among them, that begins at an element of its memory."""
     elements = start + torch.Size(shape).numel()
@@ -132,7 +119,13 @@ def test_rows_are_copied_in_sixteens_of_bytes(
     x = bits(dtype, 2, 5, 6, dim, start=start)
     shares = x.unflatten(2, (3, 2))[:, :, :, :1].movedim(2, 0)
     back = torch.zeros_like(x)
-    with Copies() as seen:
+    dtypes: list[torch.dtype] = []  # of the elements that are copied
+
+    def see(name: str, args: list[torch.Tensor], _results: object) -> None:
+        if name == "copy_":
+            dtypes.append(args[0].dtype)
+
+    with Operators(see):
         found = contiguous_copy(shares)
         copy_into(back.unflatten(2, (3, 2))[:, :, :, :1], found.movedim(0, 2))
     assert found.is_contiguous()
@@ -140,7 +133,7 @@ def test_rows_are_copied_in_sixteens_of_bytes(
     want = x.view(torch.uint8).clone()
     want[:, :, 1::2] = 0
     assert torch.equal(back.view(torch.uint8), want)
-    assert (seen.dtypes[0] == torch.complex128) == wide
+    assert (dtypes[0] == torch.complex128) == wide
 
 
 def test_other_copies_are_made_as_they_are() -> None:

@@ -156,21 +156,6 @@ def test_a_sink_of_minus_infinity_is_none():
     assert torch.equal(dsink, torch.zeros_like(sink))
 
 
-@pytest.mark.parametrize("call", ["attention", "linear_attention", "chunked_cross_entropy"])
-def test_second_derivatives_are_refused_and_not_zero(call):
-    """Where the gradient that comes in requires none, torch takes ours for a constant."""
-    q = torch.randn(1, 8, 4, 8, requires_grad=True)
-    if call == "attention":
-        out = cp.attention(q, q, q, algo="zigzag")
-    elif call == "linear_attention":
-        out = cp.linear_attention(q, q, q, algo="lasp", decay=0.5)
-    else:
-        out = cp.chunked_cross_entropy(q, q.new_ones(5, 8), q.new_zeros(1, 8, 4, dtype=torch.long))
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (q.square().sum() + gradient.square().sum()).backward()
-
-
 @pytest.mark.parametrize("algo", cp.available())
 def test_saved_tensors_with_other_strides(algo):
     """What a hook gives back has the same elements, and may have them elsewhere."""

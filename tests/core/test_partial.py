@@ -93,29 +93,6 @@ def test_rows_that_come_again_are_merged_in_float32(some, others):
     assert torch.equal(total.result()[0][:, slice(*some)], wide[0].bfloat16())
 
 
-def test_one_partial_is_the_output_itself():
-    q, k, v = random_qkv(3, torch.bfloat16)
-    out, lse = forward_of(Reference(), q, k, v, scale=1.0, causal=False)
-    total = Accumulator(q, q.shape[3])
-    total.add(slice(0, TOKENS), out, lse)
-    assert total.result()[0] is out
-
-
-def test_partials_are_not_written_to():
-    """A kernel's output, or a buffer of the network, belongs to somebody else."""
-    q, k, v = random_qkv(4, torch.float32)
-    parts = [forward_of(Reference(), q, k[:, i : i + 1], v[:, i : i + 1], scale=1.0, causal=False)
-             for i in range(4)]  # fmt: skip
-    before = [(out.clone(), lse.clone()) for out, lse in parts]
-    total = Accumulator(q, q.shape[3])
-    for part in parts:
-        total.add(slice(0, TOKENS), *part)
-    total.result()
-    for (out, lse), (old_out, old_lse) in zip(parts, before, strict=True):
-        assert torch.equal(out, old_out)
-        assert torch.equal(lse, old_lse)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
     like = torch.zeros(1, 64, 2, 8, dtype=torch.bfloat16)
@@ -125,28 +102,6 @@ def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
         total.add(slice(0, 64), part)
     assert torch.equal(total.result()[0], parts.float().sum(0).bfloat16())
     assert torch.equal(total.result(torch.float32)[0], parts.float().sum(0))
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_sums_of_few_gradients_are_rounded_once(placed):
-    """Whether or not the first is where the sum belongs, and partials have some rows only."""
-    whole = torch.full((1, 64, 4, 8), torch.nan, dtype=torch.bfloat16)
-    first, *parts = torch.randn(4, 1, 64, 2, 8).bfloat16()
-    rows = slice(10, 50), slice(0, 30), slice(50, 60)
-    total = GradientSum(first, few=True, place=(lambda: (whole[:, :, 1:3],)) if placed else None)
-    assert total.place_of_first(63) is None
-    place = total.place_of_first(64)
-    assert (place is None) == (not placed)
-    own = first.clone() if place is None else place[0]
-    total.add(slice(0, 64), own.copy_(first))
-    assert total.place_of_first(64) is None
-    expected = first.float()
-    for part, some in zip(parts, rows, strict=True):
-        total.add(some, part[:, some])
-        expected[:, some] += part[:, some]
-    total.write((whole[:, :, 1:3],))
-    assert torch.equal(whole[:, :, 1:3], expected.bfloat16())
-    assert whole[:, :, [0, 3]].isnan().all()
 
 
 class Counted:
@@ -368,10 +323,6 @@ def test_fused_operations_take_all_but_float64(monkeypatch):
         total.add(slice(0, 2), x)
         total.add(slice(0, 2), x)
         assert recorded.asked == ["merge_into", "delta_of", "sum_into"]
-
-
-def test_no_other_device_has_them():
-    assert partial.fused_for(torch.zeros(1)) is None
 
 
 def test_rows_in_float64_are_not_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,52 +114,6 @@ def test_what_came_first_is_not_overwritten_by_what_comes_next(rows: Rows) -> No
     assert relative_error(out[:, start:stop], sum(outs) / 3) < 1e-12
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_rows_that_came_are_added_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not range by range, of which there is one a document: dq, and dk with dv, once a step."""
-    added: list[int] = []
-    add = partial._add_rows
-
-    def counted(totals, rows, gradients):
-        added.append(gradients[0].shape[1])
-        add(totals, rows, gradients)
-
-    @torch.no_grad()
-    def body(topology: Topology) -> None:
-        algorithm = create("zigzag", topology, {"layout": "thd"}).for_documents(DOCUMENTS)
-        length = algorithm.layout.length(topology.rank, size, SEQ_LEN)
-        q = torch.randn(1, length, 4, 8, dtype=torch.float64)
-        compiled = Compiled(
-            algorithm,
-            Call(Shape.of(q, q, q, SEQ_LEN), Mask(documents=DOCUMENTS), 8**-0.5, Reference()),
-        )
-        compiled.backward().differentiate(q, compiled.forward.attend(q, q, q)[2])
-
-    monkeypatch.setattr(partial, "_add_rows", counted)
-    run_virtual(size, body)
-    # A step's own computation, and what the rank before it sends on, or returns.
-    assert len(added) <= 2 * size * (size - 1)
-
-
-class Unpacked(Spy):
-    def forward(self, call):
-        assert call.packing is None
-        return super().forward(call)
-
-
-def test_attention_without_documents_keeps_a_call_a_tile() -> None:
-    """The zigzag layout's two chunks are two tiles of all keys, or one if they are neighbours."""
-    q = torch.randn(1, SEQ_LEN // SIZE, 4, 8, dtype=torch.float64)
-
-    def body(topology: Topology) -> int:
-        algorithm, spy = create("allgather", topology, {"chunks": 1}), Unpacked()
-        call = Call(Shape.of(q, q, q, SEQ_LEN), Mask(), 1.0, spy)
-        Compiled(algorithm, call).forward.attend(q, q, q)
-        return spy.calls["forward"]
-
-    assert run_virtual(SIZE, body) == [2, 2, 2, 1]
-
-
 @pytest.mark.parametrize("algo", ["zigzag", "allgather", "ulysses"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) -> None:

@@ -146,28 +146,16 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def expected(layers: list[Layer], seed: int) -> list[Tensor]:
-    """Gradients without any checkpoint."""
-    x = y = batch(seed)
-    for layer in layers:
-        y = layer(y)
-    y.square().sum().backward()
-    for layer in layers:
-        layer.runs = 0
-    return gradients(layers, x)
-
-
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("peer_access", [True, False], ids=["peer", "group"])
 @pytest.mark.parametrize("algo", cp.available("softmax"))
-def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: bool) -> None:
+def test_one_round_of_forward_communication(algo: str, peer_access: bool) -> None:
     size = 4
 
     def body(topology: Topology, run: Run) -> tuple[list[Tensor], int]:
         algorithm = create(algo, topology, {})
-        layer = Layer(algorithm, seq_len=size * TOKENS, sinks=keep)
+        layer = Layer(algorithm, seq_len=size * TOKENS, sinks=True)
         x = batch(topology.rank)
-        run(checkpointed(layer.forward) if keep else layer.forward, x).square().sum().backward()
+        run(checkpointed(layer.forward), x).square().sum().backward()
         return gradients([layer], x), layer.runs
 
     with cp.record_communication() as once:
@@ -176,11 +164,10 @@ def test_one_round_of_forward_communication(algo: str, peer_access: bool, keep: 
         )
     with cp.record_communication() as log:
         got = run_virtual(size, lambda topology: body(topology, reentrant), peer_access=peer_access)
-    rounds = 1 if keep else 2
-    assert [runs for _, runs in got] == [rounds] * size
+    assert [runs for _, runs in got] == [1] * size
     assert all(same(g, w) for (g, _), (w, _) in zip(got, want, strict=True))
     assert once.bytes(phase="forward") > 0
-    assert log.bytes(phase="forward") == rounds * once.bytes(phase="forward")
+    assert log.bytes(phase="forward") == once.bytes(phase="forward")
     assert log.messages(phase="backward") == once.messages(phase="backward")
 
 
@@ -255,7 +242,7 @@ def expected_of(
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_an_exception_in_either_run_leaves_nothing_behind(run: Run) -> None:
     layer = Layer(alone())
-    want = expected([layer], seed=1)
+    want = expected_of(layer, [layer], 1)
     fails_in = 1
     runs = 0
 
@@ -287,7 +274,7 @@ def test_an_exception_in_either_run_leaves_nothing_behind(run: Run) -> None:
 
 def test_the_checkpoint_of_a_checkpoint() -> None:
     layer = Layer(alone())
-    want = expected([layer], seed=1)
+    want = expected_of(layer, [layer], 1)
     x = batch(1)
 
     def outer(x: Tensor) -> Tensor:
@@ -301,7 +288,7 @@ def test_the_checkpoint_of_a_checkpoint() -> None:
 @pytest.mark.parametrize("run", [reentrant, megatron])
 def test_a_second_backward_of_one_graph_computes_again(run: Run) -> None:
     layer = Layer(alone())
-    want = expected([layer], seed=1)
+    want = expected_of(layer, [layer], 1)
     x = batch(1)
     loss = run(checkpointed(layer.forward), x).square().sum()
     loss.backward(retain_graph=True)
@@ -363,9 +350,8 @@ def test_other_shapes_in_the_second_run_are_refused() -> None:
         function()
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("algo", cp.available("linear"))
-def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
+def test_linear_attention_runs_once(algo: str) -> None:
     def body(topology: Topology, run: Run) -> list[Tensor]:
         algorithm = create_linear(algo, topology, {})
         decay = Decay.of(0.9, HEADS)
@@ -386,7 +372,7 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
             return out.tanh()
 
         x = batch(topology.rank)
-        run(checkpointed(forward) if keep else forward, x).square().sum().backward()
+        run(checkpointed(forward), x).square().sum().backward()
         return gradients([], x)
 
     with cp.record_communication() as once:
@@ -394,6 +380,5 @@ def test_linear_attention_runs_once(algo: str, keep: bool) -> None:
     with cp.record_communication() as log:
         got = run_virtual(2, lambda topology: body(topology, reentrant), peer_access=True)
     assert all(same(g, w) for g, w in zip(got, want, strict=True))
-    rounds = 1 if keep else 2
-    assert log.bytes(phase="forward") == rounds * once.bytes(phase="forward") > 0
+    assert log.bytes(phase="forward") == once.bytes(phase="forward") > 0
     assert log.bytes(phase="backward") == once.bytes(phase="backward")

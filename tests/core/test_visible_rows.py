@@ -20,7 +20,7 @@ from megatron_cp_plugin.registry import create, layout_of
 from tests.core.test_rows import SETS, numbers_of, of_numbers
 from tests.plan_check import check
 from tests.random_tests import examples
-from tests.test_conformance import Case, assert_conforms, cases
+from tests.test_conformance import Case, assert_conforms
 from tests.test_random_attention import mask_of, masks
 
 HEADS, KV_HEADS, DIM, BATCH = 4, 2, 8, 2
@@ -217,23 +217,6 @@ def assert_sent(
     assert [log.bytes(rank=r, phase="backward") for r in ranks] == [BATCH * n for n in backward]
 
 
-def test_without_documents_and_windows_blocks_are_one_range() -> None:
-    for size in (2, 3, 4, 5):
-        for case in cases():
-            if {("layout", "thd"), ("route", "double")} & {*case.options} or not case.fits(size):
-                continue
-            made = create(case.algo, VirtualWorld(size).topology(0), dict(case.options))
-            for mask in (Mask(), Mask(False)):
-                plan = made.plan(Shape(1, 7 * size + 1, 4 * size, size, 8), mask, "backward")
-                blocks = [move.block for move in plan.moves]
-                assert all(len(block.rows) == 1 for block in blocks)
-                if plan.relay or case.algo == "allgather":
-                    lengths = [sum(map(len, spans)) for spans in plan.spans]
-                    assert all(
-                        b.rows == ((0, lengths[b.owners[0]]),) for b in blocks if len(b.owners) == 1
-                    )
-
-
 @pytest.mark.parametrize(("gap", "ranges"), [(10, 1), (11, 2)])
 def test_short_gaps_travel_too(gap: int, ranges: int) -> None:
     """Of a block of 640 rows those of at most 10 do: they cost less than a copy more."""
@@ -245,23 +228,6 @@ def test_short_gaps_travel_too(gap: int, ranges: int) -> None:
         assert {len(move.block.rows) for move in moves} == {ranges}
         assert {move.tokens for move in moves} == {640 if ranges == 1 else 640 - gap}
         check(plan)
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_block_that_stays_for_the_backward_has_all_rows_that_others_need(size: int) -> None:
-    """Where every rank sees some keys of all: those of the longer document."""
-    case = Case("zigzag", (("route", "ring"),))
-    seq_len = 14 * size
-    lengths = [0, 3, seq_len]
-    assert_conforms(case, size, seq_len=seq_len, kv_heads=1, cu_seqlens=lengths)
-    mask = Mask(documents=starts_of(lengths, seq_len))
-    shape = Shape(1, seq_len, 4, 1, 8, 8, 8)
-    made = create("zigzag", VirtualWorld(size).topology(0), dict(case.options))
-    for phase in PHASES:
-        plan = made.for_documents(mask.documents).plan(shape, mask, phase)
-        check(plan)
-        assert len(plan.kept) == size
-        assert any(move.tokens < 14 for move in plan.moves)
 
 
 @examples(300)

@@ -3,16 +3,15 @@
 from itertools import pairwise
 from math import exp
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels.linear import linear_kernel_names, resolve_linear
 from tests.linear_oracle import linear_expected
+from tests.operators import Operators
 from tests.oracle import relative_error
 
 CPU = torch.device("cpu")
@@ -60,13 +59,6 @@ def test_chunked_kernel(rates, tokens):
 def test_chunked_kernel_takes_all_documents_in_one_call():
     """As many operations for 60 documents as for 3, also beside one that is longer than a chunk."""
 
-    class Counted(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += 1
-            return func(*args, **(kwargs or {}))
-
     def operations(*starts):
         expected = linear_expected((0.9, 1.0), 180, documents=starts)
         kernel = resolve_linear("chunked", problem_of(expected.q, expected.v))
@@ -82,35 +74,18 @@ def test_chunked_kernel_takes_all_documents_in_one_call():
             backward.finish(expected.dfinal.unsqueeze(0))
 
         passes()  # what all layers share is made
-        with Counted() as counted:
+        with Operators() as counted:
             passes()
-        return counted.count
+        return counted.calls.total()
 
     assert operations(60, 120) == operations(*range(3, 180, 3))
     assert operations(70, 140) == operations(70, *range(73, 178, 2))
 
 
-def long_recurrence(q, k, v, dout, rates, initial, dfinal):
-    """The recurrence and its reverse in NumPy: out, final, dq, dk, dv, dinitial, float64."""
-    q, k, v, dout, initial, dfinal = (x.double().numpy() for x in (q, k, v, dout, initial, dfinal))
-    rate = np.array(rates)[:, None, None]
-    out, dq, dk, dv = (np.empty_like(x) for x in (v, q, k, v))
-    kv = initial[0]
-    for s in range(q.shape[1]):
-        kv = rate * kv + k[0, s][:, :, None] * v[0, s][:, None, :]
-        out[0, s] = (kv * q[0, s][:, :, None]).sum(1)
-        dq[0, s] = (kv * dout[0, s][:, None, :]).sum(2)
-    final, dkv = kv[None], dfinal[0]
-    for s in reversed(range(q.shape[1])):
-        dkv = dkv + q[0, s][:, :, None] * dout[0, s][:, None, :]
-        dk[0, s] = (dkv * v[0, s][:, None, :]).sum(2)
-        dv[0, s] = (dkv * k[0, s][:, :, None]).sum(1)
-        dkv = rate * dkv
-    return [torch.from_numpy(x) for x in (out, final, dq, dk, dv, dkv[None])]
-
-
 def test_long_chunks_in_float32():
-    """64K tokens in one run, at rates next to 1, of 1 and of 0.5: finite and right."""
+    """64K tokens in one run, at rates next to 1, of 1 and of 0.5: finite, and as in float64, which
+    shorter ones are compared with.
+    """
     rates = (1 - 1e-5, 0.5, 1.0)
     generator = torch.Generator().manual_seed(0)
 
@@ -120,7 +95,8 @@ def test_long_chunks_in_float32():
     q, k, v, dout = (random(1, 65536, 3, 4) for _ in range(4))
     initial, dfinal = (random(1, 3, 4, 4) for _ in range(2))
     got = run("chunked", q, k, v, dout, Decay(rates), initial, dfinal)
-    want = long_recurrence(q, k, v, dout, rates, initial, dfinal)
+    wide = [x.double() for x in (q, k, v, dout, initial, dfinal)]
+    want = run("chunked", *wide[:4], Decay(rates), *wide[4:])
     for name, x, y in zip(("out", "final", "dq", "dk", "dv", "dinitial"), got, want, strict=True):
         assert x.dtype == torch.float32
         assert x.isfinite().all(), name
