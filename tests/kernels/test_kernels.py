@@ -11,7 +11,7 @@ from megatron_cp_plugin.kernels.reference import Reference
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import expected_attention, relative_error
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GPU_KERNELS = ("flash4", "cudnn", "torch_flash", "flash2")
 
 
@@ -96,33 +96,22 @@ def test_cpu_kernels(name, dtype, bound, causal, kv_heads):
     check(kernel, expected, bound, causal=causal)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("bounds", [(), (0, 1, 20, 65)], ids=["causal", "documents"])
-def test_values_of_another_width(bounds, kv_heads):
-    expected = expected_attention(
-        batch=2,
-        seq_len=65,
-        heads=4,
-        kv_heads=kv_heads,
-        head_dim=16,
-        value_dim=24,
-        causal=True,
-        cu_seqlens=bounds or None,
-    )
-    problem = problem_of(expected)
-    assert resolve("auto", problem).name == "reference"
-    check(resolve("reference", problem), expected, 1e-12, bounds=bounds)
-    with pytest.raises(KernelUnavailableError, match="torch_cpu: takes values as wide as keys"):
-        resolve("torch_cpu", problem)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_reference_with_documents(batch):
-    bounds = (0, 1, 20, 21, 64, 65)
-    expected = expected_attention(
-        batch=batch, seq_len=65, heads=4, kv_heads=2, head_dim=16, causal=True, cu_seqlens=bounds
-    )
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("value_dim", [16, 24])
+@pytest.mark.parametrize("bounds", [(), (0, 1, 20, 21, 64, 65)], ids=["causal", "documents"])
+def test_the_reference_with_documents_and_values_of_another_width(
+    bounds, value_dim, kv_heads, batch
+):
+    sizes = {"batch": batch, "seq_len": 65, "heads": 4, "kv_heads": kv_heads, "head_dim": 16}
+    sizes |= {"value_dim": value_dim, "cu_seqlens": bounds or None}
+    expected = expected_attention(**sizes, causal=True)
     check(Reference(), expected, 1e-12, bounds=bounds)
+    if value_dim != 16:
+        problem = problem_of(expected)
+        assert resolve("auto", problem).name == "reference"
+        with pytest.raises(KernelUnavailableError, match="torch_cpu: takes values as wide as keys"):
+            resolve("torch_cpu", problem)
 
 
 @pytest.mark.gpu
@@ -201,34 +190,35 @@ def share_of_scores(kernel, problem, given, packed):
     return max(float(x.double().norm() / y.norm()) for x, y in zip(found[:2], usual, strict=False))
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"), [("reference", False), ("reference", True), ("torch_cpu", False)]
-)
+# Heads as elsewhere: flash4 is compiled for the number of them that share a KV head.
+EQUAL_VALUES = [
+    *(
+        pytest.param(name, (CPU, dtype, 4, 2, 64), packed, id=f"{name}-{dtype}-{packed}")
+        for name, packed in (("reference", False), ("reference", True), ("torch_cpu", False))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+    *(
+        pytest.param(name, (GPU, dtype, 8, 2, dim), packed, marks=pytest.mark.gpu)
+        for name in GPU_KERNELS
+        for dtype, dim in (
+            *((torch.bfloat16, dim) for dim in (64, 128, 256)),
+            (torch.float16, 128),
+        )
+        for packed in (False, True)
+    ),
+]
+
+
 @pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scores_of_equal_values_have_no_gradients(name, dtype, given, packed):
+@pytest.mark.parametrize(("name", "shape", "packed"), EQUAL_VALUES)
+def test_scores_of_equal_values_have_no_gradients(name, shape, packed, given):
     """Up to float32, whatever the dtype: delta is a sum of `head_dim` products."""
-    problem = Problem(CPU, dtype, 4, 2, 64)
-    kernel = resolve(name, problem)
-    assert share_of_scores(kernel, problem, given, packed) < problem.head_dim * 2**-23
+    problem = Problem(*shape, documents=packed)
+    error = share_of_scores(resolved(name, problem), problem, given, packed)
+    assert error < problem.head_dim * 2**-23
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
-@pytest.mark.parametrize("given", ["out", "delta"])
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 128)],
-)
-@pytest.mark.parametrize("name", GPU_KERNELS)
-def test_scores_of_equal_values_have_no_gradients_on_gpus(name, head_dim, dtype, given, packed):
-    # Heads as elsewhere: flash4 is compiled for the number of them that share a KV head.
-    problem = Problem(torch.device("cuda", 0), dtype, 8, 2, head_dim, documents=packed)
-    kernel = resolved(name, problem)
-    assert share_of_scores(kernel, problem, given, packed) < head_dim * 2**-23
-
-
-ON_DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
+ON_DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", ON_DEVICES, ids=str)
