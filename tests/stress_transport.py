@@ -14,11 +14,12 @@ Prints wrong results and one line at the end; exits 1 if there is a wrong elemen
 """
 
 import argparse
+import faulthandler
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,7 +37,7 @@ from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.errors import KernelUnavailableError
+from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
 from tests.peer_world import run_virtual
 
@@ -80,18 +81,6 @@ class Call:
         if wanted == "peer" and self.cuts:
             wanted = "auto"
         return {"allgather": "group", "attention2d": "auto"}.get(self.algo, wanted)
-
-
-@dataclass
-class Report:
-    """What one rank found."""
-
-    cases: int = 0
-    rounds: int = 0
-    captured: int = 0
-    replayed: int = 0
-    wrong_elements: int = 0
-    peer_bytes: int = 0
 
 
 def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) -> Call:
@@ -151,17 +140,17 @@ class Stress:
         self.random = Random(seed)
         self.own = Random(f"{seed} {topology.rank}")
         self.kernels, self.lengths = kernels, (shortest, longest)
-        self.report = Report()
+        self.report = Counter[str]()
         self.control = topology.channel("control")
         self.sides = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
 
-    def run(self, deadline: float, rounds: int | None = None) -> Report:
+    def run(self, deadline: float, rounds: int | None = None) -> Counter[str]:
         """Rounds until the time is over on rank 0 (of `time.monotonic`), or `rounds`."""
-        while self.report.rounds != rounds and self._goes_on(time.monotonic() < deadline):
+        while self.report["rounds"] != rounds and self._goes_on(time.monotonic() < deadline):
             self.round()
-            if self.cuda and self.report.rounds % CAPTURE_EVERY == 1:
+            if self.cuda and self.report["rounds"] % CAPTURE_EVERY == 1:
                 self.capture()
-            if self.cuda and self.report.rounds % 100 == 0:
+            if self.cuda and self.report["rounds"] % 100 == 0:
                 self._release()
         return self.report
 
@@ -188,8 +177,8 @@ class Stress:
         self._synchronize()
         for index, call in enumerate(calls):
             self.compare(call, expected[index], got[index])
-        self.report.rounds += 1
-        self.report.peer_bytes = max(self.report.peer_bytes, self.topology.peer_bytes)
+        self.report["rounds"] += 1
+        self.report |= Counter({"peer bytes": self.topology.peer_bytes})
 
     def order(self, count: int) -> Iterator[tuple[int, bool]]:
         """(call, whether its backward) in an order that all ranks draw alike."""
@@ -250,14 +239,14 @@ class Stress:
         self, call: Call, expected: Sequence[Tensor], got: Sequence[Tensor], how: str = "peer"
     ) -> None:
         """Counts the elements that are not the same bits, or not numbers."""
-        self.report.cases += 1
+        self.report["cases"] += 1
         for name, want, have in zip(NAMES, expected, got, strict=True):
             bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
             differ = want.contiguous().view(bits) != have.contiguous().view(bits)
             wrong = int((differ | ~have.isfinite()).sum())
             if wrong:
-                self.report.wrong_elements += wrong
-                where = f"rank {self.topology.rank} round {self.report.rounds} {how} {name}"
+                self.report["wrong elements"] += wrong
+                where = f"rank {self.topology.rank} round {self.report['rounds']} {how} {name}"
                 print(f"WRONG {where}: {wrong} of {want.numel()}: {call}", flush=True)
 
     def anywhere(self, ready: "torch.cuda.Event | None") -> AbstractContextManager[object]:
@@ -318,9 +307,9 @@ class Stress:
             self.compare(call, expected[index], copies, f"replayed over {transport}")
             if eager:
                 self.compare(call, expected[index], eager, f"between replays over {transport}")
-            self.report.replayed += 1
+            self.report["replays"] += 1
         graph.reset()
-        self.report.captured += 1
+        self.report["captured"] += 1
 
     def _goes_on(self, mine: bool) -> bool:
         flag = torch.tensor([int(mine)], device=self.device)
@@ -348,81 +337,54 @@ class Stress:
 
 def serving(kernels: Sequence[str], device: torch.device) -> list[str]:
     """Those of the kernels that serve all problems here."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found = []
     for kernel in kernels:
         try:
             for heads, kv_heads in HEADS:
                 for dim in HEAD_DIMS:
-                    resolve(kernel, Problem(device, dtype, heads, kv_heads, dim))
+                    resolve(kernel, Problem(device, torch.bfloat16, heads, kv_heads, dim))
         except KernelUnavailableError as error:
             print(f"without {kernel}: {error}", flush=True)
         else:
             found.append(kernel)
+    if not found:
+        raise ConfigError(f"stress needs a kernel that serves all problems, got {kernels}")
     return found
 
 
-def total(reports: Sequence[Report]) -> Report:
-    """Of all ranks."""
-    first = reports[0]
-    return Report(
-        first.cases,
-        first.rounds,
-        first.captured,
-        first.replayed,
-        sum(r.wrong_elements for r in reports),
-        min(r.peer_bytes for r in reports),
-    )
-
-
-def conclude(report: Report, size: int, seconds: float, cuda: bool) -> int:
-    """Prints one line; the exit status."""
-    problems = []
-    if report.wrong_elements:
-        problems.append(f"{report.wrong_elements} wrong elements")
-    if not report.cases or not report.peer_bytes:
+def conclude(reports: Sequence[Counter[str]], args: argparse.Namespace, seconds: float) -> int:
+    """One line of all ranks, which the first one prints; the exit status."""
+    found, wrong = reports[0], sum(report["wrong elements"] for report in reports)
+    problems = [f"{wrong} wrong elements"] if wrong else []
+    if not found["cases"] or not min(report["peer bytes"] for report in reports):
         problems.append("no case ran over peer memory")
-    if cuda and not report.replayed:
+    if not args.virtual and not found["replays"]:
         problems.append("no CUDA graph was replayed")
-    verdict = "; ".join(problems) or "0 wrong elements"
+    if os.environ.get("RANK", "0") != "0":
+        return bool(problems)
     print(
-        f"stress: {report.cases} cases in {report.rounds} rounds on {size} ranks, "
-        f"{report.captured} captured, {report.replayed} replays, {seconds:.0f} s: {verdict}",
+        f"stress: {found['cases']} cases in {found['rounds']} rounds on {len(reports)} ranks, "
+        f"{found['captured']} captured, {found['replays']} replays, {seconds:.0f} s: "
+        f"{'; '.join(problems) or '0 wrong elements'}",
         flush=True,
     )
-    return 1 if problems else 0
+    return bool(problems)
 
 
-def end_if_hung(seconds: float, status: Callable[[], str]) -> threading.Timer:
-    """Ends this process after `seconds`, with what it was at."""
-
-    def end() -> None:
-        print(f"stress: hung, {status()}", flush=True)
-        os._exit(3)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def on_threads(args: argparse.Namespace) -> int:
-    began = time.monotonic()
+def on_threads(args: argparse.Namespace, deadline: float) -> list[Counter[str]]:
     torch.set_num_threads(1)
 
-    def body(topology: Topology) -> Report:
-        device = torch.device("cpu")
+    def body(topology: Topology) -> Counter[str]:
         settings = {"kernels": ["auto"], "shortest": 8, "longest": 64}
-        stress = Stress(topology, device, seed=args.seed, **settings)
-        return stress.run(began + 60 * args.minutes, args.rounds)
+        stress = Stress(topology, torch.device("cpu"), seed=args.seed, **settings)
+        return stress.run(deadline, args.rounds)
 
-    reports = run_virtual(args.virtual, body, peer_access=True)
-    seconds = time.monotonic() - began
-    return conclude(total(reports), args.virtual, seconds, False)
+    return run_virtual(args.virtual, body, peer_access=True)
 
 
-def on_gpus(args: argparse.Namespace) -> int:
-    began = time.monotonic()
+def on_gpus(args: argparse.Namespace, deadline: float) -> list[Counter[str]]:
+    """What hangs ends with a traceback."""
+    faulthandler.dump_traceback_later(60 * args.minutes + GRACE_S, exit=True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     # Kernels whose results repeat; torch would also fill what is not written yet, which takes time.
@@ -431,33 +393,16 @@ def on_gpus(args: argparse.Namespace) -> int:
     dist.init_process_group("nccl", timeout=timedelta(minutes=3))
     topology = topology_of(None)
     if not topology.peer_access:
-        print("stress: needs GPUs with access to each other's memory, got none", flush=True)
-        return 1
-    kernels = serving(args.kernels.split(","), device)
-    if not kernels:
-        return 1
-    stress = Stress(
-        topology,
-        device,
-        seed=args.seed,
-        kernels=kernels,
-        shortest=args.shortest,
-        longest=args.longest,
-    )
-    timer = end_if_hung(
-        60 * args.minutes + GRACE_S,
-        lambda: f"rank {topology.rank}, round {stress.report.rounds}, {stress.report.cases} cases",
-    )
-    report = stress.run(began + 60 * args.minutes, args.rounds)
+        raise ConfigError("stress needs GPUs with access to each other's memory, got none")
+    settings = {"shortest": args.shortest, "longest": args.longest}
+    settings["kernels"] = serving(args.kernels.split(","), device)
+    stress = Stress(topology, device, seed=args.seed, **settings)
+    report = stress.run(deadline, args.rounds)
     reports = [report] * topology.size
     dist.all_gather_object(reports, report)
-    status = 0
-    if topology.rank == 0:
-        seconds = time.monotonic() - began
-        status = conclude(total(reports), topology.size, seconds, True)
-    timer.cancel()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
-    return status
+    return reports
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -470,7 +415,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a rank, at most")
     parser.add_argument("--virtual", type=int, metavar="P", help="threads in place of GPUs")
     args = parser.parse_args(argv)
-    return on_threads(args) if args.virtual else on_gpus(args)
+    began = time.monotonic()
+    run = on_threads if args.virtual else on_gpus
+    reports = run(args, began + 60 * args.minutes)
+    return conclude(reports, args, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -143,21 +143,6 @@ def test_tensor_parallel_ranks_measure_the_same_lengths(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_pipeline_stages_measure_the_same_lengths(tmp_path: Path) -> None:
-    """Two stages without and with context parallelism; other stages would have other weights."""
-    found = []
-    for ranks in (2, 4):
-        _, job = measure(tmp_path, "tiny", "zigzag", ranks, pipeline=2)
-        *lengths, exhausted = read_reports(job.text)
-        assert exhausted.out_of_memory, job.text[-3000:]
-        found.append({report.tokens: report.loss for report in lengths})
-    whole, split = found
-    assert split.keys() == {32, 64}
-    assert split == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_packed_documents_have_one_loss_however_they_are_split(tmp_path: Path) -> None:
     # Of 44 and 20 tokens in the long sequence: multiples of twice the ranks, be they one or two.
     found = []
@@ -220,14 +205,13 @@ def measure(
     ranks: int = 1,
     *,
     prefill: bool = False,
-    pipeline: int = 1,
     documents: str = "",
 ) -> tuple[Plan, Job]:
     """Lengths of 32, 64 and 128 tokens, for the last of which there is no memory."""
     gate = folder / "gate"
     gate.touch()
     plan = Plan((32, 64), True, (1,), (2,), 256, str(gate), False, prefill, documents)
-    plan = replace(plan, multiple=2 * ranks // pipeline)
+    plan = replace(plan, multiple=2 * ranks)
     recompute = "none" if prefill else "full"
     case = benchmark_train.Case(name, recompute, tuple(range(ranks)), plan.lengths)
     args: Any = Namespace(
@@ -240,7 +224,7 @@ def measure(
         iters=(2,),
         profile=False,
         micro_batches=1,
-        pipeline=pipeline,
+        pipeline=1,
         data=1,
         tensor=1,
         net="default",

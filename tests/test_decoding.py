@@ -140,20 +140,28 @@ def test_an_empty_cache_gives_zeros() -> None:
     assert all(torch.equal(out, torch.zeros(2, 1, 4, VALUE_DIM).double()) for out in outs)
 
 
+NEAR = {"window": 2, "position": 9, "positions": [0, 1, 2, 3]}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"lengths": 5}, "lengths needs 0 to 4, the room of the cache, got [5, 5]"),
         ({"lengths": [1]}, "lengths needs one number, or 2, got [1]"),
         ({"tokens": 2}, "takes one new token [B,1,H,D] and caches [B,C,G,D], got q [2, 2, 4, 8]"),
-        ({"window": 3}, "pass position= and positions="),
-        (
-            {"window": 3, "position": 3, "positions": [0, 1]},
-            "positions needs those of all 4 entries, got [2]",
-        ),
         ({"heads": 3}, "a number of KV heads that divides its heads, got q [2, 1, 3, 8]"),
         ({"dtype": torch.float32}, "one dtype on one device, got torch.float32 on cpu"),
+        *(
+            ({"scale": scale}, f"attention needs a scale above 0, got {scale}")
+            for scale in (0.0, -1.0, float("nan"))
+        ),
+        ({"window": 3}, "pass position= and positions="),
+        (NEAR | {"positions": [0, 1]}, "positions needs those of all 4 entries, got [2]"),
+        (NEAR | {"position": 2}, "position needs to be 3 or more, that of the last entry"),
+        (NEAR | {"positions": [3, 2, 1, 0]}, "positions to ascend, got 9 after [3, 2, 1, 0]"),
+        (NEAR | {"positions": ["a"] * 4}, "positions needs whole numbers, got ['a', 'a', 'a', 'a"),
     ],
+    ids=str,
 )
 def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     q, k, v = inputs("GQA", tokens=4)
@@ -195,24 +203,3 @@ def test_one_query_row_by_the_kernels_of_a_gpu(heads: str) -> None:
     out = cp.decode_attention(new, k, v, ends)
     for row, end in enumerate(ends):
         assert relative_error(out[row : row + 1], expected[row : row + 1, end - 1 : end]) < 5e-3
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        *(
-            ({"scale": scale}, f"attention needs a scale above 0, got {scale}")
-            for scale in (0.0, -1.0)
-        ),
-        ({"scale": float("nan")}, "attention needs a scale above 0, got nan"),
-        ({"position": 2}, "position needs to be 3 or more, that of the last entry"),
-        ({"positions": [3, 2, 1, 0]}, "and positions to ascend, got 9 after [3, 2, 1, 0]"),
-        ({"positions": ["a"] * 4}, "positions needs whole numbers, got ['a', 'a', 'a', 'a']"),
-    ],
-    ids=str,
-)
-def test_values_that_make_no_sense(given: dict[str, Any], words: str) -> None:
-    x = torch.zeros(1, 4, 2, 8)
-    usual = {"window": 2, "position": 9, "positions": [0, 1, 2, 3]}
-    with pytest.raises(ContextParallelError, match=re.escape(words)):
-        cp.decode_attention(x[:, :1], x, x, 4, **(usual | given))

@@ -95,13 +95,6 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"a": ["b", "torch"], "b": ["c"], "c": ["b"], "d": []}) == ["b", "c"]
-    assert circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
-    found = imported(ast.parse("def f():\n  from p.q import r, s"), {"p.q.r"})
-    assert list(found) == ["p.q.r", "p.q"]
-
-
 def test_no_module_is_imported_by_what_it_imports() -> None:
     graph = import_graph()
     assert f"{PACKAGE}.core.placement" in graph[f"{PACKAGE}.core.algorithm"]
@@ -137,17 +130,6 @@ def leaving(graph: Graph) -> set[tuple[str, str]]:
         if any(within(other, one) for one in outside)
         and not any(within(name, one) for one in outside)
     }
-
-
-def test_what_goes_up_or_out_is_found() -> None:
-    core = f"{PACKAGE}.core"
-    low, high, same = f"{core}.masks.bands", f"{core}.plans.plan", f"{core}.tiles"
-    assert upward({low: [high, same], same: [low], high: [low, "torch"]}) == {(low, high)}
-    with pytest.raises(KeyError, match="helpers"):
-        upward({low: [f"{core}.helpers.lists"]})
-    cli, planner = f"{PACKAGE}.cli", f"{PACKAGE}.planner.choose"
-    found = leaving({low: [planner, cli], cli: [planner, low], planner: [low], "torch": []})
-    assert found == {(low, planner), (low, cli)}
 
 
 def test_no_room_of_core_imports_a_higher_one() -> None:

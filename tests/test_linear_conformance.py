@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any, get_args, get_type_hints
@@ -28,19 +28,8 @@ from tests.linear_oracle import Linear, LinearExpected, linear_expected
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
 from tests.random_tests import examples
+from tests.test_conformance import Case
 from tests.test_random_attention import World, worlds
-
-
-@dataclass(frozen=True)
-class Case:
-    """One algorithm with its options."""
-
-    algo: str
-    options: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return "-".join([self.algo, *(value for _, value in self.options)])
-
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
 

@@ -15,28 +15,19 @@ ZIGZAG = LAYOUTS["zigzag"]
 any_layout = st.sampled_from([*LAYOUTS.values(), Balanced((7, 20))])
 
 
-@given(layouts, st.integers(1, 9), st.integers(0, 90))
-def test_every_token_is_on_exactly_one_rank(layout, size, seq_len):
-    held = [
-        position
-        for rank in range(size)
-        for span in layout.spans(rank, size, seq_len)
-        for position in span.positions
-    ]
-    assert sorted(held) == list(range(seq_len))
-
-
 @given(layouts, st.integers(1, 9), st.integers(1, 5))
 def test_multiples_give_every_rank_the_same_number_of_tokens(layout, size, factor):
     seq_len = layout.multiple(size) * factor
     assert {layout.length(rank, size, seq_len) for rank in range(size)} == {seq_len // size}
 
 
-@given(layouts, st.integers(1, 7), st.integers(1, 40), st.integers(-2, 1))
+@given(layouts, st.integers(1, 9), st.integers(0, 60), st.integers(-2, 1))
 def test_unshard_is_the_inverse_of_shard(layout, size, seq_len, dim):
-    x = torch.randn(seq_len, seq_len)
+    """And every token is on one rank."""
+    x = torch.arange(seq_len**2).view(seq_len, seq_len)
     parts = [shard(x, dim, layout, rank, size) for rank in range(size)]
     assert torch.equal(unshard(parts, dim, layout), x)
+    assert torch.equal(torch.cat(parts, dim).flatten().sort().values, x.flatten())
     for rank, part in enumerate(parts):
         assert torch.equal(part, x.index_select(dim, positions(layout, rank, size, seq_len)))
 

@@ -28,7 +28,6 @@ from megatron_cp_plugin.core.tiles import (
     plan_pairs,
     plan_tiles,
 )
-from megatron_cp_plugin.core.tiles import visible_pairs as count_visible_pairs
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
@@ -97,20 +96,9 @@ def test_a_rank_of_zigzag_needs_one_call_a_step():
     assert [(t.q, t.kv, t.causal) for t in higher] == [(slice(8, 16), slice(0, 16), False)]
 
 
-def test_the_future_needs_no_call():
-    assert not plan_tiles((Span(0, 8),), (Span(8, 16),), Mask())
-
-
 def test_spans_that_do_not_ascend_are_refused():
     with pytest.raises(ValueError, match="ascending"):
         plan_tiles((Span(8, 16), Span(0, 8)), (Span(0, 8),), Mask())
-
-
-@pytest.mark.parametrize(
-    "mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 7, 99))]
-)
-def test_number_of_visible_pairs(mask):
-    assert count_visible_pairs(20, mask) == seen_by(mask, 20).sum()
 
 
 def test_a_window_of_one_block_needs_two_calls_a_rank():

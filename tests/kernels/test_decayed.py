@@ -118,42 +118,6 @@ for of_channels, back in ((True, False), (False, False), (True, True), (False, T
 
 
 STATES = DECAYED + PASSED + RUNS  # runs in test_fused.py
-RUN = {"CHUNK": 64, "DIM": 128, "WIDTH": 32}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "constants"),
-    [
-        ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
-        ("pass", {"MATRIX": True, "LONG": True, "DIM": 128, "WIDTH": 32}),
-        ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": True, "BACK": False} | RUN),
-        ("run", {"dim": 128, "value_dim": 128, "OF_CHANNELS": False, "BACK": True} | RUN),
-    ],
-)
-def test_kernels_of_states_compile_for_gpus(tmp_path, monkeypatch, name, constants):
-    """As far as machine code, without a GPU."""
-    triton = pytest.importorskip("triton")
-    compiler = pytest.importorskip("triton.backends.compiler")
-    from megatron_cp_plugin.kernels import decayed
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    kernel = getattr(decayed, f"_{name}_kernel")
-    others = {"out_ptr": "*bf16", "x_ptr": "*bf16"}
-    others |= dict.fromkeys(("interval_ptr", "bound_ptr"), "*i32") | {"sizes": ("i32",) * 3}
-    strides = ("i32",) * 4
-    others |= {"added": ("*fp32", *strides[:2]), "through": ("*fp32", *strides)}
-    others |= {"ways": ("*i32",) * 3}
-    tokens = ("read_ptr", "written_ptr", "value_ptr", "query_ptr", "dout_ptr")
-    others |= dict.fromkeys(tokens, "*bf16") | {"which_ptr": "*i32"}
-    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {name: kind for name, kind in others.items() if name in types}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(kernel, types, constants)
-    compiled = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert compiled.metadata.shared <= 227 * 1024
 
 
 def test_any_number_of_sequences_fits_a_grid(monkeypatch):

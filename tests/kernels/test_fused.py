@@ -153,6 +153,7 @@ def test_triton_kernels_in_the_interpreter():
     interpret(FUSED + LOGITS + STATES)
 
 
+RUN = {"dim": 128, "value_dim": 128, "CHUNK": 64, "DIM": 128, "WIDTH": 32}
 COMPILED = (
     ("merge", {"at": None, "b_at": None}),
     ("merge", {}),
@@ -174,12 +175,29 @@ COMPILED = (
         {"BLOCK": 4096, "scale_ptr": None, "entropy_ptr": None, "dentropy_ptr": None},
     ),
     ("logit_gradients", {"BLOCK": 4096}),
+    ("add", {"TILES": 16, "TOKENS": 64, "X_DIM": 128, "OUT_DIM": 128}),
+    ("pass", {"MATRIX": True, "LONG": True, "DIM": 128, "WIDTH": 32}),
+    ("run", RUN | {"OF_CHANNELS": True, "BACK": False}),
+    ("run", RUN | {"OF_CHANNELS": False, "BACK": True}),
 )
-# Of the kernels' arguments: tensors with three strides, the others, and numbers.
+OF_STATES = ("add", "pass", "run")
+# The kernels' arguments: tensors with three strides; others, which are of float32 by default, and
+# numbers of int32.
 STRIDED = {
     **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
     **dict.fromkeys(("out_2", "a_2", "b_2", "c_2"), "*bf16"),
     **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
+}
+OTHERS = {
+    **{name: (kind, "i32", "i32", "i32") for name, kind in STRIDED.items()},
+    **dict.fromkeys(("at", "out_at", "a_at", "b_at"), "*i32"),
+    **dict.fromkeys(("logits_ptr", "out_ptr", "x_ptr", "read_ptr", "written_ptr"), "*bf16"),
+    **dict.fromkeys(("value_ptr", "query_ptr", "dout_ptr"), "*bf16"),
+    **dict.fromkeys(("interval_ptr", "bound_ptr", "which_ptr"), "*i32"),
+    "wanted_ptr": "*i64",
+    "added": ("*fp32", "i32", "i32"),
+    "through": ("*fp32", *("i32",) * 4),
+    "ways": ("*i32",) * 3,
 }
 
 
@@ -192,24 +210,23 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     """As far as machine code, without a GPU; each for one of them, in turn."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
-    from megatron_cp_plugin.kernels import fused, fused_loss
+    from megatron_cp_plugin.kernels import decayed, fused, fused_loss
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    kernel = getattr(fused_loss if "logit" in name else fused, f"_{name}_kernel")
-    constants = constants if "BLOCK" in constants else {"ROWS": 16, "DIM": 128} | constants
-    float32 = ("lse", "scale", "share", "target", "dloss", "entropy", "dentropy")
-    types = dict.fromkeys(kernel.arg_names, "i32") | {"sizes": ("i32",) * 4}
-    types |= {name: (kind, *("i32",) * 3) for name, kind in STRIDED.items()}
-    types |= {f"{name}_ptr": "*fp32" for name in float32}
-    types |= {"logits_ptr": "*bf16", "wanted_ptr": "*i64"}
-    types |= dict.fromkeys(("at", "out_at", "a_at", "b_at"), "*i32")
-    types = {argument: types[argument] for argument in kernel.arg_names}
+    module = decayed if name in OF_STATES else fused_loss if "logit" in name else fused
+    kernel = getattr(module, f"_{name}_kernel")
+    if module is fused:
+        constants = {"ROWS": 16, "DIM": 128} | constants
+    others = OTHERS | {"sizes": ("i32",) * (3 if module is decayed else 4)}
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    types |= {name: others[name] for name in types if name in others}
     types |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(kernel, types, constants)
     compiled = triton.compile(source, target=compiler.GPUTarget("cuda", capability, 32))
     assert f"sm_{capability}" in compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= 227 * 1024
     if name in ("merge", "sum"):  # in place: nothing is stored that another warp is yet to load
         code = compiled.asm["ptx"]
         loaded, stored = code.rindex("ld.global"), code.index("st.global")
