@@ -176,60 +176,19 @@ def _of_all_samples(name: str, tensor: Tensor, *, dims: int) -> Tensor:
     return tensor[0]
 
 
-def document_mask(packed: PackedSeqParams | None, size: int) -> DocumentMask | None:
-    """Copies the boundaries of documents to the host, which waits for the GPU once a micro-batch.
+def document_mask(packed: PackedSeqParams | None, group: dist.ProcessGroup) -> DocumentMask | None:
+    """Copies the boundaries of documents, which may be padded, to the host.
 
-    Raises:
-        ContextParallelError: Queries and keys differ, documents are padded, or the group is not
-            that of the run.
+    It waits for the GPU, once a micro-batch. The result keeps everything that the caller added to
+    packed_seq_params.
+
+    Raises: ContextParallelError if the numbers contradict each other.
     """
     if isinstance(packed, DocumentMask):
-        return packed.beside(document_mask(packed.packed, size))
+        return packed.beside(document_mask(packed.packed, group))
     if packed is None:
         return None
     lengths = _document_lengths(packed)
-    names = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    for name in names:
-        other: Tensor | None = getattr(packed, name, None)
-        if other is not None and other is not lengths and not other.equal(lengths):
-            raise ContextParallelError(
-                "packed sequences need the same lengths for queries, keys and padding, got "
-                f"{name} that differ from cu_seqlens_q: use the padded lengths for all of them, "
-                "and mask the loss of the padding"
-            )
-    if packed.cp_group is not None:
-        raise ContextParallelError(
-            "packed sequences need the context-parallel group of the run, got another "
-            "cp_group: leave it out"
-        )
-    ranks = getattr(packed, "local_cp_size", None)
-    if ranks not in (None, size):
-        raise ContextParallelError(
-            f"packed sequences need the {size} context-parallel ranks of the run, got "
-            f"local_cp_size {ranks}: leave it out"
-        )
-    bounds = lengths.tolist()
-    mask = DocumentMask(seq_len=bounds[-1], starts=document_starts(bounds, bounds[-1]))
-    if hasattr(packed, "tokens_per_sample"):
-        mask.tokens_per_sample = packed.tokens_per_sample
-    return mask
-
-
-def mask_of_cut(
-    packed: PackedSeqParams | None, layout: Layout, group: dist.ProcessGroup
-) -> DocumentMask | None:
-    """Like `document_mask` for a batch that the caller has cut, where documents may be padded.
-
-    The result keeps everything that the caller added to packed_seq_params.
-
-    Raises: ContextParallelError if it was cut otherwise, or its numbers contradict each other.
-    """
-    if isinstance(packed, DocumentMask):
-        return packed.beside(mask_of_cut(packed.packed, layout, group))
-    if packed is None:
-        return None
-    lengths = _document_lengths(packed)
-    _check_cutting(packed, layout)
     padded = packed.cu_seqlens_q_padded
     pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
     for of_queries, of_keys in pairs:
@@ -270,7 +229,7 @@ def group_of(packed: PackedSeqParams | None, own: dist.ProcessGroup) -> dist.Pro
     size, group = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
     if group is None:
         group = ALONE if size == 1 else own
-    if size not in (None, group.size()):
+    if size is not None and size != group.size():
         raise ContextParallelError(
             f"packed_seq_params need the cp_group of their local_cp_size {size}, got one of "
             f"{group.size()} ranks: pass both, as of parallel_state"
@@ -469,8 +428,9 @@ def _document_lengths(packed: PackedSeqParams) -> Tensor:
     return lengths
 
 
-def _check_cutting(packed: PackedSeqParams, layout: Layout) -> None:
-    given: Any = getattr(packed, "cp_partition_mode", None)
+def check_cutting(packed: Any, layout: Layout) -> None:
+    """Raises: ContextParallelError if packed_seq_params say that a batch was cut otherwise."""
+    given: Any = getattr(getattr(packed, "packed", None) or packed, "cp_partition_mode", None)
     mode = "zigzag" if layout.name == PaddedDocuments.name else layout.name
     if given not in (None, mode):
         raise ContextParallelError(

@@ -34,9 +34,9 @@ from megatron_cp_plugin.integration.documents import (
     ALONE,
     DocumentMask,
     PositionsOfPacks,
+    check_cutting,
     document_mask,
     group_of,
-    mask_of_cut,
 )
 from megatron_cp_plugin.integration.example_spans import EXAMPLE_SPANS
 from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
@@ -285,9 +285,16 @@ class SplitInputs(Inputs):
         self._cut: Cut | None = None
 
     def _mask_of(self, call: _Call) -> DocumentMask | None:
-        given, size = call.given, call.group.size()
-        self._cut = _cut_of(given, self._batches, call.group) if size > 1 else None
-        mask = document_mask(given.get("packed_seq_params"), size)
+        given, own = call.given, call.group
+        self._cut = _cut_of(given, self._batches, own) if own.size() > 1 else None
+        packed = given.get("packed_seq_params")
+        group = group_of(packed, own)
+        if group not in (own, ALONE) or group.size() != own.size():
+            raise ContextParallelError(
+                "packed sequences need the context-parallel group of the run, got another "
+                "cp_group: leave it out"
+            )
+        mask = document_mask(packed, own)
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
         return mask if spans is None else _with_spans(mask, spans)
 
@@ -331,8 +338,9 @@ class CutInputs(Inputs):
 
     def _mask_of(self, call: _Call) -> DocumentMask | None:
         self._later.clear()  # of a call that has failed
-        packed, layout = call.given.get("packed_seq_params"), self._runtime.config.layout
-        return mask_of_cut(packed, layout, call.group)
+        packed = call.given.get("packed_seq_params")
+        check_cutting(packed, self._runtime.config.layout)
+        return document_mask(packed, call.group)
 
     def _check(self, call: _Call) -> None:
         tokens, mask, group = call.tokens, call.mask, call.group

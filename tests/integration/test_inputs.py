@@ -14,7 +14,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.masks.bands import FAR
 from megatron_cp_plugin.core.masks.slices import Slices
@@ -23,7 +22,6 @@ from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
 from megatron_cp_plugin.integration.documents import (
     document_mask,
-    mask_of_cut,
     starts_of,
 )
 from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
@@ -478,7 +476,7 @@ def test_positions_in_documents(given: bool) -> None:
         PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=5),
     )
     runtime = Runtime(ContextParallelConfig("ring", 1))
-    runtime.mask = document_mask(mask, 1)
+    runtime.mask = document_mask(mask, ALONE)
     table = torch.arange(8.0)[:, None, None, None]
     embedding: Any = SimpleNamespace(get_emb=lambda *_: table, inv_freq=None)
     angles = LayoutRotaryEmbedding(embedding, runtime, ALONE)(5)
@@ -491,11 +489,8 @@ def test_padding_that_spans_name_is_refused() -> None:
     packed = PackedSeqParams("thd", real, real, padded, padded, max_seqlen_q=6)
 
     def check(*spans: tuple[int, int, int, int, str]) -> None:
-        mask = mask_of_cut(
-            attention_spans(spans, packed_seq_params=packed),
-            NAMED["thd"],
-            ALONE,
-        )
+        mask = document_mask(attention_spans(spans, packed_seq_params=packed), ALONE)
+        assert mask is not None
         assert mask.padding == ((3, 4), (10, 12))
         assert starts_of(mask, 12, causal=False) == (4,)
 

@@ -72,9 +72,12 @@ def served(algo: str = "ring", size: int = 1, **options: str) -> tuple[nn.Module
         ({"qkv_format": "sbhd"}, "need the format thd and cu_seqlens_q, got sbhd"),
         ({"cu_seqlens_q": None}, "got thd without it"),
         ({"cu_seqlens_kv": [0, 2, 8]}, "got cu_seqlens_kv that differ from cu_seqlens_q"),
-        ({"cu_seqlens_q_padded": [0, 4, 8]}, "got cu_seqlens_q_padded that differ"),
+        (
+            {"cu_seqlens_q_padded": [0, 4, 8]},
+            "cu_seqlens_q_padded needs for each document at least",
+        ),
         ({"cp_group": object()}, "got another cp_group: leave it out"),
-        ({"local_cp_size": 2}, "need the 1 context-parallel ranks .* got local_cp_size 2"),
+        ({"local_cp_size": 2}, "cp_group of their local_cp_size 2, got one of 1 ranks"),
     ],
 )
 def test_sequences_that_the_model_cannot_take_are_refused(
