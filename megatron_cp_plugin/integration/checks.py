@@ -83,13 +83,6 @@ def used_features(settings: Settings, kernel: str | None) -> Iterator[str | None
     """Returns lines on what a run uses, None for what it does not."""
     yield describe(settings.cp, kernel)
     yield describe_heads(settings)
-    if settings.window is not None:
-        yield (
-            f"sliding windows of {settings.window} tokens: a token sees itself and the "
-            f"{settings.window - 1} before it"
-        )
-    if settings.is_recurrent:
-        yield f"recurrent layers: states pass by lasp2 in the {settings.cp.layout.name} layout"
     yield describe_recompute(settings)
     yield from replaced("arguments", settings)
 
