@@ -17,10 +17,10 @@ LINES = {
     "algorithms": 1_820,
     "kernels": 3_350,
     "integration": 8_440,
-    "planner": 6_190,
+    "planner": 6_110,
     "harness": 2_200,
     "scripts": 7_250,
-    "tests": 38_500,
+    "tests": 38_460,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_350}

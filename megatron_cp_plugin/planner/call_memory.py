@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.layer import AnyAlgorithm, Layer, passes
-from megatron_cp_plugin.planner.meta import OnMeta, run_counted
+from megatron_cp_plugin.planner.meta import OnMeta, run_on_meta
 from megatron_cp_plugin.planner.sizes import SizesWithin
 
 _BOTH_ENDS = 16  # from this number of ranks on the last alone is looked at, else the first too
@@ -139,7 +139,7 @@ class AllocationTracker(OnMeta):
         kwargs = kwargs or {}
         # `reshape` gives the copy that it has made another shape by `_unsafe_view`.
         view = func.is_view or func is torch.ops.aten._unsafe_view.default
-        result = func(*args, **kwargs) if view else run_counted(func, args, kwargs)[0]
+        result = func(*args, **kwargs) if view else run_on_meta(func, args, kwargs)
         for x in result if isinstance(result, list | tuple) else (result,):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
