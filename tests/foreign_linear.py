@@ -71,12 +71,10 @@ class Doubling(StatePassing):
             yield distance
             distance *= 2
 
-    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    def messages(self, route: Route, rank: int) -> int:
+        """How many states a rank sends in `carry`."""
         chain = self._chain(route)
-        for distance in self._distances():
-            for place in range(len(chain) - distance):
-                owners = chain[max(0, place + 1 - distance) : place + 1]
-                yield chain[place], chain[place + distance], tuple(owners)
+        return sum(chain.index(rank) + distance < len(chain) for distance in self._distances())
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
         assert end is not None

@@ -8,6 +8,7 @@ from megatron_cp_plugin.algorithms.linear_ulysses import LinearUlysses
 from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, StatePassing
 from megatron_cp_plugin.core.linear.states import Route
+from tests.foreign_linear import Doubling
 
 Sent = tuple[int, int, int, int]
 
@@ -24,6 +25,16 @@ def counted(log: CommunicationLog, rank: int) -> Sent:
         for phase in ("forward", "backward")
     )
     return *forward, *backward
+
+
+def _messages(made: StatePassing, route: Route, rank: int) -> int:
+    """Along a chain one from each rank but the last; else one from all to all."""
+    size = made.topology.size
+    if isinstance(made, Doubling):
+        return made.messages(route, rank)
+    if isinstance(made, Lasp):
+        return int(rank != sorted(range(size), key=lambda one: route.runs[one])[-1])
+    return size - 1
 
 
 def stated(
@@ -66,7 +77,7 @@ def stated(
 
     def sent_in(ways: Sequence[Route], once: int) -> tuple[int, int]:
         """Args: once: messages of one state beside those along the ways."""
-        carried = sum(source == rank for way in ways for source, *_ in made.hops(way))
+        carried = sum(_messages(made, way, rank) for way in ways)
         runs = max(there.counts)
         return carried * runs * of_run + once * state_bytes(shape), carried + once
 

@@ -13,17 +13,17 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_980,
-    "core": 13_420,
-    "algorithms": 1_820,
+    "core": 13_330,
+    "algorithms": 1_790,
     "kernels": 3_350,
     "integration": 8_440,
-    "planner": 6_110,
+    "planner": 6_080,
     "harness": 2_200,
     "scripts": 7_250,
-    "tests": 38_460,
+    "tests": 38_390,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_350}
+WORDS = {"README": 1_100, "pages": 42_340}
 
 
 def files(room: str) -> Iterator[Path]:

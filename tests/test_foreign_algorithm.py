@@ -161,7 +161,7 @@ def test_a_chain_of_states_takes_as_long_by_any_name() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
-    """Outputs, states, all gradients; bytes and messages of each pass; a picture."""
+    """Outputs, states, all gradients; bytes and messages of each pass."""
     cp.register("doubling")(Doubling)
     case = linear.Case("doubling")
     for causal, states in product((True, False), repeat=2):
@@ -173,4 +173,3 @@ def test_linear_attention_in_a_logarithm_of_rounds(size: int) -> None:
     shape = LinearShape(1, 4 * size, 2, 8, 8)
     _, rounds, *_ = stated(made, shape, 0, causal=True, final_state=False)
     assert rounds == (size - 1).bit_length()
-    assert len(picture("doubling", size).steps) == 2

@@ -3,8 +3,7 @@
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -82,12 +81,6 @@ class Lasp(StatePassing):
         del before
         at_the_end = place + 1 == len(chain)
         return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
-
-    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """See StatePassing.hops: along the chain."""
-        chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
-        for place, (source, target) in enumerate(pairwise(chain)):
-            yield source, target, tuple(chain[: place + 1])
 
     def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
         """Sends to the first of the later ranks; the message before this one has long arrived."""

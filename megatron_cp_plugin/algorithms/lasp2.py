@@ -3,9 +3,7 @@
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Literal
 
 from torch import Tensor
@@ -68,11 +66,6 @@ class Lasp2(StatePassing):
         if to_the_end:
             return arrived[:-1], arrived[-1]
         return arrived, None
-
-    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """See StatePassing.hops: from all to all."""
-        for source, target in permutations(range(self.topology.size), 2):
-            yield source, target, (source,)
 
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
         """See StatePassing.share: every rank has computed it."""

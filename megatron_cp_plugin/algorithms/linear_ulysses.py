@@ -4,8 +4,6 @@ B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 """
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from itertools import permutations
 from typing import Literal
 
 from torch import Tensor
@@ -18,9 +16,7 @@ from megatron_cp_plugin.core.execution.team import ExchangingTeam
 from megatron_cp_plugin.core.linear.algorithm import (
     LinearAlgorithm,
     LinearCall,
-    LinearMove,
     LinearTensors,
-    LinearWork,
     Saved,
 )
 from megatron_cp_plugin.core.linear.states import Decay, Gates
@@ -107,24 +103,6 @@ class LinearUlysses(LinearAlgorithm):
         dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
         return dq, dk, dv, heads.own_states(dinitial), returned
-
-    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """See LinearAlgorithm.trace: shares of all heads that are computed, zeros included."""
-        size = self.topology.size
-        return tuple(
-            LinearWork(sweep, host, (), 2 * seq_len, Fraction(1, size))
-            for sweep in range(1 if causal else 2)
-            for host in range(size)
-        )
-
-    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
-        """See LinearAlgorithm.moves: all-to-alls before everything and after it."""
-        found = []
-        for source, target in permutations(range(self.topology.size), 2):
-            for tensors in (("q",), ("k", "v")):
-                found.append(LinearMove(0, source, target, tensors, (source,), target))
-            found.append(LinearMove(2 - causal, source, target, ("out",), (target,), source))
-        return tuple(found)
 
     def _exchange(self, call: LinearCall) -> ExchangingTeam:
         size, seq_len = self.topology.size, call.seq_len

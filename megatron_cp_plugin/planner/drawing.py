@@ -16,19 +16,17 @@ from typing import Literal, NamedTuple
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.record import Phase
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape, LinearWork
 from megatron_cp_plugin.core.plans.plan import Compute, Move, Plan
 from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.layer import Layer
+from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.terminal import text_table
 
 _TOKENS_PER_CHUNK = 256
 _HEADS_PER_RANK = 4
 
-Kind = Literal["keys", "queries", "results", "states"]
-_OF_STATES: dict[str, Kind] = {"S": "states", "q": "queries", "k": "keys", "out": "results"}
+Kind = Literal["keys", "queries", "results"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,8 @@ class Cell:
 
     Attributes:
         text: which blocks meet, such as "q7 k2"; of several ranks and a part of the heads
-            "q0-3 k0,2 1/4 heads"; half of the rows of a block "½q7 k2"; queries and the state of
-            ranks 0 to 6 "q7 S0-6".
-        pairs: number of (query, key) pairs, times the share of the heads; with linear attention,
-            of products of a token with a state.
+            "q0-3 k0,2 1/4 heads"; half of the rows of a block "½q7 k2".
+        pairs: number of (query, key) pairs, times the share of the heads.
     """
 
     text: str
@@ -99,7 +95,7 @@ class Picture:
         steps: cells by step and rank; None: the rank waits.
         transfers, collectives: the messages.
         results: the meaning of results that are sent.
-        plan: of softmax attention; None: linear attention has none.
+        plan: of all ranks.
     """
 
     title: str
@@ -109,7 +105,7 @@ class Picture:
     transfers: tuple[DrawnTransfer, ...]
     collectives: tuple[Collective, ...]
     results: str
-    plan: Plan | None = None
+    plan: Plan
 
     @property
     def size(self) -> int:
@@ -167,11 +163,16 @@ def picture(
         seq_len: Global tokens; default: some hundreds a rank.
         mask: Default: causal.
         options: Of the algorithm; values may be text.
-        phase: Which pass; of linear attention only the forward.
+        phase: Which pass.
 
     Raises:
-        ConfigError: The algorithm, an option or a value is unknown, or has no such mask or pass.
+        ConfigError: The algorithm, an option or a value is unknown, or has no such mask.
     """
+    if registry.kind_of(algo) == "linear":
+        raise ConfigError(
+            f"draw shows which queries meet which keys, got {algo}: use one of "
+            f"{', '.join(registry.available('softmax'))}, or --machine for its times"
+        )
     mask, options = mask or Mask(), options or {}
     if size < 1:
         raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
@@ -183,29 +184,14 @@ def picture(
     ranks = "1 rank" if size == 1 else f"{size} ranks"
     subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"
     # A number of heads that every algorithm can divide, and each part again.
-    heads, linear = _HEADS_PER_RANK * size, registry.kind_of(algo) == "linear"
-    softmax = Shape(1, seq_len, heads, heads, 1)
-    shape = LinearShape(1, seq_len, heads, 1, 1) if linear else softmax
-    layer = Layer(algo, tuple(options.items()), shape, mask, (0,) * size, peer_access=False)
-    algorithm, plan = layer.on(0), None
-    spans: Iterable[Sequence[Span]]
-    if isinstance(algorithm, LinearAlgorithm):
-        if mask.special:
-            raise ConfigError(f"{algo} does not support {mask.special}: leave it out")
-        if phase == "backward":
-            raise ConfigError(f"{algo} is drawn forward only, got phase backward: leave it out")
-        spans = (algorithm.layout.spans(rank, size, seq_len) for rank in range(size))
-        steps = _linear_steps(algorithm.trace(seq_len, causal=mask.causal), size)
-        moves = algorithm.moves(seq_len, causal=mask.causal)
-        messages = [DrawnTransfer(*move, _OF_STATES[move.tensors[0]]) for move in moves]
-        results = "outputs"
-    else:
-        plan = algorithm.plan(softmax, mask, phase)
-        spans, steps = plan.spans, _steps(plan)
-        messages = [_message(move) for move in plan.moves]
-        partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
-        results = f"{partial}{'gradients' if phase == 'backward' else 'outputs'}"
-    return Picture(title, subtitle, tuple(spans), steps, *_travelling(messages), results, plan)
+    heads = _HEADS_PER_RANK * size
+    shape = Shape(1, seq_len, heads, heads, 1)
+    plan = planned(algo, size, shape, mask, options).plan(shape, mask, phase)
+    messages = [_message(move) for move in plan.moves]
+    partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
+    results = f"{partial}{'gradients' if phase == 'backward' else 'outputs'}"
+    spans, steps = tuple(plan.spans), _steps(plan)
+    return Picture(title, subtitle, spans, steps, *_travelling(messages), results, plan)
 
 
 def _words_of(mask: Mask) -> str:
@@ -273,18 +259,6 @@ def _operation(messages: Sequence[DrawnTransfer]) -> str:
     source = messages[0].source
     shares = {message.share for message in messages if message.source == source}
     return "all-gather" if len(shares) == 1 else "all-to-all"
-
-
-def _linear_steps(trace: Sequence[LinearWork], size: int) -> tuple[tuple[Cell | None, ...], ...]:
-    count = 1 + max(work.step for work in trace)
-    cells: list[list[Cell | None]] = [[None] * size for _ in range(count)]
-    for work in trace:
-        whole = work.share == 1
-        owners = _ranks([work.host] if whole else range(size))
-        met = f"S{_ranks(work.state_owners)}" if work.state_owners else f"k{owners}"
-        text = f"q{owners} {met}" + ("" if whole else f" {work.share} heads")
-        cells[work.step][work.host] = Cell(text, float(work.products * work.share))
-    return tuple(map(tuple, cells))
 
 
 def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
@@ -398,7 +372,6 @@ def _notes(drawn: Picture) -> str:
         r"\bo\d": f"o1: {drawn.results} of its queries",
         r"\bdq\d": "dq1: gradients of its queries",
         r"\bdk\d": "dk1: gradients of its keys and values",
-        r"\bS\d": "S0-2: the state of the tokens of ranks 0 to 2",
         r"½": "½q1: half of its rows",
     }
     found = [meaning for pattern, meaning in meanings.items() if re.search(pattern, words)]

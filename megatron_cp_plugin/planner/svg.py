@@ -66,7 +66,6 @@ def matrix(drawn: Picture) -> str:
     Raises: ConfigError: as `scores_of`.
     """
     scores = scores_of(drawn)
-    assert drawn.plan is not None
     groups = len(drawn.plan.groups)
     subtitle = drawn.subtitle + (f" · 1 of {groups} head groups" if groups > 1 else "")
     steps = drawn.plan.steps // groups if drawn.plan.steps > groups else 0
@@ -204,10 +203,8 @@ class Scores(NamedTuple):
 def scores_of(drawn: Picture) -> Scores:
     """Says which rank computes which score.
 
-    Raises: ConfigError: The algorithm computes no scores; more than 512 tokens or 32 ranks.
+    Raises: ConfigError: More than 512 tokens or 32 ranks.
     """
-    if drawn.plan is None:
-        raise ConfigError(f"{drawn.title} computes no matrix of scores: leave --tokens out")
     tokens = sum(drawn.plan.spans.lengths)
     if drawn.size > _MOST_RANKS:
         raise ConfigError(

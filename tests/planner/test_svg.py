@@ -96,7 +96,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "rank 0 holds tokens 0-32767, 98304-131071",
         "rank 1 holds tokens 32768-65535, 65536-98303",
     ]
-    assert cli.main("draw --algo lasp2 --size 2 --tokens --seq-len 2".split()) == 0
+    assert cli.main("draw --algo ring --size 2 --tokens --seq-len 2".split()) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rank 0 holds tokens 0",
         "rank 1 holds tokens 1",
@@ -128,7 +128,6 @@ def test_each_token_is_held_once(algo: str, options: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("algo", "size", "seq_len", "said"),
     [
-        ("lasp2", 4, None, "lasp2 computes no matrix of scores: leave --tokens out"),
         ("ring", 64, None, "--tokens draws at most 32 ranks, got 64: leave --tokens out"),
         ("ring", 4, 4096, "--tokens draws each token, at most 512, got 4096: make --seq-len"),
         ("ring", 0, None, "size must be 1 or more, got 0: give the number of ranks"),

@@ -10,9 +10,8 @@ later tokens: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,43 +67,6 @@ class LinearShape:
     value_dim: int
     element_bytes: int = 2
     wide_bytes: int = 4
-
-
-@dataclass(frozen=True)
-class LinearWork:
-    """What one rank computes in one step of the forward.
-
-    Attributes:
-        step, host: the step, and the rank that computes.
-        state_owners: the ranks whose state meets the host's queries; (): its own runs, each by
-            itself.
-        products: number of products of a token with a state, D x E each.
-        share: share of the heads; less than 1 if the host has some heads of all ranks' tokens.
-    """
-
-    step: int
-    host: int
-    state_owners: tuple[int, ...]
-    products: int
-    share: Fraction = Fraction(1)
-
-
-class LinearMove(NamedTuple):
-    """What one rank sends to another in the forward.
-
-    Attributes:
-        needed: the step that needs it.
-        tensors: letters of the tensors, S for a state.
-        owners: owners of the tokens.
-        share: number of the share of the heads.
-    """
-
-    needed: int
-    source: int
-    target: int
-    tensors: tuple[str, ...]
-    owners: tuple[int, ...]
-    share: int = 0
 
 
 class LinearTensors(NamedTuple):
@@ -165,14 +127,6 @@ class LinearAlgorithm(Registered):
         the whole one; None: 0; and the gradients of the gates.
         """
 
-    @abstractmethod
-    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """The forward's plan for all ranks, with decay."""
-
-    @abstractmethod
-    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
-        """The moves of that plan."""
-
 
 LocalWork = Callable[[], object]
 
@@ -209,37 +163,6 @@ class StatePassing(LinearAlgorithm):
     @abstractmethod
     def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
         """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
-
-    @abstractmethod
-    def hops(self, route: Route) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Yields (source, target, owners) of each message in `carry`, a state of each run of the
-        owners' tokens.
-        """
-
-    def moves(self, seq_len: int, *, causal: bool) -> tuple[LinearMove, ...]:
-        route = Route.of(self.layout, self.topology.size, seq_len)
-        return tuple(
-            LinearMove(2 * sweep + 1, source, target, ("S",), owners)
-            for sweep, way in enumerate((route,) if causal else (route, route.flipped))
-            for source, target, owners in self.hops(way)
-        )
-
-    def trace(self, seq_len: int, *, causal: bool) -> tuple[LinearWork, ...]:
-        """See LinearAlgorithm.trace. States travel while ranks compute their own runs.
-
-        A token makes one product for its rank's state and one for its output.
-        """
-        route = Route.of(self.layout, self.topology.size, seq_len)
-        work = []
-        for sweep, way in enumerate((route,) if causal else (route, route.flipped)):
-            for host, runs in enumerate(way.runs):
-                tokens = sum(stop - start for start, stop in runs)
-                work.append(LinearWork(2 * sweep, host, (), 2 * tokens))
-                reached = [(start, stop, way.owners_before(start)) for start, stop in runs]
-                owners = sorted({owner for _, _, before in reached for owner in before})
-                products = sum(stop - start for start, stop, before in reached if before)
-                work.append(LinearWork(2 * sweep + 1, host, tuple(owners), products))
-        return tuple(one for one in work if one.products)
 
     def forward(
         self, given: LinearTensors, call: LinearCall

@@ -120,14 +120,6 @@ class Route:
         """The runs of a rank, by its local tokens."""
         return _local_runs(self, rank)
 
-    def owners_before(self, place: int) -> tuple[int, ...]:
-        """Ranks with tokens before a place between runs."""
-        return tuple(
-            rank
-            for rank, runs in enumerate(self.runs)
-            if any(start < stop <= place for start, stop in runs)
-        )
-
     @cached_property
     def last_rank(self) -> int:
         """The rank that holds the last run; of those without tokens the last one."""
