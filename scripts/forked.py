@@ -7,10 +7,12 @@ import inspect
 import sys
 import warnings
 import weakref
+from importlib import metadata
 from typing import Any
 
 import torch
 
+from megatron_cp_plugin import packages
 from megatron_cp_plugin.integration import cpu
 
 
@@ -37,6 +39,10 @@ def _import_megatron() -> None:
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     inspect.unwrap(writer.get_write_results_queue).__defaults__ = ("fork",)
     _read_sources()
+    # What is installed is looked up here for all ranks.
+    packages.entry_points = metadata.entry_points = metadata.entry_points().select
+    # Fewer documents than Megatron's: each rank shuffles all samples of them.
+    sys.modules["megatron.core.datasets.gpt_dataset"].MockGPTLowLevelDataset.size = 5_000
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
     del sys.modules["megatron_cp_plugin.harness.pretrain"]
     delattr(sys.modules["megatron_cp_plugin.harness"], "pretrain")

@@ -4,6 +4,7 @@ others are asked for.
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # Megatron imports it for a second, and nobody logs there.
+    sys.modules["wandb"] = None  # type: ignore[assignment]
     times = config.getoption("--examples")
     # 100 is what `examples` in random_tests.py counts from. How loaded a machine is tells nothing
     # about a test.

@@ -63,6 +63,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow
 def test_torch_is_enough_or_what_is_missing_is_said(tmp_path: Path) -> None:
     commands = json.dumps([words.split() for words in (*SERVED, *REFUSED)])
     words = [sys.executable, "-u", "-c", ALONE + RUN, EXTRAS, str(tmp_path), commands]

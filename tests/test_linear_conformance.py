@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -65,7 +64,7 @@ DOCUMENTS = {
 LENGTHS = {
     "even": lambda size: 6 * size,
     "uneven": lambda size: 7 * size + size // 2 + 1,
-    "longer than a kernel's chunk": lambda size: 90 * min(size, 3),
+    "longer than a kernel's chunk": lambda size: 70 * min(size, 3),
     "chunks": lambda size: 12 * size,
     "few": lambda size: max(1, size - 1),
     "two": lambda size: 2,
@@ -118,11 +117,14 @@ def assert_conforms(
 
 
 def table() -> Iterator[Any]:
-    """Each case with all documents and kernels, and with all sizes, lengths and rates by turns."""
+    """Each case with all documents and kernels, and by turns with all sizes, lengths and rates, and
+    both directions.
+    """
     turn = 0
     for case in cases():
-        for (documents, kernel), causal in product(ROWS, (True, False)):
+        for documents, kernel in ROWS:
             turn += 1
+            causal = turn // 6 % 2 == 0
             size, rates = SIZES[turn % 6], tuple(RATES)[turn % 5]
             length = "chunks" if kernel == "bfloat16" else tuple(LENGTHS)[(turn // 2) % 6]
             seq_len, states = LENGTHS[length](size), turn % 4 != 1

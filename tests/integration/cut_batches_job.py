@@ -136,23 +136,18 @@ KINDS: dict[str, dict[str, Any]] = {
 INSTALLED: dict[str, list[tuple[str, str, str]]] = {
     "install": [
         *((algo, "thd", "") for algo in SOFTMAX),
-        *((algo, "thd", "recomputed") for algo in ("zigzag", "distflash")),
-        *((algo, "thd", "images") for algo in ("zigzag", "distflash")),
-        ("zigzag", "thd", "latent"),
-        ("zigzag", "thd", "one more token"),
+        ("distflash", "thd", "recomputed"),
+        ("distflash", "thd", "images"),
         ("zigzag", "thd", "one more token: spans"),
         ("zigzag", "thd", "layers that gather"),
-        ("auto", "thd", ""),
     ],
-    "models": [
-        (algo, "thd", f"{heads} KV heads") for algo in ("usp", "attention2d") for heads in (2, 6)
-    ],
+    "models": [("usp", "thd", "2 KV heads"), ("attention2d", "thd", "6 KV heads")],
     "recurrent": [
-        (algo, "thd", kind)
-        for algo in ("zigzag", "distflash")
-        for kind in ("gated delta nets", "gated delta nets, one more token", "Mamba")
+        ("zigzag", "thd", "gated delta nets, one more token"),
+        ("distflash", "thd", "gated delta nets"),
+        ("zigzag", "thd", "Mamba"),
     ],
-    "tensor": [(algo, layout, "") for algo, layout in SERVED.items()],
+    "tensor": [("zigzag", "thd", ""), ("ulysses", "contiguous", "")],
 }
 
 
@@ -764,6 +759,24 @@ def compare_steps(
 
 
 DYNAMIC = {"hybrid_context_parallel": True}
+# By tensor-parallel ranks, beside which the CPU's layers lose gradients of latents.
+CHOSEN = {
+    1: [
+        ("zigzag", "contiguous", ""),
+        ("distflash", "thd", "gated delta nets of 4 heads"),
+        ("latents sent by zigzag", "thd", "latent"),
+        ("distflash", "thd", "recomputed"),
+        ("attention2d", "thd", ""),
+        ("ulysses", "thd", ""),
+    ],
+    2: [
+        ("zigzag", "thd", ""),
+        ("distflash", "thd", "one more token"),
+        ("ring", "thd", ""),
+        ("allgather", "thd", ""),
+        ("usp", "thd", ""),
+    ],
+}
 
 
 def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
@@ -780,16 +793,7 @@ def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
     references, found = References(groups, tensor), dict[str, Any]()
     split = DYNAMIC | {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
-    both = ["", "latent", "one more token", "recomputed", "gated delta nets of 4 heads"]
-    if tensor > 1:  # the CPU has local layers, which lose gradients of latents there
-        both = ["", "one more token", "recomputed"]
-    cases = [("zigzag", "contiguous", "")]
-    cases += [(algo, "thd", kind) for kind in both for algo in ("zigzag", "distflash")]
-    cases += [(algo, "thd", "") for algo in SOFTMAX if algo not in ("zigzag", "distflash")]
-    if tensor == 1:
-        cases += [("latents sent by zigzag", "thd", "latent")]
-    # A third of them with each number of ranks.
-    for algo, layout, kind in [("zigzag", "thd", ""), *cases[size // 2 :: 3]]:
+    for algo, layout, kind in CHOSEN[tensor]:
         sends = {"send_latents": True} if "latents" in algo else {}
         reference = references[kind]
         with installed(algo.split()[-1], layout, **sends):
@@ -990,7 +994,7 @@ def beside_pipeline_parallelism(way: str, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"is last": groups.pp.rank() == 1}
     for chunks in (1, 2):
         reference = of_all_stages(groups, num_layers=2 * chunks)
-        for algo, layout in list(SERVED.items())[::chunks]:
+        for algo, layout in list(SERVED.items())[chunks - 1 :: 2]:
             with installed(algo, layout):
                 more = WHOLE_LAYERS if algo == "zigzag" else {}
                 model = Pipeline(size, groups, chunks=chunks, **more)
@@ -1029,7 +1033,7 @@ def of_models(way: str, size: int) -> dict[str, Any]:
         left[algo] = left_by_log_probs(model, Batch(BATCHES["odd"], rank, size, layout))
     sender = served("zigzag", "thd", KINDS["latent"], send_latents=True)
     linear = sender.decoder.layers[0].self_attention.linear_kv_up_proj
-    assert ("forward" in vars(linear)) == (size > 1)
+    assert "forward" in vars(linear)
     note("zigzag, latents", sender, "thd", "latent")
     said = generates(model)
     prepare(way)  # Megatron's offloading asks for streams

@@ -280,7 +280,7 @@ def test_a_rank_that_ends_before_the_others_is_missed() -> None:
             with pytest.raises(CommunicationError, match="lost the others in a comparison; has "):
                 train_on(batches, model, group, dict(batch))
 
-    on_ranks(2, rank, timeout_s=5)
+    on_ranks(2, rank, timeout_s=3)
 
 
 def test_positions_that_begin_again_are_those_of_a_whole_batch() -> None:

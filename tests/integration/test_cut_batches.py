@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cut_batches_job import BATCHES, CASES, FEW, INSTALLED, SERVED
+from tests.integration.cut_batches_job import BATCHES, CASES, CHOSEN, FEW, INSTALLED, SERVED
 from tests.integration.megatron_job import TINY, run_warm
 
 JOB = Path(__file__).with_name("cut_batches_job.py")
@@ -75,22 +75,18 @@ def test_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "tensor", "ranks", "cases"), [(1, 1, 2, 7), (4, 1, 4, 6), (2, 2, 4, 4)]
-)
-def test_micro_batches_choose_their_ranks(
-    tmp_path: Path, size: int, tensor: int, ranks: int, cases: int
-) -> None:
+@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 2)])
+def test_micro_batches_choose_their_ranks(tmp_path: Path, size: int, tensor: int) -> None:
     """Dynamic context-parallel sizes: groups of data- and context-parallel ranks."""
     words = "dynamic", str(size), str(tensor)
-    for rank, results in enumerate(run(tmp_path, *words, ranks=ranks)):
-        assert len(results["compared"]) == cases
+    for rank, results in enumerate(run(tmp_path, *words, ranks=4)):
+        assert len(results["compared"]) == len(CHOSEN[tensor])
         for case, off in results["compared"].items():
             for name, bound in BOUNDS.items():
                 assert off[name] <= bound, f"{case} on rank {rank}: {name} by {off[name]:.1e}"
         refused = results["refused"]
         assert "need a cp_group that was there when the model" in refused["another group"]
-        said = f"local_cp_size 99, got one of {ranks // tensor} ranks: pass"
+        said = f"local_cp_size 99, got one of {4 // tensor} ranks: pass"
         assert said in refused["another size"]
 
 
@@ -99,9 +95,9 @@ def test_micro_batches_of_a_pipeline_choose_their_ranks(tmp_path: Path) -> None:
         assert off["gradients"] <= BOUNDS["gradients"]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_algorithms(tmp_path: Path, size: int) -> None:
-    for results in run(tmp_path, "algorithms", str(size), ranks=size):
+@pytest.mark.slow
+def test_algorithms(tmp_path: Path) -> None:
+    for results in run(tmp_path, "algorithms", "2", ranks=2):
         spanned = {f"{algo}, spans" for algo in SERVED}
         images = {f"{algo}, images" for algo in ("zigzag", "ulysses")}
         more = {"auto", "zigzag, latents", "zigzag, offloaded", "zigzag, layers offloaded"}
@@ -112,7 +108,7 @@ def test_algorithms(tmp_path: Path, size: int) -> None:
             "context parallelism does not support Megatron's KV cache, got inference_context with "
             "context_parallel"
         )
-        assert (said in results["generates"]) == (size > 1)
+        assert said in results["generates"]
         # One or two of the last messages may be under way when they are counted.
         assert max(results["left"].values()) < 5
 
@@ -129,7 +125,7 @@ def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
             assert "got None on the first stage and " in refused["some"]
             assert "on this one: give every stage the same batch" in refused["others"]
         seen = 2 * len(BATCHES) if is_last else 0
-        assert results.keys() == {f"{algo}, 1" for algo in SERVED} | {"distflash, 2", "ulysses, 2"}
+        assert results.keys() == {f"{algo}, {1 + n % 2}" for n, algo in enumerate(SERVED)}
         for case, off in results.items():
             assert off.pop("seen") == seen
             for name, error in off.items():
@@ -137,8 +133,7 @@ def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algo", "size"), [("zigzag", 4), ("ulysses", 2)])
-def test_launcher(tmp_path: Path, algo: str, size: int) -> None:
-    flags = f"--context-parallel-algo {algo} --cp-options layout=thd --context-parallel-size {size}"
-    for results in run(tmp_path, "launcher", *TINY, *flags.split(), ranks=size):
-        check(results[algo], f"{algo} by the launcher")
+def test_launcher(tmp_path: Path) -> None:
+    flags = "--context-parallel-algo zigzag --cp-options layout=thd --context-parallel-size 4"
+    for results in run(tmp_path, "launcher", *TINY, *flags.split(), ranks=4):
+        check(results["zigzag"], "zigzag by the launcher")

@@ -11,38 +11,32 @@ pytestmark = pytest.mark.timeout(300)
 
 # With two ranks, sums have two terms, and their order makes no difference.
 RANKS = 3
-MODEL = (*TINY, "--position-embedding-type", "none", "--num-layers", "5", "--deterministic-mode")
+MODEL = (*TINY, "--position-embedding-type", "none", "--num-layers", "4", "--deterministic-mode")
 MODEL = (*MODEL, "--context-parallel-size", str(RANKS), "--seq-length", "96")
-MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48")
+MODEL = (*MODEL, "--num-attention-heads", "6", "--hidden-size", "48", "--train-iters", "2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layers",
     [
-        "zigzag, attention2d, allgather, ulysses, usp",
-        "distflash, ring, lasp, lasp2, ulysses",
+        ("--cp-layers", "zigzag, attention2d, allgather, usp"),
+        ("--cp-layers", "distflash, ring, lasp, lasp2", "--cp-linear-model", "linear_transformer"),
     ],
 )
-def test_two_runs_are_equal_to_the_bit(layers: str, tmp_path: Path) -> None:
-    flags = [*MODEL, "--cp-layers", layers]
-    if "lasp" in layers:
-        flags += ["--cp-linear-model", "linear_transformer"]
+def test_two_runs_are_equal_to_the_bit(layers: tuple[str, ...], tmp_path: Path) -> None:
     runs = []
     for name in ("once", "again"):
         folder = tmp_path / name
-        run_warm(folder, *flags, "--cp-record", str(folder), ranks=RANKS).succeeded()
+        run_warm(folder, *MODEL, *layers, "--cp-record", str(folder), ranks=RANKS).succeeded()
         runs.append(Recording.load(folder))
-    check_same_bits(*runs)
-
-
-def check_same_bits(once: Recording, again: Recording) -> None:
-    assert len(once.losses()["lm loss"]) == 3
+    once, again = runs
+    assert len(once.losses()["lm loss"]) == 2
     assert once.losses() == again.losses()
     assert once.grad_norms() == again.grad_norms()
     for mine, theirs in zip(once.ranks, again.ranks, strict=True):
         # Digests of all bytes of every weight and every gradient.
-        assert set(mine.gradients) == {1, 2, 3}
-        assert len(mine.gradients[1]) >= 5 * 8
+        assert set(mine.gradients) == {1, 2}
+        assert len(mine.gradients[1]) >= 4 * 8
         assert mine.weights == theirs.weights
         assert mine.gradients == theirs.gradients

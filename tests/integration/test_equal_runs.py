@@ -60,7 +60,7 @@ LASP, MEGATRON = (f"--context-parallel-algo {name}" for name in ("lasp", "megatr
 MASKED = f"{MEGATRON} --reset-attention-mask --reset-position-ids"
 FOLLOWS, GATHERS = (f"{name} --cp-options layout=documents" for name in ("zigzag", "allgather"))
 CHUNKS = "zigzag --cp-chunked-loss 7"
-EVALUATED = "--train-iters 2 --eval-interval 1 --eval-iters 1"
+EVALUATED = "--eval-interval 1 --eval-iters 1"
 LASP2 = "lasp2 --cp-options layout=zigzag"
 
 
@@ -100,13 +100,11 @@ ROWS = [
     # Each instance, of two ranks, sums gradients in another stream than it computes in.
     Row(SHARDED, f"zigzag {INSTANCES}", replicas=2),
     Row(f"{ROPE} {WINDOWS}", "zigzag"),
-    Row(f"{ROPE} {WINDOWS}", "allgather"),
     # Of attention, MLP and MoE; with more tokens predicted, or in two pipeline stages.
     Row(f"{STACK} *E*-/*-/*- {MOE} --mtp-num-layers 2", "distflash"),
     Row(f"{STACK} *-|*- {STAGES}", "attention2d", shards=2),
     Row(f"{STACK} +E+-/+- {MOE} {LATENTS} --mtp-num-layers 1", "ring"),
-    Row(FOUR, "--cp-layers zigzag,attention2d,allgather,usp", size=4),
-    Row(FOUR, "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents", fast=True),
+    Row(FOUR, "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents"),
     Row(FOUR, f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}"),
     Row(FOUR, f"zigzag {RECOMPUTE} --cp-recompute-attention", size=1),
     Row(
@@ -119,13 +117,11 @@ ROWS = [
         f"--cp-layers distflash,ulysses {SELECTIVE}",
         shards=2,
     ),
-    Row(DELTA, f"zigzag {OPTIMIZER} {RECOMPUTE}", size=4),
     Row(DELTA, "ulysses"),
     Row(DELTA, "--cp-layers allgather,usp"),
     Row(DELTA, "ring", size=1),  # every layout is that of the whole sequence
-    Row(f"{DELTA} {EXPERTS}", f"zigzag {OPTIMIZER} {RECOMPUTE}", shards=2, fast=True),
+    Row(f"{DELTA} {EXPERTS}", f"zigzag {OPTIMIZER} {RECOMPUTE}", shards=2),
     Row(f"{DELTA} {STAGES}", "allgather", shards=2),
-    Row(f"{MAMBA} M*-M", f"zigzag {OPTIMIZER}", size=4),
     Row(f"{MAMBA} M*-M", "ring", fast=True),
     Row(f"{MAMBA} M*EM {EXPERTS}", f"zigzag {RECOMPUTE}", shards=2),
     Row(f"{MAMBA} M*|M- {STAGES}", "allgather", shards=2),
@@ -137,7 +133,6 @@ ROWS = [
     packed("", f"zigzag --micro-batch-size 2 {RECOMPUTE}", size=4),
     packed("", f"{FOLLOWS} --micro-batch-size 2 --calculate-per-token-loss", fast=True),
     packed(STAGES, FOLLOWS, shards=2),
-    packed(STAGES, "--cp-layers distflash,ulysses", shards=2),
     # Shifts of further tokens on one rank are those of Megatron: test_multi_token.py.
     packed("--mtp-num-layers 2", "zigzag", alone("ring")),
     packed("--mtp-num-layers 2", FOLLOWS, alone("ring")),
@@ -187,7 +182,8 @@ def train(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Tra
     @cache
     def recording(flags: str, ranks: int) -> Recording:
         folder = tmp_path_factory.mktemp("run")
-        words = [*TINY, *SLOWLY, *flags.split(), "--cp-record", str(folder)]
+        steps = ["--train-iters", "2"]
+        words = [*TINY, *SLOWLY, *steps, *flags.split(), "--cp-record", str(folder)]
         if "DATA" in words:
             words.remove("DATA")
             words.remove("--mock-data")
@@ -232,11 +228,9 @@ def test_equals_the_unsplit_run(row: Row, train: Train, monkeypatch: pytest.Monk
     ("model", "reference", "algorithm", "least"),
     [
         (PACKED, MASKED, "ring", 1e-3),
-        (f"{TRANSNORMER} DATA", alone("lasp"), "lasp", 1e-4),
         (f"{DELTA} DATA", alone("zigzag"), "zigzag", 1e-4),
-        (f"{MAMBA} M*-M DATA", alone("zigzag"), "zigzag", 1e-4),
     ],
-    ids=["attention", "linear", "delta", "mamba"],
+    ids=["attention", "delta"],
 )
 def test_documents_change_the_losses(
     train: Train, model: str, reference: str, algorithm: str, least: float

@@ -14,15 +14,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megatron_cp_plugin.harness import prepare_data
 from tests.integration.megatron_job import (
     LAUNCHER,
     SCRIPT,
     TINY,
     process_environment,
+    run,
     run_program,
     torchrun,
 )
@@ -38,17 +39,13 @@ def of(config: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a user types after torchrun, and what has to be said.
-
-    Attributes: file: text of run.yaml, which is in the folder where it is started.
-    """
+    """What a user types after torchrun, and what has to be said."""
 
     name: str
     flags: str
     says: str
     ranks: int = 2
     program: tuple[str, ...] = field(default=of("tiny_zigzag"))
-    file: str = ""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -66,7 +63,7 @@ from megatron.training.arguments import parse_and_validate_args
 parse_and_validate_args()
 """
 MODULE = ("-m", "megatron_cp_plugin.cli")
-ROOT = CONFIGS.parent
+TRAIN = ("train", "--config", "tiny_zigzag")
 UNWRITABLE = "got /proc/x, where nothing can be written"
 
 MISTAKES = (
@@ -99,7 +96,6 @@ MISTAKES = (
         "tiny_zigzg: no such run file .did you mean 'tiny_zigzag'",
         program=(str(SCRIPT), "--config", "tiny_zigzg"),
     ),
-    Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", program=ON_TWO),
     Mistake(
         "documents",
         "",
@@ -131,17 +127,10 @@ MISTAKES = (
     ),
     Mistake("no such script", "", "no training script at x.py", program=(*LAUNCHER, "x.py")),
     Mistake("doctor", "doctor --heads 30:8", "must divide the 30 heads, got 8", program=MODULE),
-    Mistake(
-        "benchmark without GPUs",
-        "",
-        "needs a GPU for each of 1 ranks, got 0: add --device cpu",
-        ranks=1,
-        program=(str(ROOT / "scripts" / "benchmark_attention.py"),),
-    ),
 )
 QUICK = ("dropout", "flag of a script that is not ours")
-# After torch.distributed, and of another program.
-UNDER_TORCHRUN = ("data", "benchmark without GPUs")
+# After torch.distributed has started.
+DATA = Mistake("data", "", "prepare-data --output data/stdlib, or add --mock-data", program=ON_TWO)
 
 # What a run says before it is looked at, and what torchrun says of itself.
 _START = re.compile(
@@ -177,18 +166,14 @@ def make(words: tuple[str, ...], ranks: int, cwd: Path | None = None) -> Said:
     return Said(lines, report, done.returncode)
 
 
-def mistakes(*, under_torchrun: bool) -> list[Any]:
-    """The rows of a test; most are slow ones."""
-    return [
+@pytest.mark.parametrize(
+    "mistake",
+    [
         pytest.param(m, id=m.name, marks=() if m.name in QUICK else pytest.mark.slow)
         for m in MISTAKES
-        if (m.name in UNDER_TORCHRUN) is under_torchrun
-    ]
-
-
-@pytest.mark.parametrize("mistake", mistakes(under_torchrun=False))
+    ],
+)
 def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(mistake.file)
     (tmp_path / "script.py").write_text(FOREIGN)
     job = run_program(tmp_path, *mistake.words, ranks=mistake.ranks)
     lines = [line for line in job.text.splitlines() if not _START.search(line)]
@@ -202,16 +187,14 @@ def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None
     assert re.search(mistake.says, PREFIX.split(message, maxsplit=1)[1]), message
 
 
-@pytest.mark.parametrize("mistake", mistakes(under_torchrun=True))
-def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(mistake.file)
-    (tmp_path / "script.py").write_text(FOREIGN)
-    said = make(mistake.words, mistake.ranks, cwd=tmp_path)
+@pytest.mark.slow
+def test_a_mistake_is_one_line_said_once_and_last(tmp_path: Path) -> None:
+    said = make(DATA.words, DATA.ranks, cwd=tmp_path)
     everything = "\n".join((*said.lines, said.report))
     assert len(PREFIX.findall(everything)) == 1, everything
     message, rule = said.report.rstrip().splitlines()[-2:]
     assert set(rule) == {"="}
-    assert re.search(mistake.says, PREFIX.split(message)[1]), message
+    assert re.search(DATA.says, PREFIX.split(message)[1]), message
     # torchrun's own report is one traceback and one failure, of the rank that has the message.
     assert "Traceback" not in said.report
     assert said.report.count("exitcode  : ") == said.report.count("exitcode  : 2 ") == 1
@@ -220,12 +203,26 @@ def test_a_mistake_is_one_line_said_once_and_last(mistake: Mistake, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_another_program_refuses_in_one_line() -> None:
+    benchmark = str(SCRIPT.with_name("benchmark_attention.py"))
+    (process,) = run(program=(benchmark,)).processes
+    assert process.returncode == 2
+    assert "needs a GPU for each of 1 ranks, got 0: add --device cpu" in process.stderr
+    assert len(PREFIX.findall(process.stderr)) == 1
+
+
+@pytest.mark.slow
 def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
-    flags = (*TINY, "--train-iters", "100000", *"--context-parallel-algo ring".split())
+    """Of documented commands, by users' own processes."""
+    pages = [str(CONFIGS.parent / name) for name in ("README.md", "CONTRIBUTING.md")]
+    data = str(tmp_path / "pages")
+    assert prepare_data.main([*pages, "--output", data, "--document-bytes", "200"]) == 0
+    flags = f"--data-path {data} --train-iters 100000 --log-interval 1 --seq-length 128 "
+    flags += "--context-parallel-size 2"
     log = tmp_path / "log.txt"
     with log.open("w") as out:
         job = subprocess.Popen(
-            [sys.executable, *MODULE, "train", "--nproc-per-node", "2", *flags],
+            [sys.executable, *MODULE, *TRAIN, "--nproc-per-node", "2", *flags.split()],
             env=process_environment(),
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -235,6 +232,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
         # After its first iteration Megatron describes the model once more, on the first rank, while
         # the last one prints the next iterations: it waits for the first in the one after them.
         while log.read_text().count(" iteration ") < 4 and time.monotonic() < deadline:
+            assert job.poll() is None, log.read_text()[-3000:]
             time.sleep(0.2)
         trained = len(log.read_text())
         # As a terminal does it: to all processes.
@@ -248,9 +246,9 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_megatron_cp_train_ends_with_2_and_the_message_last(tmp_path: Path) -> None:
-    words = "train --config tiny_zigzag --nproc-per-node 1 --cp-options backward=kw".split()
+    words = "--nproc-per-node 1 --cp-options backward=kw".split()
     done = subprocess.run(
-        [sys.executable, *MODULE, *words],
+        [sys.executable, *MODULE, *TRAIN, *words],
         env=process_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -325,7 +325,7 @@ def test_random_runs(request: pytest.FixtureRequest, tmp_path: Path) -> None:
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
-    @given(runs(4) if asked else runs(3).filter(lambda run: run.size > 1))
+    @given(runs(4) if asked else runs(3).filter(lambda run: run.size > 1 and run.ranks <= 4))
     def attempt(run: Run) -> None:
         if run in tried or len(tried) == wanted:
             return

@@ -118,10 +118,10 @@ RUNS = {
 }
 # Layers of both kinds on each pipeline stage: the first and third, the second and fourth.
 LAYERS = ("--cp-layers", "lasp, distflash, distflash, lasp2", "--cp-linear-model", "transnormer")
-# 4 micro-batches through an interleaved pipeline, and evaluation after each iteration.
+# 2 micro-batches through an interleaved pipeline, and evaluation after each iteration.
 PIPELINE = (
     "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
-    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 --train-iters 2 "
+    "--num-layers-per-virtual-pipeline-stage 1 --train-iters 2 "
     "--eval-interval 1 --eval-iters 1"
 )
 

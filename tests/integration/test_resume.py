@@ -17,7 +17,7 @@ from tests.integration.megatron_job import TINY, Job, WarmJob, run_warm
 
 pytestmark = pytest.mark.timeout(300)
 
-SAVED, STEPS = 3, 9
+SAVED, STEPS = 2, 5
 MODEL = (*TINY, "--position-embedding-type", "rope", "--group-query-attention")
 MODEL = (*MODEL, "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm")
 # The vocabulary is padded to the same size at every tensor-parallel size.
@@ -74,7 +74,7 @@ def checkpoints(uninterrupted: Curve, folder: Path) -> dict[str, tuple[str, ...]
     ("optimizer", "split", "ranks"),
     [
         pytest.param(
-            *("distributed", "--context-parallel-algo ring --context-parallel-size 4", 4),
+            *("distributed", "--context-parallel-algo ring --context-parallel-size 2", 2),
             marks=pytest.mark.slow,
         ),
         pytest.param("reshardable", "--context-parallel-algo megatron", 1, marks=pytest.mark.slow),

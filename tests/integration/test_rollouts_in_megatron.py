@@ -19,7 +19,7 @@ from tests.integration.ranks import on_ranks
 from tests.integration.test_inputs import Model
 
 JOB, FIT = (Path(__file__).with_name(f"{name}_job.py") for name in ("grpo", "verl_fit"))
-UPDATES, FEW = 50, 4
+UPDATES, FEW = 50, 2
 BOUND = 1e-9
 
 
