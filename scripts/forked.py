@@ -40,7 +40,8 @@ def _import_megatron() -> None:
     inspect.unwrap(writer.get_write_results_queue).__defaults__ = ("fork",)
     _read_sources()
     # What is installed is looked up here for all ranks.
-    packages.entry_points = metadata.entry_points = metadata.entry_points().select
+    packages.load_installed()
+    metadata.entry_points = metadata.entry_points().select
     # Fewer documents than Megatron's: each rank shuffles all samples of them.
     sys.modules["megatron.core.datasets.gpt_dataset"].MockGPTLowLevelDataset.size = 5_000
     # It takes names of Megatron, and has to do so after the plugin has replaced them: once a rank.
