@@ -44,6 +44,10 @@ class Case:
     def __str__(self) -> str:
         return "-".join([self.algo, *(f"{name}={value}" for name, value in self.options)])
 
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.algo, dict(self.options))
+
     def fits(self, size: int) -> bool:
         """Whether teams and rows divide among `size` ranks, and nodes have half of them."""
         options: dict[str, Any] = dict(self.options)
@@ -198,11 +202,11 @@ def layout_for(
     spans: Sequence[Sequence[object]] | None = None,
 ) -> Layout:
     """The layout of a problem, which may follow its documents, or spans."""
-    layout, seq_len = layout_of(case.algo, dict(case.options)), expected.q.shape[1]
+    seq_len = expected.q.shape[1]
     lengths = [0, seq_len] if cu_seqlens is None else cu_seqlens.tolist()
     documents = document_starts(lengths, seq_len)
     resolved = documents if spans is None else Slices.of(spans, seq_len, documents)
-    return layout.for_documents(resolved)
+    return case.layout.for_documents(resolved)
 
 
 def assert_matches(
@@ -327,12 +331,11 @@ NUMBERS = pairwise(LENGTHS, HEADS, KERNELS, (HEAD_DIM, 5, 12), (True, False), (T
 
 def length_of(name: str, case: Case, size: int) -> tuple[int, int]:
     """Tokens, and the multiple that documents need."""
-    layout = layout_of(case.algo, dict(case.options))
-    multiple = 2 * size if layout.name == "thd" and size > 1 else 1
+    multiple = 2 * size if case.layout.name == "thd" and size > 1 else 1
     lengths = {
         "uneven": 7 * size + size // 2 + 1,
         "even": 6 * size,
-        "a token a chunk": layout.multiple(size),
+        "a token a chunk": case.layout.multiple(size),
         "fewer tokens than ranks": max(1, size - 1),
     }
     count = lengths[name] if multiple == 1 else 2 * lengths[name]

@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unsha
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import algorithm_class, create, layout_of
+from megatron_cp_plugin.registry import algorithm_class, create
 from tests.any_kernel import ABILITIES
 from tests.any_placement import registered
 from tests.oracle import naive_attention
@@ -30,6 +30,7 @@ from tests.peer_world import run_virtual
 from tests.plan_check import traffic_of
 from tests.random_tests import examples
 from tests.span_masks import dense, random_spans
+from tests.test_conformance import Case
 
 HEADS = [(4, 4), (4, 2), (4, 1), (8, 2), (2, 2), (1, 1), (7, 1), (5, 5), (6, 3), (33, 11), (33, 33)]
 FEW_HEADS = [(1, 1), (2, 1), (2, 2), (4, 2), (3, 3)]
@@ -60,29 +61,14 @@ class World:
         return run_virtual(self.size, body, 60.0, self.ranks_per_node, peer_access=self.peer_access)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An algorithm with its options."""
-
-    algo: str
-    options: tuple[tuple[str, object], ...]
-
-    @property
-    def layout(self) -> Layout:
-        return layout_of(self.algo, dict(self.options))
-
-    def __str__(self) -> str:
-        return "-".join([self.algo, *(str(value) for _, value in self.options)])
-
-
 # What each test of one call begins with; other options are drawn.
 CHOICES = [
-    *(Choice(algo, ()) for algo in ("ring", "zigzag", "distflash", "allgather", "ulysses", "usp")),
-    *(Choice(algo, (("layout", "documents"),)) for algo in ("zigzag", "allgather")),
-    Choice("distflash", (("helpers", "distance"),)),
-    *(Choice("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
-    *(Choice("any", (("relay", name),)) for name in ("none", "either")),
-    Choice("halves", ()),
+    *(Case(algo, ()) for algo in ("ring", "zigzag", "distflash", "allgather", "ulysses", "usp")),
+    *(Case(algo, (("layout", "documents"),)) for algo in ("zigzag", "allgather")),
+    Case("distflash", (("helpers", "distance"),)),
+    *(Case("attention2d", (("variant", name),)) for name in ("zigzag", "no", "overlap")),
+    *(Case("any", (("relay", name),)) for name in ("none", "either")),
+    Case("halves", ()),
 ]
 
 
@@ -98,7 +84,7 @@ class Attention:
             again, after somebody has changed the gradients of the first one in place.
     """
 
-    choice: Choice
+    choice: Case
     seq_len: int
     batch: int
     heads: int
@@ -190,7 +176,7 @@ def worlds(draw: st.DrawFn, most: int = 8) -> World:
 
 
 @st.composite
-def choices(draw: st.DrawFn, world: World, given: Choice | None = None) -> Choice:
+def choices(draw: st.DrawFn, world: World, given: Case | None = None) -> Case:
     """Any algorithm, or a given one, with any options beside those given; some have defaults."""
     size = world.size
     numbers = {
@@ -200,7 +186,7 @@ def choices(draw: st.DrawFn, world: World, given: Choice | None = None) -> Choic
         "steps": range(1, 10),
         "parts": [1, 2, 3],
     }
-    given = given or Choice(draw(st.sampled_from(cp.available("softmax"))), ())
+    given = given or Case(draw(st.sampled_from(cp.available("softmax"))), ())
     options: dict[str, Any] = dict(given.options)
     for option, kind in get_type_hints(algorithm_class(given.algo).Options).items():
         if option in options or draw(st.integers(0, 3)) == 0:
@@ -215,11 +201,11 @@ def choices(draw: st.DrawFn, world: World, given: Choice | None = None) -> Choic
     refused = {"no": ["layout", "transport"], "overlap": ["layout", "transport", "chunks"]}
     for option in refused.get(options.get("variant", ""), []):
         options.pop(option, None)
-    return Choice(given.algo, tuple(sorted(options.items())))
+    return Case(given.algo, tuple(sorted(options.items())))
 
 
 @st.composite
-def lengths(draw: st.DrawFn, choice: Choice, size: int) -> tuple[int, int]:
+def lengths(draw: st.DrawFn, choice: Case, size: int) -> tuple[int, int]:
     """Of a sequence, and that of which lengths of documents must be multiples.
 
     Mostly short ones; only in blocks of 64 tokens and more may rows travel that nobody needs.
@@ -255,7 +241,7 @@ def masks(draw: st.DrawFn, seq_len: int, multiple: int = 1) -> tuple[tuple[str, 
 
 
 @st.composite
-def attentions(draw: st.DrawFn, world: World, choice: Choice, *, lean: bool = False) -> Attention:
+def attentions(draw: st.DrawFn, world: World, choice: Case, *, lean: bool = False) -> Attention:
     """Args: lean: only what costs little: the more examples there can be."""
     seq_len, multiple = draw(lengths(choice, world.size))
     mask, lean = draw(masks(seq_len, multiple)), lean or seq_len > 100
@@ -428,7 +414,7 @@ def assert_sent(one: Attention, world: World, log: CommunicationLog) -> None:
 @pytest.mark.parametrize("given_choice", CHOICES, ids=str)
 @examples(5)
 @given(data=st.data())
-def test_equals_unsplit_attention(given_choice: Choice, data: st.DataObject) -> None:
+def test_equals_unsplit_attention(given_choice: Case, data: st.DataObject) -> None:
     """And sends what the plan says, where the length is known and the backward is made once."""
     world = data.draw(worlds())
     choice = data.draw(choices(world, given_choice))

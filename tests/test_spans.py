@@ -5,7 +5,6 @@ of the masks in use.
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
-    Spans,
     dense,
     mask_of,
     pairs_of,
@@ -33,29 +31,6 @@ from tests.span_masks import (
     random_spans,
     random_window,
 )
-
-
-class Drawn(NamedTuple):
-    """What a call has at random, as settings of `assert_conforms`."""
-
-    spans: Spans
-    cu_seqlens: list[int] | None
-    window: int | None
-
-    def dense(self, seq_len: int) -> Tensor:
-        return dense(self.spans, seq_len, self.cu_seqlens, self.window)
-
-    def mask(self, seq_len: int) -> Mask:
-        return mask_of(self.spans, seq_len, self.cu_seqlens, self.window)
-
-
-def drawn(source: Random, seq_len: int, *, beside: bool, multiple: int = 1) -> Drawn:
-    """Args: beside: there are documents and a window too. multiple: of lengths of documents."""
-    spans = random_spans(source, seq_len)
-    if not beside:
-        return Drawn(spans, None, None)
-    lengths = random_lengths(source, seq_len, multiple)
-    return Drawn(spans, lengths, random_window(source, seq_len))
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:
@@ -103,13 +78,15 @@ def test_tiles_cover_every_pair_once(
     source: Random,
     kinds: dict[str, bool],
 ) -> None:
-    """Args: kv_layout: None: that of queries."""
+    """Args: beside: there are documents and a window too. kv_layout: None: that of queries."""
     layouts = q_layout, kv_layout or q_layout
     multiple = 2 * size if "thd" in [layout.name for layout in layouts] else 1
     seq_len = -(-seq_len // multiple) * multiple
-    found = drawn(source, seq_len, beside=beside, multiple=multiple)
-    mask, wanted = found.mask(seq_len), found.dense(seq_len)
-    whole = dense(found.spans, seq_len, found.cu_seqlens)
+    spans, lengths, window = random_spans(source, seq_len), None, None
+    if beside:
+        lengths, window = random_lengths(source, seq_len, multiple), random_window(source, seq_len)
+    mask, wanted = (made(spans, seq_len, lengths, window) for made in (mask_of, dense))
+    whole = dense(spans, seq_len, lengths)
     assert wanted.max() <= 1
     assert mask.causal == (not whole.triu(1).any())
     assert visible_pairs(seq_len, mask) == wanted.sum()

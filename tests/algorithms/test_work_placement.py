@@ -12,7 +12,6 @@ from megatron_cp_plugin.algorithms.work_placement import (
     _counted,
     _Queries,
 )
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.layout import Contiguous
@@ -21,18 +20,9 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from scripts.packed_documents import pack
 from tests.peer_world import PeerWorld
-from tests.test_conformance import Case
 
-WORK = Case("distflash")
 COSTS = 40, 12
 PACKS = ("lognormal:16K:1", "lognormal:2K:1", "configs/lengths/long_tail.csv", "images", "trees")
-
-
-def made(size: int, ranks_per_node: int = 8, **options: object) -> Algorithm:
-    given = {**dict(WORK.options), **options}
-    found = create(WORK.algo, VirtualWorld(size, ranks_per_node=ranks_per_node).topology(0), given)
-    assert isinstance(found, Algorithm)
-    return found
 
 
 def edges_of(size: int, seq_len: int) -> tuple[int, ...]:
@@ -136,10 +126,10 @@ def test_whoever_has_the_keys_helps_first_and_then_the_node() -> None:
 
 
 def test_other_masks_have_the_plan_of_the_paper() -> None:
-    shape = Shape(1, 64, 4, 2, 8)
+    shape, topology = Shape(1, 64, 4, 2, 8), VirtualWorld(8).topology(0)
     for mask in (Mask(), Mask(causal=False)):
         mine, papers = (
-            made(8, helpers=helpers).placement(shape, mask, "forward")
+            create("distflash", topology, {"helpers": helpers}).placement(shape, mask, "forward")
             for helpers in ("work", "distance")
         )
         assert mine == papers

@@ -18,10 +18,10 @@ from tests.any_placement import AnyPlacement, AnyRelay, registered
 from tests.peer_world import virtual_world
 from tests.plan_check import check
 from tests.random_tests import examples
+from tests.test_conformance import Case
 from tests.test_random_attention import (
     CHOICES,
     HEADS,
-    Choice,
     World,
     choices,
     lengths,
@@ -42,7 +42,7 @@ def foreign() -> Iterator[None]:
 def test_plans_of_algorithms(data: st.DataObject) -> None:
     world: World = data.draw(worlds(16))
     given_choice = data.draw(st.none() | st.sampled_from(CHOICES))
-    choice: Choice = data.draw(choices(world, given_choice))
+    choice: Case = data.draw(choices(world, given_choice))
     seq_len, multiple = data.draw(lengths(choice, world.size))
     mask = mask_of(data.draw(masks(seq_len, multiple)), seq_len)
     shape = Shape(1, seq_len, *data.draw(st.sampled_from(HEADS)), 8)

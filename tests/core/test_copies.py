@@ -24,15 +24,13 @@ SHAPE = Shape(1, 4096, 16, 8, 32)
 
 class Kernel(SizesOnly):
     windows = False
-
-    def __init__(self, *, places: bool) -> None:
-        self.places_outputs = self.places_gradients = places
+    places_outputs = places_gradients = True
 
     def called(self, *args, **settings) -> None:
         pass
 
 
-def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **options) -> float:
+def copied(monkeypatch, algo: str, rank: int, *, size: int, **options) -> float:
     """In units of a rank's q, in both passes, without rows of lse and delta."""
     elements = 0
 
@@ -55,7 +53,7 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, places: bool, **opti
         torch.empty((1, SHAPE.seq_len // size, n, 32), dtype=torch.bfloat16, device="meta")
         for n in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads, SHAPE.heads)
     )
-    compiled = Compiled(algorithm, Call(SHAPE, Mask(), 1.0, Kernel(places=places)))
+    compiled = Compiled(algorithm, Call(SHAPE, Mask(), 1.0, Kernel()))
     with Operators(see):
         saved = compiled.forward.attend(q, k, v)[2]
         compiled.backward().differentiate(dout, saved)
@@ -80,18 +78,9 @@ def test_groups_of_heads_are_computed_and_pushed_where_they_are(
     """Only sums that end in another dtype are copied, of all heads at once or of some."""
     for rank in range(size):
         whole, *groups = (
-            copied(monkeypatch, algo, rank, size=size, places=True, chunks=chunks, **options)
+            copied(monkeypatch, algo, rank, size=size, chunks=chunks, **options)
             for chunks in (1, 2, 4)
         )
         assert groups == [whole, whole], rank
         if size == 2 and algo != "distflash":
             assert whole == 0
-
-
-def test_kernels_that_place_nothing_have_their_results_copied_once(monkeypatch) -> None:
-    """So the others could be found to copy: out, dq, dk and dv of a group each."""
-    found = [
-        copied(monkeypatch, "allgather", 0, size=2, places=False, chunks=chunks)
-        for chunks in (1, 2)
-    ]
-    assert found == [0, 3]

@@ -45,24 +45,6 @@ def test_a_rank_that_gathers_looks_at_few_pairs(
     assert 0 < len(asked) <= 5 * 16
 
 
-@pytest.mark.parametrize(
-    ("tokens", "name", "options"),
-    [
-        (152, "zigzag", {"layout": "documents"}),
-        (159, "usp", {"ulysses": 8}),
-    ],
-    ids=str,
-)
-def test_sixty_four_ranks(tokens: int, name: str, options: dict[str, object]) -> None:
-    """Of tiles that are kept, those of layouts with the same lengths are told apart slowly: so each
-    case has a length of its own.
-    """
-    shape = Shape(1, tokens, 64, 64, 8)
-    mask = Mask(documents=(20, 70, 71, 130) if "layout" in options else ())
-    for phase in PHASES:
-        check(algorithm(name, 64, **options).plan(shape, mask, phase))
-
-
 def test_ranks_of_a_grid_compute_in_several_steps() -> None:
     for phase in PHASES:
         plan = algorithm("attention2d", 9, variant="overlap").plan(

@@ -270,34 +270,40 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def results(kernel, q, k, v, dout, *, causal):
+def results(kernel, q, k, v, dout, **settings):
     """Outputs and gradients of one forward and both rules of backward."""
-    out, lse = forward_of(kernel, q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
+    out, lse = forward_of(kernel, q, k, v, **settings)
     found = [out, lse]
     for statistics in (Statistics(lse, out=out), Statistics(lse, delta=delta_of(dout, out))):
-        found += backward_of(
-            kernel, dout, q, k, v, statistics, scale=q.shape[-1] ** -0.5, causal=causal
-        )
+        found += backward_of(kernel, dout, q, k, v, statistics, **settings)
     return found
 
 
 def check_same_bits(kernel, problem, *, tokens, causal, runs):
+    """Of documents of 1 to 600 tokens, if the problem has documents."""
+    settings = {"scale": problem.head_dim**-0.5, "causal": causal}
+    if problem.documents:
+        lengths = torch.randint(1, 600, (tokens // 50,), generator=torch.Generator().manual_seed(0))
+        bounds = (0, *lengths.cumsum(0).tolist())
+        tokens, settings["packing"] = bounds[-1], Packing.adjacent(bounds, bounds)
     q, k, v, dout = (
         torch.randn(2, tokens, heads, problem.head_dim, dtype=problem.dtype, device=problem.device)
         for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     )
-    first = results(kernel, q, k, v, dout, causal=causal)
+    first = results(kernel, q, k, v, dout, **settings)
     for _ in range(runs):
-        for once, again in zip(first, results(kernel, q, k, v, dout, causal=causal), strict=True):
+        for once, again in zip(first, results(kernel, q, k, v, dout, **settings), strict=True):
             assert torch.equal(once, again)
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
-def test_cpu_kernels_repeat_to_the_bit(name, kv_heads, causal):
-    problem = Problem(CPU, torch.float32, 4, kv_heads, 16)
+@pytest.mark.parametrize(
+    ("name", "packed"), [("reference", False), ("reference", True), ("torch_cpu", False)]
+)
+def test_cpu_kernels_repeat_to_the_bit(name, packed, kv_heads, causal):
+    problem = Problem(CPU, torch.float32, 4, kv_heads, 16, documents=packed)
     assert problem.deterministic
     threads = torch.get_num_threads()
     try:
@@ -310,13 +316,14 @@ def test_cpu_kernels_repeat_to_the_bit(name, kv_heads, causal):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [16, 4])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", GPU_KERNELS)
-def test_gpu_kernels_repeat_to_the_bit(name, head_dim, kv_heads, causal):
+def test_gpu_kernels_repeat_to_the_bit(name, head_dim, kv_heads, causal, packed):
     # Enough tokens for many blocks to add to one gradient at the same time.
-    problem = Problem(torch.device("cuda", 0), torch.bfloat16, 16, kv_heads, head_dim)
+    problem = Problem(GPU, torch.bfloat16, 16, kv_heads, head_dim, documents=packed)
     assert problem.deterministic
     try:
         kernel = resolve(name, problem)
@@ -325,4 +332,4 @@ def test_gpu_kernels_repeat_to_the_bit(name, head_dim, kv_heads, causal):
             pytest.skip(str(error))
         assert name == "cudnn"
         return
-    check_same_bits(kernel, problem, tokens=4096, causal=causal, runs=10)
+    check_same_bits(kernel, problem, tokens=4096, causal=causal, runs=5 if packed else 10)

@@ -78,17 +78,18 @@ def problem(dtype=torch.float32, heads=8, kv_heads=2, head_dim=72, **others):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "documents"),
+    ("dtype", "heads", "documents", "value_dim"),
     pairwise(
         (torch.float64, torch.float32, torch.bfloat16, torch.float16),
         ((1, 1), (8, 8), (8, 2), (3, 1)),
         (False, True),
+        (24, 40),
     ),
 )
-def test_right_kernels_pass(dtype, heads, documents):
-    heads, kv_heads = heads
-    asked = problem(dtype, heads, kv_heads, 24, documents=documents)
-    check_kernel(resolve("torch_cpu", asked), asked)
+def test_right_kernels_pass(dtype, heads, documents, value_dim):
+    asked = problem(dtype, *heads, 24, documents=documents, value_dim=value_dim)
+    if value_dim == 24:
+        check_kernel(resolve("torch_cpu", asked), asked)
     assert accuracy(resolve("reference", asked), asked).right
 
 
@@ -193,20 +194,6 @@ def test_what_a_kernel_writes_where_it_is_told_is_checked():
     for name in ("out", "lse", "dq", "dk", "dv"):
         with pytest.raises(KernelUnavailableError, match=f"{name} in its place of a .* off by"):
             check_kernel(Places(name), problem())
-
-
-def test_a_kernel_that_fails():
-    with pytest.raises(KernelUnavailableError) as refusal:
-        check_kernel(Planted("crash"), problem())
-    assert str(refusal.value) == (
-        "kernel planted fails here with 8:2 heads of 72 in float32: use kernel torch_cpu "
-        "(RuntimeError: no image for this device)"
-    )
-
-
-def test_values_of_another_width():
-    asked = problem(value_dim=40)
-    assert accuracy(resolve("reference", asked), asked).right
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -323,12 +310,19 @@ def test_wrong_kernels_of_linear_attention_are_named(fault, where):
     assert "\n" not in text
 
 
-def test_a_kernel_of_linear_attention_that_fails():
+@pytest.mark.parametrize("kind", ["softmax", "linear"])
+def test_a_kernel_that_fails(kind):
+    kernel, asked, words = {
+        "softmax": (Planted, problem(), "8:2 heads of 72 in float32: use kernel torch_cpu"),
+        "linear": (
+            *(PlantedLinear, linear_problem()),
+            "4 heads of 24 and 16 in bfloat16: use kernel chunked",
+        ),
+    }[kind]
     with pytest.raises(KernelUnavailableError) as refusal:
-        check_kernel(PlantedLinear("crash"), linear_problem())
+        check_kernel(kernel("crash"), asked)
     assert str(refusal.value) == (
-        "kernel planted fails here with 4 heads of 24 and 16 in bfloat16: use kernel chunked "
-        "(RuntimeError: no image for this device)"
+        f"kernel planted fails here with {words} (RuntimeError: no image for this device)"
     )
 
 
