@@ -361,19 +361,41 @@ class PositionsOfPacks:
 
         Raises: ContextParallelError if they are from another layout or another rank.
         """
-        row = row.long()
+        row, size = row.long(), self._group.size()
         documents = _documents(*((mask.starts, mask.padding) if mask else ((), ())), seq_len)
+        starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
         own, mine = self._layout.name, self._group.rank()
-        if self._fits(row, own, mine, documents, seq_len):
+
+        def fits(name: str, rank: int, *, telling: bool = False) -> bool:
+            """Whether these are position ids of a rank in a layout.
+
+            Args: telling: false for ids that are all equal, as of documents of one token, or of
+                no tokens.
+            """
+            try:
+                cut = NAMED[name].for_documents(tuple(starts[1:].tolist()))
+                places = positions_of(cut, rank, size, seq_len)
+            except ContextParallelError:
+                return False  # it cannot have been cut so
+            document = torch.bucketize(places, starts, right=True) - 1
+            inside, counts = places - starts[document], places < ends[document]
+            if len(row) != len(places):
+                return False
+            given = row[counts]
+            if telling and not (given != given[:1]).any():
+                return False
+            return any(torch.equal(given, expected[counts]) for expected in (inside, places))
+
+        if fits(own, mine):
             self._means_nothing = False
             return
         if self._means_nothing:
             return  # as the ids before, in which a long search has found nothing
         if torch.equal(row, torch.arange(len(row))):
             return  # counted through what this rank has
-        ranks = (mine, *(rank for rank in range(self._group.size()) if rank != mine))
+        ranks = (mine, *(rank for rank in range(size) if rank != mine))
         for rank, name in product(ranks, (own, *_OF_CALLERS)):
-            if not self._fits(row, name, rank, documents, seq_len, telling=True):
+            if not fits(name, rank, telling=True):
                 continue
             if name == own:
                 raise ContextParallelError(
@@ -386,36 +408,6 @@ class PositionsOfPacks:
                 f"{name} layout: split them so{instead}"
             )
         self._means_nothing = True
-
-    def _fits(
-        self,
-        row: Tensor,
-        name: str,
-        rank: int,
-        documents: list[tuple[int, int]],
-        seq_len: int,
-        *,
-        telling: bool = False,
-    ) -> bool:
-        """Whether these are position ids of a rank in a layout.
-
-        Args: telling: false for ids that are all equal, as of documents of one token, or of no
-            tokens.
-        """
-        starts, ends = (torch.tensor(column) for column in zip(*documents, strict=True))
-        try:
-            cut = NAMED[name].for_documents(tuple(starts[1:].tolist()))
-            places = positions_of(cut, rank, self._group.size(), seq_len)
-        except ContextParallelError:
-            return False  # it cannot have been cut so
-        document = torch.bucketize(places, starts, right=True) - 1
-        inside, counts = places - starts[document], places < ends[document]
-        if len(row) != len(places):
-            return False
-        given = row[counts]
-        if telling and not (given != given[:1]).any():
-            return False
-        return any(torch.equal(given, expected[counts]) for expected in (inside, places))
 
 
 def _document_lengths(packed: PackedSeqParams) -> Tensor:
