@@ -12,6 +12,10 @@ parts. The first rows of that part remain, as a shorter part. So
 - the rows left have the same mean work for all ranks still to be served, so that each of these can
     get exactly its share.
 
+Ranks in multiples of eight, as nodes have them, are served in two steps: first each team of eight
+consecutive ranks, then the ranks of each team. So a document is cut between two nodes only where it
+is more than the first one's share, or fills it up.
+
 Nothing here depends on masks: the work of rows is a function of their positions.
 
 Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by whole documents.
@@ -19,12 +23,13 @@ Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by 
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate, starmap
+from itertools import accumulate, batched, chain, starmap
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
+TEAM = 8  # ranks that are served together first; a constant, so that all programs cut alike
 # What a rank may be off its share, to have whole parts, and what is left for the others is not.
 _SLACK = 0.005
 
@@ -45,11 +50,22 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
         work: of rows [start, stop) of one part, if any: how many keys they see; later rows of a
             part no fewer than earlier ones, or the parts are many.
     """
-    pool = _Pool(parts, work)
     total = sum(stop - start for start, stop in parts)
-    found: list[list[Range]] = [[] for _ in range(size)]
-    for rank in range(size - 1, 0, -1):
-        found[rank] = pool.serve(room(rank, size, total), pool.work / (rank + 1))
+    rooms = [room(rank, size, total) for rank in range(size)]
+    if size % TEAM:
+        return _serve(parts, rooms, work)
+    members = list(batched(rooms, TEAM))
+    teams = _serve(parts, list(map(sum, members)), work)
+    served = (_serve(sorted(rows), each, work) for rows, each in zip(teams, members, strict=True))
+    return list(chain.from_iterable(served))
+
+
+def _serve(parts: Sequence[Range], rooms: Sequence[int], work: Work) -> list[list[Range]]:
+    """The rows of every rank, or team. Args: rooms: how many each gets, for equal work."""
+    pool = _Pool(parts, work)
+    found: list[list[Range]] = [[] for _ in rooms]
+    for rank in range(len(rooms) - 1, 0, -1):
+        found[rank] = pool.serve(rooms[rank], pool.work / (rank + 1))
     found[0] = pool.left
     return found
 

@@ -412,10 +412,16 @@ class _Run:
             return []
         if any(self.channel_next.get((m, key[0]), 0) != key[1] for m in members):
             return []
-        starts = [
-            max(operation.posts[m][1], self.channel_free.get((m, key[0]), 0.0)) for m in members
-        ]
-        return [(max(starts), key, first)]
+        return [(max(self._group_start(m, key) for m in members), key, first)]
+
+    def _group_start(self, number: int, key: Key) -> float:
+        """Earliest start of a rank's part in an operation of a process group: its kernel waits for
+        the end of one that computes, which takes all multiprocessors.
+        """
+        ready = self.operations[key].posts[number][1]
+        start = max(ready, self.channel_free.get((number, key[0]), 0.0))
+        running = (stop for begin, stop in self.ranks[number].busy[-64:] if begin < start < stop)
+        return max(running, default=start)
 
     def _startable_copies(self, key: Key, operation: _Operation) -> list[tuple[float, Key, int]]:
         """Earliest start of copies: a rank's copies run one after another, and wait for room at
@@ -479,10 +485,7 @@ class _Run:
     def _exchange(self, key: Key) -> None:
         """Messages of all ranks of a channel; each rank is done when its own are."""
         operation, channel = self.operations[key], key[0]
-        begin = {
-            m: max(ready, self.channel_free.get((m, channel), 0.0))
-            for m, (_, ready) in operation.posts.items()
-        }
+        begin = {m: self._group_start(m, key) for m in operation.posts}
         ends = dict(begin)
         moving: dict[int, float] = {}
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):

@@ -1,12 +1,14 @@
 """Layouts that give ranks equal work, whatever the documents or spans."""
 
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from collections import defaultdict
+from itertools import accumulate, pairwise, starmap
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.balance import deal
+from megatron_cp_plugin.core.balance import TEAM, deal
 from tests.random_tests import examples
 
 
@@ -27,7 +29,11 @@ def test_equal_parts_stay_whole():
 
 
 @examples(200)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 8), st.data())
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    st.integers(1, 8) | st.sampled_from((16, 24)),
+    st.data(),
+)
 def test_any_work_is_dealt(lengths, size, data):
     """Of any mask: rows in all, and equally many; work of some of them may not divide."""
     weights = [data.draw(st.integers(1, 5)) for _ in lengths]
@@ -42,3 +48,22 @@ def test_any_work_is_dealt(lengths, size, data):
     assert rows == list(range(bounds[-1]))
     counts = [sum(stop - start for start, stop in rank) for rank in dealt]
     assert max(counts) - min(counts) <= 1
+
+
+def test_documents_are_cut_between_teams_where_these_are_full():
+    """Of 256 documents on 32 ranks; work as under a causal mask."""
+    rng = np.random.default_rng(0)
+    bounds = list(accumulate(rng.integers(8, 400, 256).tolist(), initial=0))
+
+    def work(start, stop):
+        before = bounds[bisect_right(bounds, start) - 1]
+        return (stop - start) * (start + stop + 1 - 2 * before) // 2
+
+    dealt = deal(list(pairwise(bounds)), 32, work)
+    works = [sum(starmap(work, rank)) for rank in dealt]
+    assert max(works) < 1.01 * sum(works) / 32
+    teams = defaultdict(set)
+    for rank, rows in enumerate(dealt):
+        for start, _ in rows:
+            teams[bisect_right(bounds, start)].add(rank // TEAM)
+    assert sum(len(of) > 1 for of in teams.values()) <= 2 * (32 // TEAM)
