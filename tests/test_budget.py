@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_980,
-    "core": 13_330,
+    "core": 13_350,
     "algorithms": 1_790,
     "kernels": 3_350,
     "integration": 8_430,
