@@ -26,7 +26,7 @@ from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, runs
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import RecordedKernel as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
-from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.machine import Machine, Rate
 
 _INPUTS = {"forward": ("q",), "backward": ("q", "dout", "delta", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq",)}
@@ -188,19 +188,8 @@ def _blocks_of(mask: Mask, seq_len: int) -> _PairWork:
     return _PairWork(mask, seq_len)
 
 
-class _Moved(NamedTuple):
-    """Messages of a rank. Attributes: inside, between: bytes, in its node and to others."""
-
-    seconds: float = 0.0
-    inside: float = 0.0
-    between: float = 0.0
-
-    def plus(self, *others: _Moved) -> _Moved:
-        return _Moved(*map(sum, zip(self, *others, strict=True)))
-
-
 class Estimate(NamedTuple):
-    """Estimated times of one pass, or of both.
+    """Estimated times of one pass, of a part of it, or of its messages.
 
     Attributes:
         computing: seconds of computation.
@@ -215,6 +204,10 @@ class Estimate(NamedTuple):
     between: float = 0.0
     host: float = 0.0
     exposed: float = 0.0
+
+    def plus(self, other: Estimate) -> Estimate:
+        """One after the other."""
+        return Estimate(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -260,8 +253,8 @@ class Estimator:
     def _gathered(
         self, placement: BlockPlacement, phase: Phase, rank: int, members: int
     ) -> Estimate:
-        groups, coming, leaving = placement.groups, _Moved(), _Moved()
-        queries, keys = self._blocks.owners(placement, rank)
+        groups, coming, leaving = placement.groups, Estimate(0.0), Estimate(0.0)
+        met = self._blocks.owners(placement, rank)
         width, sizes = self._blocks.assembled(placement, rank)
         computing = len(groups) * self._computing(sizes, groups[0], phase)
         whole = together(groups)
@@ -270,7 +263,7 @@ class Estimator:
             self._width(_RESULTS[phase], whole),
             self._width(("dk", "dv"), whole) if phase == "backward" else 0,
         )
-        for owners, width_in, width_out in zip((queries, keys), inputs, results, strict=True):
+        for owners, width_in, width_out in zip(met, inputs, results, strict=True):
             if len(owners) > 1:
                 tokens = self.shape.batch * width * (len(owners) - 1)
                 gathered = self._collective("all_gather", owners, tokens * width_in)
@@ -315,18 +308,18 @@ class Estimator:
         of_query = self._width(_INPUTS[phase], group) + query_results
         of_key = self._width(("k", "v"), group) + key_results
         latency = placement.latency if placement.relay else 0
-        known: list[tuple[float, _Moved]] = []
+        known: list[tuple[float, Estimate]] = []
         last = 0.0  # results of a step, which travel after it
         for step in kinds:
-            moved, home = _Moved(), _Moved()
+            moved, home = Estimate(0.0), 0.0
             for far in (False, True):
                 size = step.queries[far] * of_query + step.keys[far] * of_key
                 if size:
                     message = self._link(size * self.shape.batch, far, members, latency)
                     moved = moved.plus(message)
                     size = step.queries[far] * query_results + step.keys[far] * key_results
-                    home = home.plus(self._link(size * self.shape.batch, far, members, latency))
-            last = max(last, home.seconds)
+                    home += self._link(size * self.shape.batch, far, members, latency).seconds
+            last = max(last, home)
             computing = self._computing(step.tiles, group, phase)
             if not self.peer:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
@@ -381,37 +374,38 @@ class Estimator:
             (q_near, q_far), (k_near, k_far) = moved[number]
             yield _StepWork(tiles[number], (q_near, q_far), (k_near, k_far))
 
-    def _link(self, size: float, far: bool, members: int, latency: int) -> _Moved:
-        """Time of a message that all ranks receive at once.
+    def _link(self, size: float, far: bool, members: int, latency: int) -> Estimate:
+        """A message that all ranks receive at once.
 
         Args:
             far: whether it comes from another node.
             latency: latency of a relay, in steps; 0: the message comes from the block's owner.
         """
-        machine = self.machine
+        machine, exchange = self.machine, self.machine.between.exchange
         if self.peer and machine.copy is not None:
-            return _Moved(machine.copy.time(size), size)
+            return Estimate(machine.copy.time(size), inside=size)
         if len(set(self.nodes)) == 1 or not (far or latency):
-            return _Moved(machine.inside.exchange.time(size), size)
+            return Estimate(machine.inside.exchange.time(size), inside=size)
         if latency == 1:
-            return _Moved(self._between(size, members), 0.0, size)
+            return Estimate(self._crossing(exchange, size, members), between=size)
+        slow = self._crossing(exchange, size, self._local)
         if latency:  # once to each node, during this number of steps
-            slow = self._between(size, self._local) / latency
             fast = machine.inside.exchange.time(size)
-            return _Moved(max(slow, fast), size - size / latency, size / latency)
-        return _Moved(self._between(size, self._local), 0.0, size)
+            crossing = size / latency
+            return Estimate(max(slow / latency, fast), inside=size - crossing, between=crossing)
+        return Estimate(slow, between=size)
 
-    def _between(self, size: float, senders: float) -> float:
-        """Args:
-        size: of a message.
-        senders: ranks of a node that send one at a time.
+    def _crossing(self, rate: Rate, size: float, senders: float) -> float:
+        """Seconds of what some ranks of each node send to other nodes at a time.
+
+        Args: size: bytes of one of them.
         """
         machine = self.machine
         cards = min(machine.cards_per_node, self._local)
-        seconds = machine.between.exchange.time(size * max(1.0, senders / cards))
+        seconds = rate.time(size * max(1.0, senders / cards))
         if machine.between_total:
             total = size * senders * len(set(self.nodes))
-            seconds = max(seconds, total / machine.between_total)
+            seconds = max(seconds, rate.seconds + total / machine.between_total)
         return seconds
 
     # -- heads that are exchanged
@@ -449,24 +443,20 @@ class Estimator:
         return kernels * kernel + messages * message
 
     def _pipeline(
-        self, count: int, computed: Estimate, coming: _Moved, leaving: _Moved
+        self, count: int, computed: Estimate, coming: Estimate, leaving: Estimate
     ) -> Estimate:
         """Time of groups of heads: one is computed while the next arrives and the one before
         leaves.
         """
-        one, moving = computed.seconds / count, (coming.seconds + leaving.seconds) / count
+        one, moved = computed.seconds / count, coming.plus(leaving)
+        moving = moved.seconds / count
         slower = min(one, moving) * (1 - self.machine.group_share) if count > 1 else 0.0
         one += slower
         seconds = one + moving + (count - 1) * max(one, moving)
-        return Estimate(
-            seconds,
-            computed.computing + slower * count,
-            computed.inside + coming.inside + leaving.inside,
-            computed.between + coming.between + leaving.between,
-            computed.host,
-        )
+        whole = computed.plus(moved)
+        return whole._replace(seconds=seconds, computing=computed.computing + slower * count)
 
-    def _collective(self, operation: Operation, members: Iterable[int], size: float) -> _Moved:
+    def _collective(self, operation: Operation, members: Iterable[int], size: float) -> Estimate:
         """Args:
         members: ranks.
         size: bytes that a rank sends.
@@ -475,20 +465,14 @@ class Estimator:
         on = self._on(ranks)
         mates, count = max(on.values()), len(ranks)
         if count == 1:
-            return _Moved()
+            return Estimate(0.0)
         inside = size * (mates - 1) / (count - 1)
         if len(on) == 1:
-            return _Moved(machine.inside.rate(operation, mates).time(size), inside)
-        if operation == "all_to_all":
-            crossing = (size - inside) * self._local
-        else:
-            crossing = size * self._local / mates  # rings through all nodes
-        rate = machine.between.rate(operation, count)
-        seconds = rate.time(crossing / min(machine.cards_per_node, self._local))
-        if machine.between_total:
-            total = crossing * len(set(self.nodes))
-            seconds = max(seconds, rate.seconds + total / machine.between_total)
-        return _Moved(seconds, inside, size - inside)
+            return Estimate(machine.inside.rate(operation, mates).time(size), inside=inside)
+        # Else rings through all nodes.
+        sent = size - inside if operation == "all_to_all" else size / mates
+        seconds = self._crossing(machine.between.rate(operation, count), sent, self._local)
+        return Estimate(seconds, inside=inside, between=size - inside)
 
     @_kept(lambda self, ranks: ranks)
     def _on(self, ranks: tuple[int, ...]) -> Counter[int]:
