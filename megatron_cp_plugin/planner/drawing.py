@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise, zip_longest
-from typing import Literal, NamedTuple
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
@@ -25,8 +24,8 @@ from megatron_cp_plugin.terminal import text_table
 
 _TOKENS_PER_CHUNK = 256
 _HEADS_PER_RANK = 4
-
-Kind = Literal["keys", "queries", "results"]
+# Letters of blocks by the first tensor of a message: v travels behind k, and lse behind out.
+_LETTERS = {"v": "k", "dv": "dk", "out": "o"} | dict.fromkeys(("dout", "lse", "delta"), "q")
 
 
 @dataclass(frozen=True)
@@ -43,47 +42,6 @@ class Cell:
     pairs: float
 
 
-class DrawnTransfer(NamedTuple):
-    """Tensors of a block from one rank to another.
-
-    Attributes:
-        before: the step that needs it, or, of results, the one after which it is sent, plus one.
-        owners: of the block.
-        share: which one of the heads.
-    """
-
-    before: int
-    source: int
-    target: int
-    tensors: tuple[str, ...]
-    owners: tuple[int, ...]
-    share: int
-    kind: Kind
-
-    @property
-    def text(self) -> str:
-        """Which block, such as "k2"; outputs for rank 2 are "o2"."""
-        first = self.tensors[0]
-        names = {"v": "k", "dv": "dk", "out": "o"} | dict.fromkeys(("dout", "lse", "delta"), "q")
-        return f"{names.get(first, first)}{_ranks(self.owners)}"
-
-
-class Collective(NamedTuple):
-    """An exchange of several ranks, each with all others.
-
-    Attributes:
-        before: as in DrawnTransfer.
-        name: of the operation.
-        tensors: such as "k, v".
-    """
-
-    before: int
-    ranks: tuple[int, ...]
-    name: str
-    tensors: str
-    kind: Kind
-
-
 @dataclass(frozen=True)
 class Picture:
     """One pass of a plan.
@@ -91,26 +49,19 @@ class Picture:
     Attributes:
         title: algorithm and options.
         subtitle: ranks, mask, tokens, pass.
-        spans: tokens that each rank holds.
         steps: cells by step and rank; None: the rank waits.
-        transfers, collectives: the messages.
-        results: the meaning of results that are sent.
         plan: of all ranks.
     """
 
     title: str
     subtitle: str
-    spans: tuple[Sequence[Span], ...]
     steps: tuple[tuple[Cell | None, ...], ...]
-    transfers: tuple[DrawnTransfer, ...]
-    collectives: tuple[Collective, ...]
-    results: str
     plan: Plan
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.spans)
+        return self.plan.size
 
     @property
     def waiting(self) -> int:
@@ -187,11 +138,7 @@ def picture(
     heads = _HEADS_PER_RANK * size
     shape = Shape(1, seq_len, heads, heads, 1)
     plan = planned(algo, size, shape, mask, options).plan(shape, mask, phase)
-    messages = [_message(move) for move in plan.moves]
-    partial = "partial " if plan.shares == 1 else ""  # else those of some heads, complete
-    results = f"{partial}{'gradients' if phase == 'backward' else 'outputs'}"
-    spans, steps = tuple(plan.spans), _steps(plan)
-    return Picture(title, subtitle, spans, steps, *_travelling(messages), results, plan)
+    return Picture(title, subtitle, _steps(plan), plan)
 
 
 def _words_of(mask: Mask) -> str:
@@ -203,62 +150,6 @@ def _words_of(mask: Mask) -> str:
     if mask.documents:
         words.append(f"{len(mask.documents) + 1} documents")
     return ", ".join(words)
-
-
-def _message(move: Move) -> DrawnTransfer:
-    before = move.posted + 1 if move.result else move.needed
-    tensors = tuple(name for message in move.messages for name in message)
-    kind: Kind = "results" if move.result else "keys" if move.side else "queries"
-    ends, owners = (move.source, move.target), move.block.owners
-    return DrawnTransfer(before, *ends, tensors, owners, move.share, kind)
-
-
-def _travelling(
-    messages: Sequence[DrawnTransfer],
-) -> tuple[tuple[DrawnTransfer, ...], tuple[Collective, ...]]:
-    """Messages, and exchanges of all ranks of a group with all others."""
-    alike: dict[tuple[int, Kind, tuple[str, ...]], list[DrawnTransfer]] = {}
-    for message in messages:
-        alike.setdefault((message.before, message.kind, message.tensors), []).append(message)
-    exchanged: dict[tuple[int, tuple[int, ...], str, Kind], list[str]] = {}
-    single: list[DrawnTransfer] = []
-    for (before, kind, tensors), group in alike.items():
-        meshed: set[int] = set()
-        for ranks in _meshes(group):
-            meshed.update(ranks)
-            name = _operation([message for message in group if message.source in ranks])
-            exchanged.setdefault((before, ranks, name, kind), []).extend(tensors)
-        single += [message for message in group if message.source not in meshed]
-    collectives = (
-        Collective(before, ranks, name, ", ".join(dict.fromkeys(tensors)), kind)
-        for (before, ranks, name, kind), tensors in exchanged.items()
-    )
-    return tuple(sorted(single)), tuple(sorted(collectives))
-
-
-def _meshes(messages: Iterable[DrawnTransfer]) -> Iterator[tuple[int, ...]]:
-    """Groups of three ranks or more in which each rank sends to all others."""
-    targets: dict[int, set[int]] = {}
-    for message in messages:
-        targets.setdefault(message.source, set()).add(message.target)
-    seen: set[int] = set()
-    for source, others in targets.items():
-        ranks = {source, *others}
-        if source not in seen and len(ranks) > 2:
-            seen |= ranks
-            if all({rank, *targets.get(rank, ())} == ranks for rank in ranks):
-                yield tuple(sorted(ranks))
-
-
-def _operation(messages: Sequence[DrawnTransfer]) -> str:
-    """The name of a collective operation in which each rank sends to all others."""
-    if messages[0].kind == "results":
-        target = messages[0].target
-        shares = {message.share for message in messages if message.target == target}
-        return "reduce-scatter" if len(shares) == 1 else "all-to-all"
-    source = messages[0].source
-    shares = {message.share for message in messages if message.source == source}
-    return "all-gather" if len(shares) == 1 else "all-to-all"
 
 
 def _steps(plan: Plan) -> tuple[tuple[Cell | None, ...], ...]:
@@ -310,34 +201,51 @@ def _ranks(owners: Sequence[int]) -> str:
     return ",".join(pieces)
 
 
-def _lines_of(drawn: Picture, step: int, rank: int) -> list[str]:
-    """The computation of a rank in a step, what it receives for it, and sends back after it."""
-    cell = drawn.steps[step][rank]
-    lines = [cell.text if cell else "waits"]
-    inputs = (t for t in drawn.transfers if t.kind != "results" and t.target == rank)
-    if now := [f"{t.text} from {t.source}" for t in inputs if t.before == step]:
-        lines.append("← " + ", ".join(dict.fromkeys(now)))
-    results = (t for t in drawn.transfers if t.kind == "results" and t.source == rank)
-    if back := [f"{t.text} to {t.target}" for t in results if t.before == step + 1]:
-        lines.append("→ " + ", ".join(dict.fromkeys(back)))
-    return lines
+def _joined(moves: Iterable[Move], end: str) -> str:
+    """Blocks by their letters, and the ranks at the other ends, such as "q1-3 from 1-3"."""
+    found: dict[str, tuple[list[int], list[int]]] = {}
+    for move in moves:
+        first = move.messages[0][0]
+        owners, ranks = found.setdefault(_LETTERS.get(first, first), ([], []))
+        owners += move.block.owners
+        ranks.append(move.target if move.result else move.source)
+    each = found.items()
+    return ", ".join(f"{x}{_ranks(owners)} {end} {_ranks(ranks)}" for x, (owners, ranks) in each)
 
 
 def text(drawn: Picture) -> str:
-    """The picture for a terminal: a column for each step."""
+    """The picture for a terminal: a column for each step, with what a rank computes in it, what it
+    receives for it, and sends back after it.
+    """
+    came, left = dict[tuple[int, int], list[Move]](), dict[tuple[int, int], list[Move]]()
+    for move in drawn.plan.moves:
+        if move.result:
+            left.setdefault((move.posted, move.source), []).append(move)
+        else:
+            came.setdefault((max(0, move.needed), move.target), []).append(move)
+
+    def lines(step: int, rank: int) -> Iterator[str]:
+        cell = drawn.steps[step][rank]
+        yield cell.text if cell else "waits"
+        if moves := came.get((step, rank)):
+            yield f"← {_joined(moves, 'from')}"
+        if moves := left.get((step, rank)):
+            yield f"→ {_joined(moves, 'to')}"
+
     steps = range(len(drawn.steps))
     rows = []
     for rank in range(drawn.size):
-        cells = [[str(rank)], *(_lines_of(drawn, step, rank) for step in steps)]
+        cells = [[str(rank)], *(lines(step, rank) for step in steps)]
         rows += list(zip_longest(*cells, fillvalue=""))
     head = ("rank", *(f"step {step}" for step in steps))
     table = text_table(head, rows)
-    return "\n".join([f"{drawn.title} · {drawn.subtitle}", table, *_below(drawn)])
+    notes = [line for line in (*drawn.summary, _notes(drawn, table)) if line]
+    return "\n".join([f"{drawn.title} · {drawn.subtitle}", table, *notes])
 
 
 def held(drawn: Picture) -> Iterator[str]:
     """A line for each rank: the tokens that it holds, in its order."""
-    for rank, spans in enumerate(drawn.spans):
+    for rank, spans in enumerate(drawn.plan.spans):
         yield f"rank {rank} holds tokens {', '.join(map(_run, spans))}"
 
 
@@ -348,30 +256,15 @@ def _run(span: Span) -> str:
     return one + (f":{span.step}" if span.step > 1 and first != last else "")
 
 
-def _below(drawn: Picture) -> Iterator[str]:
-    """What stands below a picture: exchanges of several ranks, who waits, and the letters."""
-    groups: dict[Collective, list[str]] = {}
-    for collective in drawn.collectives:
-        ranks = _ranks(collective.ranks)
-        groups.setdefault(collective._replace(ranks=()), []).append(ranks)
-    for (before, _, name, tensors, _), ranks_of in groups.items():
-        when = f"before step {before}" if before < len(drawn.steps) else "at the end"
-        yield f"{when}: {name} of {tensors} among ranks {' '.join(ranks_of)}"
-    yield from drawn.summary
-    if notes := _notes(drawn):
-        yield notes
-
-
-def _notes(drawn: Picture) -> str:
-    """The meaning of the letters in this picture."""
-    cells = [cell.text for step in drawn.steps for cell in step if cell]
-    words = " ".join([*cells, *(transfer.text for transfer in drawn.transfers)])
+def _notes(drawn: Picture, words: str) -> str:
+    """The meaning of the letters in a picture. Args: words: all of its words."""
+    partial = "partial " if drawn.plan.shares == 1 else ""  # else those of some heads, complete
     meanings = {
         r"\bq\d|½q": "q1: the queries of rank 1",
         r"\bk\d": "k1: its keys and values",
-        r"\bo\d": f"o1: {drawn.results} of its queries",
-        r"\bdq\d": "dq1: gradients of its queries",
-        r"\bdk\d": "dk1: gradients of its keys and values",
+        r"\bo\d": f"o1: {partial}outputs of its queries",
+        r"\bdq\d": f"dq1: {partial}gradients of its queries",
+        r"\bdk\d": f"dk1: {partial}gradients of its keys and values",
         r"½": "½q1: half of its rows",
     }
     found = [meaning for pattern, meaning in meanings.items() if re.search(pattern, words)]
