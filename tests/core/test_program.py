@@ -110,21 +110,3 @@ def test_inputs_of_merged_steps_leave_at_the_start() -> None:
         (results,) = (one for step in steps for one in step.results)
         assert (results.needed, steps[-2].results) == (plan.steps - 1, (results,))
         assert [step.number for step in steps if step.expects] == [0]
-
-
-def test_half_of_the_own_work_covers_results() -> None:
-    """Rows that do not see the other half, once the results for others are under way."""
-    plan = plan_for("zigzag", {"layout": "documents"}, 8, LONG, "backward", 2**16)
-    moved = 0
-    for rank in range(8):
-        before, after = (program(plan, rank, covers=covers).rounds[0].steps for covers in (0, 1))
-        tasks = [[task for step in steps for task in step.tasks] for steps in (before, after)]
-        areas = [[int(task.tiles.areas.sum()) for task in each] for each in tasks]
-        assert sum(areas[0]) == sum(areas[1])
-        assert not before[-1].tasks
-        if after[-1].tasks:
-            moved += 1
-            halves = [step.tasks[0].tiles for step in (after[0], after[-1])]
-            rows = [{*tiles.q.elements.tolist()} for tiles in halves]
-            assert not rows[0] & rows[1]
-    assert moved

@@ -294,9 +294,8 @@ def executor_of(
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
-    covers = steps.merged and len(set(transport.topology.nodes)) > 1
     kinds = call.kernel.rectangular_causal, call.kernel.windows
-    parts = program(steps, transport.topology.rank, *kinds, covers)
+    parts = program(steps, transport.topology.rank, *kinds)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
         (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)

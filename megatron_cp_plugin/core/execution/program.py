@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple, Self
 
-import numpy as np
 from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
@@ -38,11 +37,6 @@ BlockId = tuple[int, Side]
 # Index of some heads in a tensor [B,S,heads,D] or [B,heads,S]; None: all heads.
 Index = tuple[slice, ...] | None
 EVERYTHING = slice(None)
-# Less than this part of a rank's own work is not worth calls of its own.
-_LEAST = 0.1
-# A rank computes a part of its own work while results for others travel, if it has at most this
-# number of times their rows: the sum of gradients in two parts takes passes over memory.
-_COVERED = 2
 
 
 class SomeHeads(NamedTuple):
@@ -267,14 +261,11 @@ class Program:
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
-def program(
-    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, covers: bool = False
-) -> Program:
+def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = False) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
     Args:
         rectangular, windows: as in `plan_tiles`.
-        covers: results travel for longer than memory takes to sum gradients in two parts.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -302,9 +293,6 @@ def program(
     made: dict[int, tuple[Joint, ...]] = {}
     for (number, *_), joint in joints.items():
         made[number] = (*made.get(number, ()), joint)
-    home = [move.tokens for move in plan.moves if move.result and move.source == rank]
-    if covers and plan.merged and _COVERED * sum(home) >= plan.spans.lengths[rank]:
-        tasks = _covering(tasks, each)
     steps = [
         Step(
             step,
@@ -404,43 +392,6 @@ def _held(
         return joint.block, 0
     block = owners[0], side
     return block, _first(rows, held.get(block))
-
-
-def _covering(tasks: Mapping[int, tuple[Task, ...]], each: int) -> dict[int, tuple[Task, ...]]:
-    """The same tasks, with half of the work of a rank's own blocks moved to the last step of each
-    group of heads, in which results come: rows that do not see the other half.
-
-    Args: each: number of steps of a group.
-    """
-    found = dict(tasks)
-    for step, own in tasks.items():
-        if step % each or len(own) != 1:
-            continue
-        halves = _halves(own[0].tiles)
-        if halves is not None:
-            first, second = (own[0]._replace(tiles=half) for half in halves)
-            found[step], found[step + each - 1] = (first,), (second,)
-    return found
-
-
-@lru_cache(maxsize=256)
-def _halves(tiles: TileTable) -> tuple[TileTable, TileTable] | None:
-    """Two parts of about equal work, of which neither has a row or a column of the other; None if
-    the larger one has most of the work.
-    """
-    start = np.minimum(tiles.q.start, tiles.kv.start)
-    stop = np.maximum(tiles.q.stop, tiles.kv.stop)
-    order = np.argsort(start, kind="stable")
-    reached = np.maximum.accumulate(stop[order])
-    cuts = np.flatnonzero(start[order][1:] >= reached[:-1]) + 1
-    if not len(cuts):
-        return None
-    areas = np.cumsum(tiles.areas[order])
-    cut = cuts[np.abs(areas[cuts - 1] - areas[-1] / 2).argmin()]
-    if not _LEAST < areas[cut - 1] / areas[-1] < 1 - _LEAST:
-        return None
-    first, second = np.split(order, [cut])
-    return tiles.some(np.sort(first)), tiles.some(np.sort(second))
 
 
 @lru_cache(maxsize=256)
