@@ -83,13 +83,6 @@ def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None
         out: [B,S,H,D], outs: [P,B,S,H,D], any floating dtypes.
         lse: [B,H,S], lses: [P,B,H,S], of a wide dtype. All may be strided.
     """
-    if len(outs) == 1:
-        out.copy_(outs[0])
-        lse.copy_(lses[0])
-        return
-    if len(outs) == 2:
-        merge_into(out, lse, outs[0], lses[0], outs[1], lses[1])
-        return
     fused = fused_for(out)
     if fused is not None:
         fused.merge_all_into(out, lse, outs, lses)
@@ -205,8 +198,9 @@ class _Partials:
     empty = True
     borrowed = False
 
-    def keeps(self, rows: SomeRows) -> bool:
-        """Whether a partial of these rows would be kept as it is."""
+    @property
+    def keeps(self) -> bool:
+        """Whether the next partial would be kept as it is."""
         return self.empty
 
     def _meets(self, rows: SomeRows) -> int:
@@ -244,7 +238,7 @@ class _Partials:
         """Takes the waiting partials in pieces: rows, each in one piece, with the parts of all
         partials that have them.
         """
-        taken, self._waiting = self._waiting, []
+        taken = self._taken()
         if self._apart:
             return [(rows, [tensors]) for rows, tensors in taken]
         found, adjacent = list[Piece](), list[tuple[slice, Tensors]]()
@@ -268,10 +262,10 @@ class _Partials:
 class Accumulator(_Partials):
     """Running merge of the partials of one block of queries.
 
-    A partial is merged when one of the same rows comes, or, if that has few rows, a third one, or
-    when the result is asked for: so the last merge writes the output in its final dtype, a single
-    partial is the output as it is, and nothing is copied to float32 only to be read again. Rows
-    without any partial end as out 0, lse -inf.
+    A partial is merged when one of the same rows comes, or when the result is asked for: so the
+    last merge writes the output in its final dtype, a single partial is the output as it is, and
+    nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
+    -inf.
     The first partial may be written to.
     """
 
@@ -298,19 +292,9 @@ class Accumulator(_Partials):
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
         self.empty = False
-        meets = self._meets(rows) if self._waiting else 0
-        if meets > 1 or (meets and not self._waits_too(rows)):
+        if self._waiting and self._meets(rows):
             self._merge_waiting()
-            meets = 0
-        self._wait(rows, (out, lse), apart=not meets)
-
-    def _waits_too(self, rows: SomeRows) -> bool:
-        """Whether a partial waits that shares rows with another one: of half of all rows at most,
-        where no partial has all rows.
-        """
-        tokens, (_, (out, _)) = self._like.shape[1], self._waiting[0]
-        few = isinstance(rows, slice) and 2 * (rows.stop - rows.start) <= tokens
-        return few and self._total is None and out.shape[1] < tokens
+        self._wait(rows, (out, lse))
 
     def settle(self) -> None:
         """Merges waiting partials, if the memory of one is borrowed."""
@@ -387,14 +371,10 @@ class Accumulator(_Partials):
         if not _covers_all(pieces, self._like.shape[1]):
             out.zero_()
             lse.fill_(-torch.inf)
-        for rows, parts in pieces:
+        for rows, ((some, some_lse),) in pieces:
             assert isinstance(rows, slice)
-            some, some_lse = out[:, rows], lse[:, :, rows]
-            if len(parts) == 2:
-                merge_into(some, some_lse, *parts[0], *parts[1])
-            else:
-                _sum_into((some,), parts[0][:1])
-                some_lse.copy_(parts[0][1])
+            _sum_into((out[:, rows],), (some,))
+            lse[:, :, rows].copy_(some_lse)
         return out, lse
 
     def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -422,8 +402,7 @@ class Accumulator(_Partials):
 class GradientSum(_Partials):
     """Running sums of the partial gradients of one block, in float32 from the second one on.
 
-    Gradients of k and v come together; one object sums both. Gradients of few rows wait, at most
-    two of each row, and are added at the end, in the final dtype.
+    Gradients of k and v come together; one object sums both.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
@@ -465,7 +444,7 @@ class GradientSum(_Partials):
         whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
         if whole and not self._total:
             self._total = list(gradients)
-        elif self._few or self._leaves_most(rows):
+        elif self._few:
             meets = self._meets(rows) if self._waiting else 0
             if meets > 1:
                 self._settle()
@@ -521,9 +500,10 @@ class GradientSum(_Partials):
         if moved:
             _sum_into(*zip(*moved, strict=True))
 
-    def keeps(self, rows: SomeRows) -> bool:
+    @property
+    def keeps(self) -> bool:
         """See _Partials; `few` gradients that wait are not kept for longer than they may be."""
-        return not self._total or (not self._few and self._leaves_most(rows))
+        return not self._total
 
     @property
     def held(self) -> list[Tensor]:
@@ -559,17 +539,6 @@ class GradientSum(_Partials):
             assert isinstance(rows, slice)
             _sum_into([x[:, rows] for x in whole], *parts)
         return whole
-
-    def _leaves_most(self, rows: SomeRows) -> bool:
-        """Whether gradients of these rows, a quarter of all at most, wait: beside first ones of all
-        rows they take less memory than all rows in float32.
-        """
-        return (
-            not self._owned
-            and isinstance(rows, slice)
-            and rows.step in _ADJACENT
-            and 4 * (rows.stop - rows.start) <= self._like[0].shape[1]
-        )
 
     def _settle(self) -> None:
         """Adds the waiting gradients."""

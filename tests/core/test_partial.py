@@ -179,15 +179,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         (True, [(0, 64), (0, 64)], [(BFLOAT16, 64)]),
         # Three more: two of them in float32, and one that ends in bfloat16.
         (True, [(0, 64), (0, 64), (0, 64)], [(FLOAT32, 64), (FLOAT32, 64), (BFLOAT16, 64)]),
-        # One more for each of some rows: in the place of the first, rounded once.
-        (False, [(32, 48), (0, 16)], [(BFLOAT16, 16)] * 2),
-        # Two more, likewise.
-        (False, [(8, 24), (16, 20)], [(BFLOAT16, 8), (BFLOAT16, 4), (BFLOAT16, 4)]),
-        # A third one, or one of most rows: all rows in float32.
-        (
-            *(False, [(0, 16), (8, 24), (10, 12)]),
-            [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 16), (FLOAT32, 2)],
-        ),
+        # With more to come: all rows in float32.
         (False, [(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
         (False, [(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),
     ],
@@ -222,7 +214,7 @@ def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype, few):
                 rows = slice(0, 12)
             part = torch.randn(1, len(range(12)[rows]), 1, 2, generator=generator).to(dtype)
             expected[rows] += part[0, :, 0]
-            kept = total.keeps(rows)
+            kept = total.keeps
             total.add(rows, part)
             if not kept and not few:
                 part.fill_(torch.nan)
@@ -238,7 +230,7 @@ HELPED = [(0, 40), (48, 64), (0, 8), (40, 48)]
 
 @pytest.mark.parametrize("holes", [False, True])
 def test_rows_with_two_partials_at_most_are_written_once(counted, holes):
-    """Without zeros that are read again, and nothing in float32."""
+    """Without zeros that are read again; of gradients nothing in float32."""
     generator = torch.Generator().manual_seed(0)
     rows = HELPED[:-1] if holes else HELPED
     total, both = GradientSum(torch.zeros(1, 64, 2, 8).bfloat16(), few=True), torch.zeros(64)
@@ -254,14 +246,15 @@ def test_rows_with_two_partials_at_most_are_written_once(counted, holes):
         expected[:, start:stop] += part * lse.exp().mT[..., None]
         weights[:, :, start:stop] = torch.logaddexp(weights[:, :, start:stop], lse)
         both[start:stop] += 1
-    out, lse = merged.result()
+    counted.asked.clear()
     (dq,) = total.result()
+    assert {dtype for _, dtype, _ in counted.asked} == {BFLOAT16}
+    assert sum(count for _, _, count in counted.asked) == both.count_nonzero()
+    out, lse = merged.result()
     expected = (expected * (-weights).exp().mT[..., None]).nan_to_num()
     torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(lse, weights)
     assert torch.equal(dq, sums.bfloat16())
-    assert {dtype for _, dtype, _ in counted.asked} == {BFLOAT16}
-    assert sum(count for _, _, count in counted.asked) == 2 * both.count_nonzero()
 
 
 def test_partials_of_any_rows_are_merged():

@@ -476,7 +476,7 @@ class Backward(_Summing[GradientSum]):
 def _add(total: Accumulator | GradientSum, came: Packed, rows: Rows, *, lent: bool) -> None:
     """Adds results to a total of `rows`. Args: lent: as of Pass."""
     for there, tensors in _shared(came, rows):
-        if lent and total.keeps(there):
+        if lent and total.keeps:
             tensors = tuple([x.clone() for x in tensors])
         total.add(there, *tensors)
         total.borrowed |= lent
