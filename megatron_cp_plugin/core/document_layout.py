@@ -92,12 +92,6 @@ class PaddedDocuments(Layout):
     def multiple(self, size: int) -> int:
         return _ZIGZAG.multiple(size) if size > 1 else 1
 
-    def equivalent_pairs(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
-        """See Layout.equivalent_pairs: chunks of two ranks have one of three orders everywhere."""
-        if not self.documents:
-            return None
-        return [(1, 0)] * query + [(0, 0)] + [(0, 1)] * (size - 1 - query)
-
     def for_documents(self, documents: Documents) -> "PaddedDocuments":
         starts, _ = starts_and_slices(documents)
         return PaddedDocuments(starts) if starts else self

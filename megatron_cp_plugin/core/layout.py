@@ -80,13 +80,6 @@ class Layout(ABC):
         """Number of tokens that `rank` holds."""
         return sum(map(len, self.spans(rank, size, seq_len)))
 
-    def equivalent_pairs(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
-        """[key]: two ranks of which the rows of the first one's queries see the same rows of the
-        second one's keys as with ranks `query` and `key`, where a mask knows no more than which of
-        two positions comes first, and the documents of the layout. None: none are known.
-        """
-        return None
-
     def for_documents(self, documents: "Documents") -> "Layout":
         """The layout of a sequence with documents, or under a span mask; most layouts return
         themselves.
@@ -170,10 +163,6 @@ class Grouped(Layout):
     def follows_documents(self) -> bool:  # type: ignore[override]
         """Whether the layout of single ranks does."""
         return self.parts.follows_documents
-
-    def equivalent_pairs(self, query: int, size: int) -> Sequence[tuple[int, int]] | None:
-        """See Layout.equivalent_pairs: as of the single ranks, each following the one before."""
-        return self.parts.equivalent_pairs(query, size)
 
     def for_documents(self, documents: "Documents") -> "Grouped":
         return Grouped(self.parts.for_documents(documents), self.members)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, cast
 
 import numpy as np
 
-from megatron_cp_plugin.core.layout import Documents, TokenMap
+from megatron_cp_plugin.core.layout import Documents
 from megatron_cp_plugin.core.masks.bands import (
     FAR,
     KEYS,
@@ -113,12 +113,6 @@ def mask_of(causal: bool, window: int | None, resolved: Documents = ()) -> Mask:
     if isinstance(resolved, Slices):
         return Mask.of(resolved, window)
     return Mask(causal, window, cast(tuple[int, ...], resolved))
-
-
-def equivalent_pairs(tokens: TokenMap, query: int, mask: Mask) -> Sequence[tuple[int, int]] | None:
-    """See `Layout.equivalent_pairs`; also None if the mask depends on distances."""
-    distances = mask.window is not None or mask.slices is not None
-    return None if distances else tokens.layout.equivalent_pairs(query, tokens.size)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import Balanced, PaddedDocuments
 from megatron_cp_plugin.core.layout import (
     LAYOUTS,
@@ -23,14 +21,11 @@ from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import (
     NO_TILES,
     Mask,
-    Tile,
-    equivalent_pairs,
     plan_pairs,
     plan_tiles,
 )
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.registry import create
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import pairs_of, seen_by
 
@@ -149,11 +144,10 @@ def test_documents_that_are_planned_together(
     kind: tuple[bool, int | None],
     kinds: dict[str, bool],
 ) -> None:
-    """The same tiles as one by one, and the pairs of the mask, the same for equivalent pairs."""
+    """The same tiles as one by one, and the pairs of the mask."""
     seq_len = length * 4 * size
     mask = Mask(*kind, random_documents(seq_len, mean, multiple=layout.multiple(size), seed=seed))
     tokens = TokenMap(layout.for_documents(mask.documents), size, seq_len)
-    found: dict[object, tuple[Tile, ...]] = {}
     ranks = list(product(range(size), repeat=2))
     blocks = [(tokens[query], tokens[key]) for query, key in ranks]
     tables, whole = plan_pairs(blocks, mask, **{"windows": False, **kinds}), seen_by(mask, seq_len)
@@ -163,20 +157,6 @@ def test_documents_that_are_planned_together(
         rows, cols = (positions(tokens.layout, n, size, seq_len) for n in (query, key))
         want = whole[rows][:, cols]
         assert torch.equal(pairs_of(table, want.shape), want)
-        equivalent = equivalent_pairs(tokens, query, mask)
-        assert equivalent is None or mask.window is None
-        if equivalent is not None:
-            assert found.setdefault(equivalent[key], tiles) == tiles
-
-
-def test_ranks_that_are_alike_have_the_very_same_tiles() -> None:
-    """Own ones, with earlier keys (of the first rank half come) and with later ones; no windows."""
-    documents = random_documents(4096, 100, multiple=16)
-    for mask, kinds in ((Mask(documents=documents), 4), (Mask(True, 64, documents), 64)):
-        options = {"layout": "thd", "route": "ring"}
-        algorithm = create("zigzag", VirtualWorld(8).topology(0), options)
-        plan = algorithm.plan(Shape(1, 4096, 4, 4, 8), mask)
-        assert len({id(plan.tiles(compute)) for compute in plan.computes}) == kinds
 
 
 def test_tables() -> None:

@@ -1,14 +1,14 @@
 """The rows of blocks that meet under a mask, and so are sent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
 from megatron_cp_plugin.core.layout import Layout, TokenMap
-from megatron_cp_plugin.core.masks.bands import Bands, SteppedBlocks, stretched
+from megatron_cp_plugin.core.masks.bands import Bands
 from megatron_cp_plugin.core.ranges import (
     Numbers,
     Ranges,
@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.ranges import (
     union,
     united,
 )
-from megatron_cp_plugin.core.tiles import Mask, equivalent_pairs
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 
 
 def sees(q_spans: Sequence[Span], kv_spans: Sequence[Span], mask: Mask) -> bool:
@@ -37,23 +37,14 @@ def visible_rows(
 ) -> tuple[Rows, Rows]:
     """Rows of a block of queries that see any key of another block, and those of these keys.
 
-    In positions with a step, all rows from the first to the last one in a band of the mask.
+    In positions with a step, all rows from the first to the last one of a tile.
 
     Args: gap: longest gap of rows that is filled.
     """
-    q, kv, bands = Ranges.of(q_spans), Ranges.of(kv_spans), mask.bands
-    if not (len(q) and len(kv)):
+    tiles = plan_tiles(q_spans, kv_spans, mask)
+    if not tiles:
         return (), ()
-    if q.plain and kv.plain:
-        queries, keys, gaps = _Blocks.of([q]), _Blocks.of([kv]), np.array([gap])
-        (of_queries,) = _visible(queries, gaps, keys, bands.transposed)
-        (of_keys,) = _visible(keys, gaps, queries, bands)
-        return of_queries.get(0, ()), of_keys.get(0, ())
-    blocks = SteppedBlocks.of(q, kv, bands)
-    edges = blocks.bands.table
-    rows = stretched(Ranges.between(*edges[:2]), blocks.q, blocks.rows)
-    cols = stretched(Ranges.between(*edges[2:4]), blocks.kv, blocks.cols)
-    return united(rows.table[:2], gap), united(cols.table[:2], gap)
+    return united(tiles.q.extents, gap), united(tiles.kv.extents, gap)
 
 
 @lru_cache(maxsize=32)  # both passes of a micro-batch have the same
@@ -66,13 +57,17 @@ def rows_met(
     As `visible_rows`, for all pairs of blocks, with gaps up to `longest_gap` filled.
     """
     tokens = TokenMap.of(layout, size, seq_len)
-    if not tokens.gaps and equivalent_pairs(tokens, 0, mask) is None:
+    gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
+    if not tokens.gaps:
         blocks = _Blocks.of(tokens)
-        gaps = np.array([longest_gap(length) for length in tokens.lengths], np.int64)
         return _visible(blocks, gaps, blocks, mask.bands if side else mask.bands.transposed)
-    rows = _of_kinds(tokens, mask, side)
-    of_owners: Iterable[Iterable[Rows]] = zip(*rows, strict=True) if side else rows
-    return [{other: met for other, met in enumerate(some) if met} for some in of_owners]
+    found: list[dict[int, Rows]] = [{} for _ in tokens]
+    for pair in product(range(size), range(size)):
+        query, key = (tokens[rank] for rank in pair)
+        owner, other = pair[side], pair[1 - side]
+        if met := visible_rows(query, key, mask, int(gaps[owner]))[side]:
+            found[owner][other] = met
+    return found
 
 
 def rows_of_parts(
@@ -119,21 +114,6 @@ def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
     if not mask.special:
         return blocks.all_see_all(mask.causal)
     return all(len(seen) == size for seen in rows_met(layout, size, seq_len, mask, 1))
-
-
-def _of_kinds(tokens: TokenMap, mask: Mask, side: Literal[0, 1]) -> list[list[Rows]]:
-    """[query][key]: rows of the queries (side 0), or of the keys (side 1), that meet the other
-    block; computed once for equivalent pairs.
-    """
-    ranks = range(len(tokens))
-    equivalent = [
-        equivalent_pairs(tokens, query, mask) or [(query, key) for key in ranks] for query in ranks
-    ]
-    rows = {}
-    for pair in set().union(*equivalent):
-        query, key = (tokens[rank] for rank in pair)
-        rows[pair] = visible_rows(query, key, mask, longest_gap(tokens.lengths[pair[side]]))[side]
-    return [list(map(rows.__getitem__, pairs)) for pairs in equivalent]
 
 
 class _Blocks(NamedTuple):

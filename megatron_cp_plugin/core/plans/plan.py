@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.ranges import Ranges, Rows, between, positions_of
-from megatron_cp_plugin.core.tiles import Mask, TileTable, equivalent_pairs, plan_pairs
+from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 
 
 class Side(IntEnum):
@@ -214,16 +214,16 @@ class Plan:
         """Tiles of a computation; their rows and columns are numbered in the two packed blocks.
 
         Tiles are planned on demand, for all computations of the rank together, because a rank needs
-        no other rank's tiles. Equivalent pairs of ranks share one object.
+        no other rank's tiles.
 
         Args:
             compute: one of the computations.
             rectangular, windows: as in `plan_tiles`.
         """
         kind = rectangular, windows
-        pair, found = self._pair(compute), _tiles_of_pairs(self.spans, self.mask, *kind)
+        pair, found = compute[2:4], _tiles_of_pairs(self.spans, self.mask, *kind)
         if pair not in found:
-            pairs = dict.fromkeys(map(self._pair, self._by_rank[compute.rank]))
+            pairs = dict.fromkeys(one[2:4] for one in self._by_rank[compute.rank])
             new = [one for one in pairs if one not in found]
             blocks = [(self.positions(queries), self.positions(keys)) for queries, keys in new]
             tiles = plan_pairs(blocks, self.mask, rectangular=rectangular, windows=windows)
@@ -236,23 +236,6 @@ class Plan:
         for compute in self.computes:
             found.setdefault(compute.rank, []).append(compute)
         return found
-
-    def _pair(self, compute: Compute) -> tuple[Block, Block]:
-        """The blocks of a computation, or the blocks of an equivalent pair of ranks."""
-        queries, keys = compute.queries, compute.keys
-        if len(queries.owners) == len(keys.owners) == 1:
-            equivalent = equivalent_pairs(self.spans, queries.owners[0], self.mask)
-            if equivalent is not None:
-                pair = equivalent[keys.owners[0]]
-                return Block(pair[:1], queries.rows), Block(pair[1:], self._rows(keys))
-        return queries, keys
-
-    def _rows(self, keys: Block) -> Rows:
-        """Rows of a block of keys; all rows if only the last ones are left out. No query of the
-        computation sees those, and with them the pair has the same tiles as other pairs.
-        """
-        whole = between(0, self.spans.lengths[keys.owners[0]])
-        return whole if len(keys.rows) == 1 and keys.rows[0][0] == 0 else keys.rows
 
     def positions(self, block: Block) -> Ranges:
         """Positions of a block's rows, in its order."""
