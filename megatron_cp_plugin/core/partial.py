@@ -311,18 +311,14 @@ class Accumulator(_Partials):
             if self._total is None and whole:
                 self._total = (out, lse)
                 continue
-            total_out, total_lse = self._total or self._nothing(self._wide)
-            if self._owned:
-                _merge_rows(total_out, total_lse, rows, out, lse)
-                continue
-            wide = self._like.new_empty(self._shape, dtype=self._wide), self._empty_lse()
-            if whole:
-                merge_into(*wide, total_out, total_lse, out, lse)
-            else:
-                _sum_into(wide[:1], (total_out,))
-                wide[1].copy_(total_lse)
-                _merge_rows(*wide, rows, out, lse)
-            self._total, self._owned = wide, True
+            total = self._total or self._nothing(self._wide)
+            if not self._owned:
+                self._total, self._owned = self._new(self._wide), True
+                if whole:
+                    merge_into(*self._total, *total, out, lse)
+                    continue
+                total = _copied(self._total, *total)
+            _merge_rows(*total, rows, out, lse)
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
@@ -346,12 +342,9 @@ class Accumulator(_Partials):
             if isinstance(rows, slice) and last_out.shape[1] == self._like.shape[1]:
                 if self._total is None:
                     return self._placed(dtype, last_out, last_lse)
-                out, lse = self._place or (
-                    self._like.new_empty(self._shape, dtype=dtype),
-                    self._empty_lse(),
-                )
-                merge_into(out, lse, *self._total, last_out, last_lse)
-                return out, lse
+                found = self._place or self._new(dtype)
+                merge_into(*found, *self._total, last_out, last_lse)
+                return found
         if self._total is None and len(self._waiting) > 1:
             return self._joined(dtype)
         total = self._total or self._nothing(dtype)
@@ -365,38 +358,40 @@ class Accumulator(_Partials):
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Joins waiting partials, whose rows are slices, to one."""
-        empty = self._like.new_empty(self._shape, dtype=dtype), self._empty_lse()
-        out, lse = self._place or empty
+        out, lse = self._place or self._new(dtype)
         pieces = self._pieces()
         if not _covers_all(pieces, self._like.shape[1]):
             out.zero_()
             lse.fill_(-torch.inf)
         for rows, ((some, some_lse),) in pieces:
             assert isinstance(rows, slice)
-            _sum_into((out[:, rows],), (some,))
-            lse[:, :, rows].copy_(some_lse)
+            _copied((out[:, rows], lse[:, :, rows]), some, some_lse)
         return out, lse
 
     def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a result in its place."""
         if self._place is None:
             return out.to(dtype), lse
-        if out is not self._place[0]:
-            _sum_into(self._place[:1], (out,))
-            self._place[1].copy_(lse)
-        return self._place
+        return self._place if out is self._place[0] else _copied(self._place, out, lse)
 
     def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self._owned = dtype == self._wide
-        self._total = (
-            self._like.new_zeros(self._shape, dtype=dtype),
-            self._empty_lse().fill_(-torch.inf),
-        )
+        out, lse = self._new(dtype)
+        self._total = out.zero_(), lse.fill_(-torch.inf)
         return self._total
 
-    def _empty_lse(self) -> Tensor:
+    def _new(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Memory for out and lse."""
         batch, tokens, heads, _ = self._like.shape
-        return self._like.new_empty((batch, heads, tokens), dtype=self._wide)
+        out = self._like.new_empty(self._shape, dtype=dtype)
+        return out, self._like.new_empty((batch, heads, tokens), dtype=self._wide)
+
+
+def _copied(place: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The place, after copying out and lse to it."""
+    _sum_into(place[:1], (out,))
+    place[1].copy_(lse)
+    return place
 
 
 class GradientSum(_Partials):

@@ -177,7 +177,8 @@ class Pass(ABC):
             channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
             self._strided = channels.inputs.strided and channels.slow_inputs.strided
-            for of_results, room in _largest(part.program.receivable, self._sizes):
+            receivable = part.program.receivable if self.lent else ()
+            for of_results, room in _largest(receivable, self._sizes):
                 channels[of_results].reserve(room)
 
     def run(self) -> None:

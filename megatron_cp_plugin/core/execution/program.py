@@ -232,9 +232,8 @@ class Program:
         sent: sides whose base block the rank sends to others.
         awaited: number of moves with results for its base blocks, by the first query head of a
             group of heads and the side.
-        receivable: (False for inputs or True for results, an exchange with the most tokens that any
-            rank receives), for each kind of exchange in which ranks receive unequal amounts; of a
-            plan with merged steps, every exchange of every rank.
+        receivable: (False for inputs or True for results, an exchange), for each amount that any
+            rank receives in an exchange.
         retained: the block of another rank that this one has at the end of the forward, and at the
             beginning of the backward, if any.
         rows: rows of other ranks' blocks that this rank has, by block.
@@ -476,20 +475,10 @@ def all_exchanges(plan: Plan) -> tuple[tuple[bool, Exchange], ...]:
     for move in plan.moves:
         (posted, needed, _, target), result = move[:4], move.result
         received.setdefault((result, posted, needed, target), []).append(move)
-    if plan.merged:  # ranks receive from different numbers of others
-        sets = ((moves[0].result, _messages(moves)) for moves in received.values())
-        return tuple([(result, Exchange(1, False, (), some)) for result, some in sets])
-    largest: dict[tuple[object, ...], tuple[Move, ...]] = {}
-    for result in (False, True):
-        of_kind = {key: moves for key, moves in received.items() if key[0] == result}
-        kinds = {tuple([(m.messages, m.tokens, m.wide) for m in one]) for one in of_kind.values()}
-        exchanges = len({key[1:3] for key in of_kind})
-        if len(kinds) <= 1 and len(of_kind) == plan.size * exchanges:  # equal for all ranks
-            continue
-        for moves in of_kind.values():
-            kind = result, *[(move.messages, move.heads, move.wide) for move in moves]
-            pairs = zip(largest.get(kind, moves), moves, strict=True)
-            largest[kind] = tuple([a if a.tokens >= b.tokens else b for a, b in pairs])
+    unlike = {
+        (key[0], *[(move.messages, move.tokens, move.heads, move.wide) for move in moves]): moves
+        for key, moves in received.items()
+    }
     return tuple(
-        [(moves[0].result, Exchange(1, False, (), _messages(moves))) for moves in largest.values()]
+        [(moves[0].result, Exchange(1, False, (), _messages(moves))) for moves in unlike.values()]
     )

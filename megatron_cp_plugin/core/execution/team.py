@@ -61,7 +61,7 @@ from megatron_cp_plugin.core.ranges import (
     positions_of_all,
     row_count,
 )
-from megatron_cp_plugin.core.tiles import NO_TILES, TileTable
+from megatron_cp_plugin.core.tiles import NO_TILES
 
 Tensors = tuple[Tensor, ...]
 Named = Mapping[str, Tensor]
@@ -274,27 +274,19 @@ def gathering_teams(
         width = max((move.tokens for move in moves), default=spans.lengths[own])
         order = _ordered(spans, owners if moves else (own,), own, rows, width)
         teams[side] = GatheringTeam(inward, outward, *order)
-    kernel = call.kernel
-    computes = (compute for compute in steps.computes if compute.rank == rank)
-    kinds = {"rectangular": kernel.rectangular_causal, "windows": kernel.windows}
-    tiles = next((steps.tiles(one, **kinds) for one in computes), NO_TILES)
-    tokens = teams[QUERIES].order.tokens
-    return teams, gathering_program(
-        steps, rank, tiles, tokens, packed=call.packed, gaps=kernel.gaps
-    )
+    return teams, _gathering_program(steps, rank, teams[QUERIES].order.tokens, call)
 
 
-def gathering_program(
-    plan: Plan, rank: int, tiles: TileTable, tokens: int, *, packed: bool, gaps: bool
-) -> Program:
+def _gathering_program(plan: Plan, rank: int, tokens: int, call: Call) -> Program:
     """What `rank` does with the tokens of its teams, which are gathered before each round.
 
-    Args:
-        tiles: what the rank computes.
-        tokens: queries of the team.
-        packed, gaps: see `parts`.
+    Args: tokens: queries of the team.
     """
-    found = parts(tiles, tokens, plan.groups[0].heads, packed, gaps)
+    kernel = call.kernel
+    computes = (compute for compute in plan.computes if compute.rank == rank)
+    kinds = {"rectangular": kernel.rectangular_causal, "windows": kernel.windows}
+    tiles = next((plan.tiles(one, **kinds) for one in computes), NO_TILES)
+    found = parts(tiles, tokens, plan.groups[0].heads, call.packed, kernel.gaps)
     if plan.phase == "backward":
         # Parts that see more leading keys come first: the sum of key gradients can start as the
         # first part's gradient if that part sees all keys.
