@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_980,
-    "core": 13_350,
+    "core": 13_190,
     "algorithms": 1_790,
     "kernels": 3_350,
     "integration": 8_430,
     "planner": 5_960,
     "harness": 2_200,
     "scripts": 7_250,
-    "tests": 38_190,
+    "tests": 38_150,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_340}
