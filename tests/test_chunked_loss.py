@@ -39,16 +39,6 @@ def whole_loss(
     return losses.detach(), *torch.autograd.grad(losses, (hidden, weight), dlosses)
 
 
-def test_large_logits_do_not_overflow() -> None:
-    hidden, weight, labels, dlosses = tensors(torch.float32)
-    hidden, weight = (x.requires_grad_() for x in (hidden * 30, weight * 30))
-    losses = cp.chunked_cross_entropy(hidden, weight, labels, chunk_tokens=5)
-    got = torch.autograd.grad(losses, (hidden, weight), dlosses.float())
-    want = whole_loss(hidden.detach(), weight.detach(), labels, dlosses)
-    for x, y in zip((losses.detach(), *got), want, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=2e-3)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions(reduction: str) -> None:
     hidden, weight, labels, _ = tensors()

@@ -159,46 +159,45 @@ def test_wrong_commands_end_in_one_line(
     assert error.count("\n") == 1
 
 
-def run_main(
-    harness: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    change: Callable[[Recording], None] = lambda run: None,
-    failure: str = "",
-    changed: int = 2,
-) -> int:
-    """Runs the whole program with recordings in place of trainings; size `changed` is not right."""
-
-    def launch(run: object, folder: Path, *_: object) -> str:
-        cp = run.cp  # type: ignore[attr-defined]
-        recorded = recording(cp, algo=run.algo)  # type: ignore[attr-defined]
-        (folder / "log.txt").write_text("what went wrong\n")
-        if cp == changed:
-            change(recorded)
-            if failure:
-                return failure
-        write(recorded, folder / "recording")
-        return ""
-
-    monkeypatch.setattr(harness, "launch", launch)
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN_FILE)
-    words = ["--config", str(path), "--cp", "1,2", "--iters", "3", "--output", str(tmp_path / "o")]
-    return harness.main(words)
-
-
-def test_program_passes_equal_runs(
+@pytest.fixture
+def program(
     harness: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run_main(harness, monkeypatch, tmp_path) == 0
-    out = capsys.readouterr().out
-    assert out.count("│ equal") == 2
+) -> Callable[..., tuple[int, str, Any]]:
+    """Runs the whole program with recordings in place of trainings; that of CP 2 is not right.
+
+    Returns: its exit code, what it prints, and the report.
+    """
+
+    def run(
+        change: Callable[[Recording], None] = lambda run: None, failure: str = ""
+    ) -> tuple[int, str, Any]:
+        def launch(run: Any, folder: Path, *_: object) -> str:
+            recorded = recording(run.cp, algo=run.algo)
+            (folder / "log.txt").write_text("what went wrong\n")
+            if run.cp == 2:
+                change(recorded)
+                if failure:
+                    return failure
+            write(recorded, folder / "recording")
+            return ""
+
+        monkeypatch.setattr(harness, "launch", launch)
+        path, output = tmp_path / "run.yaml", tmp_path / "o"
+        path.write_text(RUN_FILE)
+        words = ["--config", str(path), "--cp", "1,2", "--iters", "3", "--output", str(output)]
+        code = harness.main(words)
+        return code, capsys.readouterr().out, json.loads((output / "report.json").read_text())
+
+    return run
+
+
+def test_program_passes_equal_runs(program: Any, tmp_path: Path) -> None:
+    code, out, report = program()
+    assert (code, report["passed"], out.count("│ equal")) == (0, True, 2)
     assert f"numbers: {tmp_path / 'o' / 'report.json'}" in out
-    report = json.loads((tmp_path / "o" / "report.json").read_text())
-    assert report["passed"] is True
     assert [run["context_parallel_size"] for run in report["runs"]] == [1, 1, 2]
     assert report["runs"][2]["losses"]["lm loss"][0] == 5.0
 
@@ -212,30 +211,17 @@ def test_program_passes_equal_runs(
         lambda run: set_iteration(run, 2, losses={"lm loss": math.nan}),
     ],
 )
-def test_program_fails_wrong_runs(
-    harness: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Recording], None],
-) -> None:
-    assert run_main(harness, monkeypatch, tmp_path, change) == 1
-    out = capsys.readouterr().out
+def test_program_fails_wrong_runs(program: Any, change: Callable[[Recording], None]) -> None:
+    code, out, report = program(change)
+    assert (code, report["passed"]) == (1, False)
     assert "DIFFERENT" in out
     assert "ring, CP 2: " in out
-    report = json.loads((tmp_path / "o" / "report.json").read_text())
-    assert report["passed"] is False
     assert [run["passed"] for run in report["runs"]] == [True, True, False]
 
 
-def test_program_fails_if_a_run_does(
-    harness: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run_main(harness, monkeypatch, tmp_path, failure="exit code 1") == 1
-    out = capsys.readouterr().out
+def test_program_fails_if_a_run_does(program: Any) -> None:
+    code, out, _ = program(failure="exit code 1")
+    assert code == 1
     assert "what went wrong" in out
     assert "failed" in out
     assert "ring, CP 2: exit code 1; log: " in out
