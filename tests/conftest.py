@@ -3,6 +3,7 @@ are the same whatever ran before, and the examples of random tests the same at e
 others are asked for.
 """
 
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -46,16 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
 # Modules that take longest, which come first, so that no process is left alone with one at the end.
 # The first two start no jobs: what jobs are forks of imports Megatron meanwhile.
 LONGEST = """
-    test_conformance integration/test_equal_runs integration/test_cut_batches test_many_packs
-    integration/test_mistakes test_documented_commands integration/test_training
-    test_benchmark_train integration/test_packed_documents integration/test_chunked_loss
-    planner/test_choose integration/test_auto integration/test_resume test_parity_runs
-    integration/test_inputs integration/test_model_cards
-    integration/test_latent_attention integration/test_random_runs integration/test_linear_models
-    test_convergence_smoke test_functional test_doctor test_spans core/test_plan test_wrappers
-    test_random_attention test_compare_log_probs
-    integration/test_launch integration/test_endings integration/test_recompute
-    integration/test_determinism integration/test_rollouts_in_megatron
+    test_conformance test_linear_conformance integration/test_equal_runs test_many_packs
+    integration/test_cut_batches integration/test_mistakes test_documented_commands
+    integration/test_steps test_parity_runs integration/test_resume kernels/test_fused
+    integration/test_inputs integration/test_auto integration/test_training test_benchmark_train
+    integration/test_rollouts_in_megatron integration/test_model_cards integration/test_recompute
+    integration/test_determinism integration/test_launch integration/test_endings test_cli
+    integration/test_chunked_loss kernels/test_decayed planner/test_choose test_doctor
+    integration/test_linear_models test_random_attention test_convergence_smoke test_functional
+    test_spans core/test_plan test_wrappers test_compare_log_probs
 """.split()
 _TESTS = Path(__file__).parent
 _RANKS = {_TESTS / f"{name}.py": rank for rank, name in enumerate(LONGEST)}
@@ -70,11 +70,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def pytest_collection_finish() -> None:
+    """Around each test pytest adds its handlers to every logger that does not propagate, of which
+    torch has a hundred.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch"):
+            logging.getLogger(name).propagate = True
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> Iterator[None]:
     random.seed(1)
     np.random.seed(1)
-    torch.manual_seed(1)
+    # Not torch.manual_seed, which writes down its callers each time where there is no GPU.
+    torch.default_generator.manual_seed(1)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(1)
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other processes share the GPU

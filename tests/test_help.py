@@ -1,7 +1,5 @@
 """Every command and every script says what it does and takes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,24 +25,17 @@ PROGRAMS = {
         for name in ("distributed_conformance.py", "stress_transport.py")
     },
 }
-# Started as users do; the others in forks, in a fraction of the time.
-STARTED = "megatron-cp "
 # Ours come first, and Megatron's after them.
 OF_MEGATRON = ("megatron-cp train", "launch", "pretrain_gpt.py")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == STARTED else pytest.mark.slow) for n in PROGRAMS],
+    [pytest.param(n, marks=() if n == "megatron-cp " else pytest.mark.slow) for n in PROGRAMS],
 )
 def test_help(name: str, tmp_path: Path) -> None:
-    words = [*PROGRAMS[name], "--help"]
-    if name == STARTED:
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
-        )
-    else:
-        (done,) = run_program(tmp_path, *words).processes
+    """In forks: test_packages.py starts the command as users do."""
+    (done,) = run_program(tmp_path, *PROGRAMS[name], "--help").processes
     if "No module named 'triton'" in done.stderr:
         pytest.skip("needs triton")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -67,10 +67,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS[:2])
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_what_differs_in_any_step_is_refused_on_all_ranks(name, step):
-    """And the next good call is right."""
+    """And the next good call is right. Late steps, of real ranks: integration/test_steps.py."""
     difference = FUNCTIONAL[name]
     first, second = run_virtual(
         RANKS, lambda topology: step_of(difference, topology, topology.rank, RANKS, step)

@@ -1,7 +1,7 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
 It knows nothing of the plugin but the lines that put it in force, by WAY: install, models (several,
-of other KV heads), recurrent (gated delta nets), tensor (beside tensor parallelism), pipeline (of
+of other KV heads), recurrent (gated delta nets), dynamic (batches choose their ranks), pipeline (of
 two stages), algorithms, or launcher, which takes FLAGS. It prints what a model and its gradients
 are off by, compared with each document alone through Megatron's own attention, as JSON.
 """
@@ -147,7 +147,6 @@ INSTALLED: dict[str, list[tuple[str, str, str]]] = {
         ("distflash", "thd", "gated delta nets"),
         ("zigzag", "thd", "Mamba"),
     ],
-    "tensor": [("zigzag", "thd", ""), ("ulysses", "contiguous", "")],
 }
 
 
@@ -658,22 +657,19 @@ def with_gathering_layer(config: Any) -> Any:
     return replace(block, layer_specs=[replace(first, submodules=own), *others])
 
 
-def by_install(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
-    """The rows of `INSTALLED`; beside tensor parallelism with sequence parallelism, which the
-    reference has not.
-    """
+def by_install(way: str, size: int) -> dict[str, Any]:
+    """The rows of `INSTALLED`."""
     prepare(way)
-    groups = set_up(size, tensor)
-    references, found = References(groups, tensor), dict[str, Any]()
-    split = {"tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    groups = set_up(size)
+    references, found = References(groups), dict[str, Any]()
     for algo, layout, name in INSTALLED[way]:
         kind, _, spans = name.partition(": ")
         cases = CASES if (algo, name) == ("zigzag", "") else FEW
         how = {"ulysses": 2} if (way, algo) == ("install", "usp") else {}
         reference, rank = references[kind], groups.cp.rank()
         with installed(algo, layout, **how):
-            model, given = made(kind, size, groups, **split), {"spanned": bool(spans)}
-            errors = compare_all(reference, model, rank, size, layout, cases=cases, **given)
+            model, more = made(kind, size, groups), {"cases": cases, "spanned": bool(spans)}
+            errors = compare_all(reference, model, rank, size, layout, **more)
             found[f"{algo}, {name}"] = errors
     return {"compared": found} | (what_is_said(size, groups) if way == "install" else {})
 
@@ -784,7 +780,7 @@ def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
 
     Args:
         size: Context-parallel ranks of the run.
-        tensor: Tensor-parallel ranks; the others are data-parallel.
+        tensor: Tensor-parallel ranks, with sequence parallelism; the others are data-parallel.
     """
     from megatron.core import parallel_state
 

@@ -63,16 +63,14 @@ def test_the_table_says_what_the_cards_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("beside", "name"), [("tensor", "nemotron-3-nano-30b-a3b"), ("pipeline", "hy3")]
-)
-def test_another_parallelism(tmp_path: Path, beside: str, name: str) -> None:
-    """On four ranks, of which two split sequences."""
-    words = (str(tmp_path), beside, "2", name)
+def test_tensor_parallelism(tmp_path: Path) -> None:
+    """On four ranks, of which two split sequences; pipelines: test_cut_batches.py."""
+    name = "nemotron-3-nano-30b-a3b"
+    words = (str(tmp_path), "tensor", "2", name)
     job = run_warm(tmp_path / "logs", *words, ranks=4, script=JOB).succeeded()
     line = next(line for line in job.processes[0].stdout.splitlines() if line.startswith("FOUND"))
     found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))[name]
-    for error, value in found["off"][f"{beside} parallelism"].items():
+    for error, value in found["off"]["tensor parallelism"].items():
         assert value <= BOUNDS[error]
 
 
