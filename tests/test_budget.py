@@ -17,10 +17,10 @@ LINES = {
     "algorithms": 1_790,
     "kernels": 3_350,
     "integration": 8_430,
-    "planner": 5_960,
+    "planner": 5_950,
     "harness": 2_200,
     "scripts": 7_250,
-    "tests": 38_000,
+    "tests": 37_970,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_340}

@@ -348,10 +348,6 @@ def _combined(tables: Sequence[Table], runs_again: bool) -> Iterator[Combination
             for table, row in zip(tables, rows, strict=True)
         )
 
-    if len(tables) == 1:
-        for row in tables[0].rows:
-            yield Combination((row,), 0, seconds((row,)))
-        return
     for lead, table in enumerate(tables):
         for row in table.rows:
             others = [

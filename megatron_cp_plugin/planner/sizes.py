@@ -151,15 +151,6 @@ class OnePass:
     ) -> Tensor:
         return added.new_empty((len(begins), *added.shape[1:]))
 
-    def logit_statistics(
-        self, logits: Tensor, wanted: Tensor, scale: Tensor | None, entropy: bool
-    ) -> tuple[Tensor, ...]:
-        rows = logits.shape[:-1]
-        return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(2 + entropy))
-
-    def logit_gradients_(self, *args: Tensor | None) -> None:
-        pass
-
 
 register_fused("meta", OnePass)
 

@@ -83,6 +83,7 @@ def test_blocks_on_their_way() -> None:
     assert ring[0, 2] == ["q0 k1", "← k1 from 2"]
     helped = cells_of(picture("distflash", 4, options={"last_step": "owner"}))
     assert helped[0, 1] == ["q3 k0", "← q3 from 3", "→ o3 to 3"]
+    assert helped[0, 2] == ["waits"]
     back = cells_of(picture("ring", 3, phase="backward", options={"backward": "kv"}))
     assert [back[2, step][2] for step in (1, 2)] == ["→ dk1 to 1", "→ dk0 to 0"]
     assert back[1, 1] == ["q1 k0", "← k0 from 0", "→ dk0 to 2"]
@@ -100,12 +101,6 @@ def test_who_waits_and_how_long() -> None:
     assert picture("distflash", 8).waiting == 0
     assert picture("distflash", 8).idle_share == pytest.approx(0, abs=1e-12)
     assert picture("ring", 8).waiting == 28
-
-
-def test_cells_name_the_blocks() -> None:
-    first, second = picture("distflash", 3).steps
-    assert [cell.text if cell else None for cell in first] == ["q0 k0", "q1 k1", "q2 k2"]
-    assert [cell.text if cell else None for cell in second] == ["q2 k0", "q1 k0", "q2 k1"]
 
 
 @pytest.mark.parametrize("algo", ["ring", "ulysses", "attention2d"])
@@ -139,10 +134,6 @@ def test_the_terminal_shows_ranks_by_steps(capsys: pytest.CaptureFixture[str]) -
     assert (
         lines[0].rstrip() == "distflash, last_step=owner · 4 ranks · causal · 400 tokens · forward"
     )
-    at = next(number for number, line in enumerate(lines) if line.startswith("│ 0 "))
-    assert lines[at].replace("│", "").split() == ["0", "q0", "k0", "q3", "k0", "waits"]
-    assert lines[at + 1].replace("│", "").split() == ["←", "q3", "from", "3"]
-    assert lines[at + 2].replace("│", "").split() == ["→", "o3", "to", "3"]
     assert lines[-1].endswith("o1: partial outputs of its queries")
     assert any("waiting in 2 of 12 rank-steps" in line for line in lines)
 

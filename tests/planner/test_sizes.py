@@ -5,7 +5,7 @@ from functools import partial as partial_of
 import pytest
 import torch
 
-from megatron_cp_plugin.core import chunked_loss, partial
+from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Statistics
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.planner.dry_run import Memory, RecordedKernel
@@ -68,11 +68,6 @@ def test_fused_operations_make_what_others_make() -> None:
         events = events_of(partial_of(run_into, found, operation))
         assert described(found) == described(want)
         assert [event.bytes for event in events] == ([] if size is None else [size])
-    logits, wanted = torch.randn(4, 9), torch.tensor([1, 2, 3, -1])
-    for entropy in (False, True):
-        got = fused.logit_statistics(on_meta(logits), on_meta(wanted), None, entropy)
-        want = chunked_loss.logit_statistics(logits, wanted, None, entropy)
-        assert described(got) == described(want)
 
 
 def test_what_rows_take_of_memory() -> None:
