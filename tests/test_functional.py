@@ -116,7 +116,7 @@ def test_groups_that_are_no_more_are_forgotten():
     assert len(seen) <= 256
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_attention_is_a_break_between_two_graphs(size):
     """torch.compile neither traces into the planner nor compiles anew for every length."""
     graphs = []

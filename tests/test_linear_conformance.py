@@ -304,10 +304,8 @@ def test_bytes_of_gates_are_stated(family: str) -> None:
             assert counted(log, rank) == stated(made, shape, rank, **settings)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["kda", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gla", "gated_delta_net"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["kda", "gla", "gated_delta_net"])
 def test_16k_tokens_in_float32(family: str) -> None:
     """Finite and right, outputs and gradients: P = 3 against one rank in float64, which shorter
     ones are compared with.

@@ -95,7 +95,6 @@ ROWS = [
     Row(LEARNED, "zigzag"),
     Row(LEARNED, "zigzag", size=1),
     Row(f"{ROPE} {STAGES}", "zigzag", shards=2, fast=True),
-    Row(f"{ROPE} {TENSOR} {RECOMPUTE}", "zigzag", shards=2),
     Row(SHARDED, f"zigzag {FSDP}", replicas=2),
     # Each instance, of two ranks, sums gradients in another stream than it computes in.
     Row(SHARDED, f"zigzag {INSTANCES}", replicas=2),
@@ -105,7 +104,6 @@ ROWS = [
     Row(f"{STACK} *-|*- {STAGES}", "attention2d", shards=2),
     Row(f"{STACK} +E+-/+- {MOE} {LATENTS} --mtp-num-layers 1", "ring"),
     Row(FOUR, "--cp-layers zigzag,attention2d,allgather,zigzag --cp-send-latents"),
-    Row(FOUR, f"--cp-layers ring,distflash,ulysses,ring {SELECTIVE}"),
     Row(FOUR, f"zigzag {RECOMPUTE} --cp-recompute-attention", size=1),
     Row(
         f"{YARN} --qk-layernorm {TENSOR} --spec latent_job layer",
@@ -124,7 +122,6 @@ ROWS = [
     Row(f"{DELTA} {STAGES}", "allgather", shards=2),
     Row(f"{MAMBA} M*-M", "ring", fast=True),
     Row(f"{MAMBA} M*EM {EXPERTS}", f"zigzag {RECOMPUTE}", shards=2),
-    Row(f"{MAMBA} M*|M- {STAGES}", "allgather", shards=2),
     Row(f"{MAMBA} M*-M/M* --mtp-num-layers 1", "zigzag"),
     Row(TRANSNORMER, "lasp", LASP, fast=True),
     Row(TRANSNORMER, f"{LASP2} {OPTIMIZER}", LASP, replicas=2),
@@ -132,7 +129,6 @@ ROWS = [
     packed("", "ring", size=1, fast=True),
     packed("", f"zigzag --micro-batch-size 2 {RECOMPUTE}", size=4),
     packed("", f"{FOLLOWS} --micro-batch-size 2 --calculate-per-token-loss", fast=True),
-    packed(STAGES, FOLLOWS, shards=2),
     # Shifts of further tokens on one rank are those of Megatron: test_multi_token.py.
     packed("--mtp-num-layers 2", "zigzag", alone("ring")),
     packed("--mtp-num-layers 2", FOLLOWS, alone("ring")),
@@ -141,8 +137,6 @@ ROWS = [
     # States begin anew at each document, on one rank as on several.
     Row(f"{TRANSNORMER} DATA", f"{LASP2} {DOCUMENTS}", alone("lasp")),
     Row(f"{DELTA} DATA", f"zigzag {DOCUMENTS}", alone("zigzag")),
-    Row(f"{DELTA} DATA", f"{FOLLOWS} {DOCUMENTS}", alone("zigzag")),
-    Row(f"{MAMBA} M*-M DATA", f"zigzag {DOCUMENTS}", alone("zigzag")),
     Row(f"{MAMBA} M*-M DATA", f"{FOLLOWS} {DOCUMENTS}", alone("zigzag")),
     # Losses in chunks, beside what splits a vocabulary or a batch otherwise.
     packed(f"{TENSOR} --mtp-num-layers 2 --micro-batch-size 2", CHUNKS, alone("ring"), shards=2),

@@ -254,6 +254,7 @@ def test_many_ranks_have_what_few_say(
     assert found == pytest.approx(max(exact.forward, exact.backward), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_have_a_peak() -> None:
     nodes = tuple(rank // 8 for rank in range(1024))
     shape = Shape(1, 2**20, 32, 8, 128)

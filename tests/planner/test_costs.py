@@ -32,6 +32,7 @@ def test_an_unbalanced_ring_waits_and_the_others_do_not(size: int) -> None:
         assert picture(algo, size, seq_len=tokens).idle_share == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_bytes_of_the_pages() -> None:
     """Of the rank that sends most, in units of one whole Q: docs/algorithms.md."""
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()

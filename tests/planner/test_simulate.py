@@ -95,7 +95,9 @@ def test_many_ranks_by_a_few(algo, options, size, per_node, ranks, error, monkey
     ("algo", "mask"),
     [
         ("usp", Mask()),
-        ("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))),
+        pytest.param(
+            *("zigzag", Mask(documents=tuple(range(700, 1024 * 64, 700)))), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_thousand_ranks_in_seconds(algo, mask):
