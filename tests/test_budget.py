@@ -13,9 +13,9 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_980,
-    "core": 13_190,
+    "core": 13_180,
     "algorithms": 1_790,
-    "kernels": 3_350,
+    "kernels": 3_340,
     "integration": 8_430,
     "planner": 5_950,
     "harness": 2_200,

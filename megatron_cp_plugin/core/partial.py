@@ -445,7 +445,6 @@ class GradientSum(_Partials):
                 self._settle()
             self._wait(rows, gradients, apart=meets != 1)
         else:
-            self._settle()
             self._add(rows, gradients)
 
     def add_last(self, others: Sequence[Partial]) -> None:
