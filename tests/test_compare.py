@@ -123,12 +123,6 @@ def test_what_a_run_prints_goes_to_a_file(tmp_path: Path) -> None:
         train.logged(path, ("json.tool", "--wrong"), {})
 
 
-def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="compare starts its own ranks, got those of torchrun"):
-        compare.main([])
-
-
 @pytest.mark.slow
 def test_two_ranks_against_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -96,32 +96,6 @@ def test_local_functions_send_nothing(sent):
     assert sent == {"numbers": 4 * RANKS}
 
 
-def test_unequal_shards_after_equal_ones():
-    def body(topology):
-        for tokens, settings in ((4, {}), (4 - topology.rank, {"seq_len": 7})):
-            x = torch.randn(1, tokens, 2, 8)
-            cp.attention(x, x, x, algo="ring", group=topology, **settings)
-        with pytest.raises(ContextParallelError, match=r"got 4 on rank 0 and 3 .*: pass seq_len=7"):
-            cp.attention(x, x, x, algo="ring", group=topology)
-
-    run_virtual(2, body)
-
-
-def test_documents_of_unequal_shards():
-    """Where the layout follows documents, lengths do."""
-    x = torch.randn(1, 30, 2, 8, dtype=torch.float64)
-
-    def body(topology):
-        for cu_seqlens in ((0, 3, 30), (0, 11, 12, 30), (0, 3, 30)):
-            settings = {"algo": "zigzag", "layout": "documents", "cu_seqlens": cu_seqlens}
-            own = cp.shard(x, 1, group=topology, **settings)
-            cp.attention(own, own, own, group=topology, seq_len=30, **settings)
-            held = cp.shard(torch.arange(30), 0, group=topology, **settings)
-            cp.check_layout(held, group=topology, seq_len=30, **settings)
-
-    run_virtual(4, body)
-
-
 @pytest.mark.parametrize("raised", [OverflowError("too\nlarge"), ContextParallelError("no")])
 def test_every_exception_in_a_call_reaches_the_others(raised):
     """Whose words the others say; a rank that raises one of another class keeps its own."""

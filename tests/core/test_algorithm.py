@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.algorithm import Algorithm, Compiled, divisors
+from megatron_cp_plugin.core.algorithm import Algorithm, Compiled
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -132,11 +132,6 @@ def test_the_kernel_is_asked_for_what_the_call_has() -> None:
     assert {(one.heads, one.kv_heads, one.head_dim, one.value_dim) for one in asked} == {
         (4, 2, 8, 8)
     }
-
-
-def test_numbers_that_divide() -> None:
-    assert divisors(12) == (1, 2, 3, 4, 6, 12)
-    assert divisors(7) == (1, 7)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

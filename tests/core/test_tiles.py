@@ -73,14 +73,6 @@ def test_any_ascending_spans(q_spans, kv_spans, mask, kinds):
     check(q_spans, kv_spans, mask, kinds)
 
 
-@examples(100)
-@given(st.integers(1, 6), st.integers(1, 6), st.data())
-def test_rows_and_columns_of_a_grid_on_the_cyclic_layout(rows, cols, data):
-    """Attention2D gathers positions r + i*R in a row and c + j*C in a column."""
-    r, c = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
-    check((Span(r, 37, rows),), (Span(c, 37, cols),), Mask(), {"rectangular": False})
-
-
 def test_a_rank_of_zigzag_needs_one_call_a_step():
     spans = [LAYOUTS["zigzag"].spans(rank, 4, 64) for rank in range(4)]
     own = plan_tiles(spans[1], spans[1], Mask())
