@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_950,
     "harness": 2_200,
     "scripts": 7_250,
-    "tests": 37_920,
+    "tests": 37_900,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_340}

@@ -17,7 +17,6 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.ranges import Span, longest_gap, union
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of
-from tests.core.test_rows import SETS, numbers_of, of_numbers
 from tests.plan_check import check
 from tests.random_tests import examples
 from tests.test_conformance import Case, assert_conforms
@@ -228,31 +227,6 @@ def test_short_gaps_travel_too(gap: int, ranges: int) -> None:
         assert {len(move.block.rows) for move in moves} == {ranges}
         assert {move.tokens for move in moves} == {640 if ranges == 1 else 640 - gap}
         check(plan)
-
-
-@examples(300)
-@given(
-    SETS,
-    SETS,
-    st.sets(st.integers(1, 30), max_size=5),
-    st.none() | st.integers(1, 9),
-    st.booleans(),
-)
-def test_visible_rows(
-    queries: set[int], keys: set[int], starts: set[int], window: int | None, causal: bool
-) -> None:
-    mask = Mask(causal, window if causal else None, tuple(sorted(starts)))
-    spans = (tuple(Span(*one) for one in of_numbers(numbers)) for numbers in (queries, keys))
-    document = [sum(start <= n for start in starts) for n in range(31)]
-    pairs = [
-        (i, j)
-        for i, query in enumerate(sorted(queries))
-        for j, key in enumerate(sorted(keys))
-        if document[query] == document[key] and (not causal or 0 <= query - key < (window or 31))
-    ]
-    rows, cols = visible_rows(*spans, mask)
-    assert numbers_of(rows) == sorted({i for i, _ in pairs})
-    assert numbers_of(cols) == sorted({j for _, j in pairs})
 
 
 @examples(200)
