@@ -116,6 +116,7 @@ MASKS = {
     "padding at the beginning": (hiding(lambda q, k: (k > q) | (k < PADDED)), None),
     "padding at the beginning, as of tokens": ((torch.arange(N) >= PADDED)[None], None),
     "padding at the beginning, of keys": ((torch.arange(N) < PADDED)[None, None, None], None),
+    "padding alone, as of tokens": (torch.zeros(1, N, dtype=torch.bool), None),
     "all tokens": (hiding(lambda q, k: k > N + q), None),
     "no tokens": (hiding(lambda q, k: k < N + q), None),
     "a window": (hiding(lambda q, k: (k > q) | (k < q - 3)), None),
