@@ -395,11 +395,11 @@ def _threads_of_gloo() -> dict[str, tuple[str, ...]]:
     found = {}
     for task in _TASKS.iterdir():
         try:
-            lines = (task / "status").read_text().splitlines()
+            text = (task / "status").read_text()
         except OSError:  # it has ended
             continue
-        status = dict(line.split(":", 1) for line in lines)
-        if status["Name"].strip() == "pt_gloo_runloop":
+        if text.startswith("Name:\tpt_gloo_runloop\n"):
+            status = dict(line.split(":", 1) for line in text.splitlines())
             switches = (status[f"{kind}voluntary_ctxt_switches"] for kind in ("", "non"))
             found[task.name] = (status["State"], *switches)
     return found
