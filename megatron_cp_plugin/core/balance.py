@@ -52,7 +52,7 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
     """
     total = sum(stop - start for start, stop in parts)
     rooms = [room(rank, size, total) for rank in range(size)]
-    if size % TEAM:
+    if size <= TEAM or size % TEAM:
         return _serve(parts, rooms, work)
     members = list(batched(rooms, TEAM))
     teams = _serve(parts, list(map(sum, members)), work)
