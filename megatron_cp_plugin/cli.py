@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import warnings
@@ -22,7 +21,6 @@ from megatron_cp_plugin.terminal import check_file, flag_of, say_nothing_of_cuda
 if TYPE_CHECKING:
     from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.tiles import Mask
-    from megatron_cp_plugin.planner.event_simulation import Timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +60,7 @@ def _own_words(words: Sequence[str]) -> int:
         if unknown:
             # Of the subcommand's own flags the nearest is named.
             commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
-        for name in ("output", "report", "yaml"):
+        for name in ("output", "yaml"):
             if path := getattr(arguments, name, None):
                 check_file(f"--{name}", path)
         return _RUN[words[0]](arguments)
@@ -114,18 +112,10 @@ def _hooks(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine, join, leave, measured, verdict
+    from megatron_cp_plugin.doctor import examine, leave, verdict
 
-    heads = _heads(arguments)
-    findings = examine(*heads, arguments.head_dim)
-    found: dict[str, object] = {}
-    if arguments.report is not None:
-        found = measured(join(), *heads, arguments.head_dim[0])
+    findings = examine(*_heads(arguments), arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        if arguments.report is not None:
-            lines = [(f.topic, f.name, f.text, f.right) for f in findings]
-            content = {"version": __version__, "findings": lines, **found}
-            arguments.report.write_text(json.dumps(content, indent=1) + "\n")
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
         print(verdict(findings))
@@ -191,16 +181,9 @@ def _draw(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.svg import check_ending, matrix, some_tokens
 
     path = arguments.output
-    if arguments.machine is not None:
-        _need(arguments, "--machine needs --output and --seq-len", "output", "seq_len")
-        check_ending(path, ".json")
-        found = _times(arguments)
-        path.write_text(json.dumps(found.chrome_trace()) + "\n")
-        print(f"wrote {path}")
-        return 0
     if path is not None:
         if not arguments.tokens:
-            raise ConfigError("--output needs --tokens or --machine, got neither: add one of them")
+            raise ConfigError("--output needs --tokens, got none: add it")
         check_ending(path)
     algo, size, options = arguments.algo, arguments.size, dict(arguments.option)
     tokens, given = arguments.seq_len, {"mask": _mask(arguments), "phase": arguments.phase}
@@ -216,28 +199,6 @@ def _draw(arguments: argparse.Namespace) -> int:
         path.write_text(matrix(drawn), encoding="utf-8")
         print(f"wrote {path}")
     return 0
-
-
-def _times(arguments: argparse.Namespace) -> Timeline:
-    """The simulated timeline on a machine, after its title is printed."""
-    from megatron_cp_plugin.core.call import Shape
-    from megatron_cp_plugin.core.linear.algorithm import LinearShape
-    from megatron_cp_plugin.planner.detected_machine import machine_named
-    from megatron_cp_plugin.planner.simulate import simulate
-    from megatron_cp_plugin.registry import kind_of
-
-    (heads, kv_heads), dim = _heads(arguments), arguments.head_dim
-    shape: Shape | LinearShape = Shape(1, arguments.seq_len, heads, kv_heads, dim)
-    if kind_of(arguments.algo) == "linear":
-        shape = LinearShape(1, arguments.seq_len, heads, dim, dim)
-    machine = machine_named(arguments.machine)
-    options = dict(arguments.option)
-    nodes = machine.nodes(arguments.size)
-    found = simulate(arguments.algo, options, shape, _mask(arguments), machine, nodes)
-    title = f"{arguments.algo}, {arguments.size} ranks, {arguments.seq_len} tokens, "
-    title += f"{heads}:{kv_heads} heads on {machine.name}: {found.forward.seconds * 1e3:.2f} + "
-    print(f"{title}{found.backward.seconds * 1e3:.2f} ms")
-    return found
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import lcm
 from platform import python_version
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -98,46 +96,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     checked = sum(finding.right is True for finding in findings)
     missing = [f"{finding.name} ({finding.costs})" for finding in findings if finding.costs]
     return f"verdict: ok, {checked} results are right; missing: {'; '.join(missing) or 'nothing'}"
-
-
-def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> dict[str, object]:
-    """The measurements of a report; a collective operation of all ranks.
-
-    Returns: `machine`: as `megatron-cp calibrate` measures it: links, kernels, memory, host.
-        `ms`: by algorithm a causal forward and backward of `tokens` on each rank, the median of
-        five, of the slowest rank; text where an algorithm refuses.
-    """
-    from megatron_cp_plugin.planner.calibrate import calibrate
-
-    topology = topology_of(None)
-    machine = calibrate("report", topology, device, heads, kv_heads, head_dim)
-    tokens = 16384 if device.type == "cuda" else 2 * TOKENS_PER_RANK
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    times: dict[str, float | str] = {}
-    for name in registry.available("softmax"):
-        inputs = [
-            torch.randn(1, tokens, n, head_dim, device=device, dtype=dtype)
-            for n in (heads, kv_heads, kv_heads, heads)
-        ]
-        step = _both_passes(name, inputs, topology, seq_len=tokens * topology.size)
-        try:
-            times[name] = max(topology.gather(_median_ms(step, device)))
-        except ContextParallelError as refusal:
-            times[name] = str(refusal)
-    return {"machine": machine.values(), "tokens": tokens, "ms": times}
-
-
-def _median_ms(step: Callable[[], object], device: torch.device) -> float:
-    seconds = []
-    for _ in range(7):  # two to warm up
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - start)
-    return 1e3 * median(seconds[2:])
 
 
 def join() -> torch.device:

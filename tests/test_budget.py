@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 3_980,
+    "package root": 3_890,
     "core": 13_180,
     "algorithms": 1_790,
     "kernels": 3_340,
     "integration": 8_430,
-    "planner": 5_950,
+    "planner": 5_880,
     "harness": 2_200,
     "scripts": 7_250,
     "tests": 37_900,

@@ -50,7 +50,7 @@ RUN: dict[str, tuple[str, str]] = {
 # does.
 _INSTALLS = "downloads packages: `python scripts/check_installs.py` runs it"
 _SMOKE = "test_convergence_smoke.py::test_wrong_key_gradient_in_training_is_caught"
-_DOCTOR = "test_doctor.py::test_a_report_has_findings_links_and_times"
+_DOCTOR = "test_doctor.py::test_real_ranks_find_all_algorithms_right"
 _COMPARE = "test_compare.py::test_two_ranks_against_one"
 _LAUNCHED = "integration/test_training.py::test_ring_through_the_launcher"
 _LAYER = "planner/test_command.py::test_a_layer"

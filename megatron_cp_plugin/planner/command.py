@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from time import monotonic
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
@@ -25,7 +23,6 @@ from megatron_cp_plugin.terminal import text_table
 _PROPOSALS = 10
 # Errors of a step, without experts and with them, from docs/predictions.md.
 _ERROR, _EXPERTS_ERROR = 0.05, 0.3
-_QUIET_SECONDS = 1.0  # between two lines of progress
 
 
 def plan_layer(
@@ -71,15 +68,7 @@ def plan_model(
     machine = machine_named(name)
     sequences = batch or max(1, STEP_TOKENS // tokens)
     job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
-    said = monotonic()
-
-    def progress(words: str) -> None:
-        nonlocal said
-        if monotonic() - said > _QUIET_SECONDS:
-            said = monotonic()
-            print(f"plan: {words}", file=sys.stderr, flush=True)
-
-    found = proposals(job, _PROPOSALS, progress)
+    found = proposals(job, _PROPOSALS)
     best, flop = found[0], job.model.flop(tokens, visible_pairs(tokens, mask))
     error = _EXPERTS_ERROR if job.model.experts else _ERROR
     within = sum(one.rate >= best.rate * (1 - error) for one in found)

@@ -122,7 +122,7 @@ def picture(
     if registry.kind_of(algo) == "linear":
         raise ConfigError(
             f"draw shows which queries meet which keys, got {algo}: use one of "
-            f"{', '.join(registry.available('softmax'))}, or --machine for its times"
+            f"{', '.join(registry.available('softmax'))}"
         )
     mask, options = mask or Mask(), options or {}
     if size < 1:

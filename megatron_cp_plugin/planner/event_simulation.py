@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.planner.dry_run import (
@@ -29,16 +29,6 @@ from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace
 
 Key = tuple[ChannelId, int]  # an operation: its channel, and its number on the channel
-
-
-class Interval(NamedTuple):
-    """A time interval. Attributes: lane: resource of the rank. start, stop: seconds."""
-
-    rank: int
-    lane: str
-    name: str
-    start: float
-    stop: float
 
 
 @dataclass(frozen=True)
@@ -63,13 +53,11 @@ class Timeline:
     """Forward and backward of a layer, one right after the other.
 
     Attributes:
-        intervals: of the simulated ranks.
         ranks: number of simulated ranks; for fewer than all see `simulate`.
     """
 
     forward: PassTime
     backward: PassTime
-    intervals: tuple[Interval, ...]
     ranks: int
 
     @property
@@ -82,23 +70,6 @@ class Timeline:
         """Seconds of both passes in which the rank that finishes last waits for messages."""
         return self.forward.exposed_communication + self.backward.exposed_communication
 
-    def chrome_trace(self) -> dict[str, list[dict[str, Any]]]:
-        """The format of chrome://tracing and Perfetto, as JSON's types: a process for each rank."""
-        lanes = sorted({(one.rank, one.lane) for one in self.intervals}, key=_lane_order)
-        number = {lane: index for index, lane in enumerate(lanes)}
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in sorted({rank for rank, _ in lanes})
-        ]
-        for (rank, lane), tid in number.items():
-            where = {"pid": rank, "tid": tid}
-            events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": lane}})
-        for one in self.intervals:
-            where = {"pid": one.rank, "tid": number[one.rank, one.lane]}
-            times = {"ts": one.start * 1e6, "dur": (one.stop - one.start) * 1e6}
-            events.append({"ph": "X", "name": one.name, **where, **times})
-        return {"traceEvents": events}
-
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes by link, of both passes."""
@@ -107,11 +78,6 @@ class Timeline:
             link: self.forward.bytes.get(link, 0) + self.backward.bytes.get(link, 0)
             for link in sorted(links)
         }
-
-
-def _lane_order(lane: tuple[int, str]) -> tuple[int, bool, str]:
-    rank, name = lane
-    return rank, name != "computation", name
 
 
 def play(
@@ -271,7 +237,6 @@ class _Run:
         self.channel_free: dict[tuple[int, ChannelId], float] = {}
         self.channel_next: dict[tuple[int, ChannelId], int] = {}
         self.free: dict[tuple[str, int], float] = {}  # links
-        self.intervals: list[Interval] = []
         self.sent: dict[tuple[int, Phase, str], int] = defaultdict(int)
 
     def timeline(self) -> Timeline:
@@ -311,28 +276,24 @@ class _Run:
                 if isinstance(event, Post):
                     self._post(number, rank, event)
                 else:
-                    self._compute(number, rank, event)
+                    self._compute(rank, event)
             rank.place += 1
 
     def _launch(self, seconds: float) -> float:
         return 0.0 if self.captured else seconds
 
-    def _compute(self, number: int, rank: _Rank, event: RecordedKernel | Linear | Memory) -> None:
+    def _compute(self, rank: _Rank, event: RecordedKernel | Linear | Memory) -> None:
         machine = self.machine
         if isinstance(event, RecordedKernel):
             seconds = tile_seconds(machine, self.kernel, event)
-            name = f"attention {event.phase}"
         elif isinstance(event, Linear):
             seconds = event.flop / machine.linear_speed(event.phase)
-            name = f"linear attention {event.phase}"
         else:
             seconds = machine.operation_seconds + event.bytes / _memory_speed(machine, event)
-            name = event.name
         start = max(rank.stream, rank.host)
         stop = self._slowed(rank, start, seconds * machine.ranks_per_gpu)
         rank.stream = stop
         rank.busy.append((start, stop))
-        self.intervals.append(Interval(number, "computation", name, start, stop))
 
     def _slowed(self, rank: _Rank, start: float, seconds: float) -> float:
         """End of a computation, which is slower while the process group moves data."""
@@ -446,7 +407,7 @@ class _Run:
         end = start
         for target, of_all in _joined_sends(post.sends):  # in the order in which it writes
             begin = max(end, operation.offered.get(target, end))
-            end = self._move(begin, number, target, of_all, "copies")
+            end = self._move(begin, number, target, of_all, copied=True)
             operation.arrived[number, target] = end
         rank.copies = operation.copied[number] = end
         rank.queue.pop(0)
@@ -457,12 +418,14 @@ class _Run:
                 arrivals = (operation.arrived[source, member] for source in sources)
                 operation.done[member] = max([operation.copied[member], *arrivals])
 
-    def _move(self, start: float, source: int, target: int, size: int, lane: str) -> float:
-        """Sends a message over its links. Returns: the time of arrival."""
+    def _move(
+        self, start: float, source: int, target: int, size: int, *, copied: bool = False
+    ) -> float:
+        """Sends a message over its links, perhaps by copy engines. Returns: the time of arrival."""
         machine, inside = self.machine, self.nodes[source] == self.nodes[target]
         rate = (machine.inside if inside else machine.between).exchange
         resources = [("out", source), ("in", target)]
-        if lane == "copies":
+        if copied:
             assert machine.copy is not None
             rate = machine.copy
         elif not inside:
@@ -478,8 +441,6 @@ class _Run:
         if ("fabric", 0) in resources and machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
             self.free["fabric", 0] = begin + size * others / machine.between_total
-        name = f"to {target}" if lane == "copies" else f"{source} to {target}"
-        self.intervals.append(Interval(source, lane, name, begin, end))
         return end
 
     def _exchange(self, key: Key) -> None:
@@ -491,14 +452,14 @@ class _Run:
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
             for target, size in _joined_sends(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
-                end = self._move(start, number, target, size, channel[0])
+                end = self._move(start, number, target, size)
                 for m in {number, target} & ends.keys():
                     ends[m] = max(ends[m], end)
                     moving[m] = min(moving.get(m, start), start)
         for number, (post, _) in operation.posts.items():
             for source, size in _joined_sends(post.receives):
                 if source not in ends:  # the partner is not simulated, and arrives with this rank
-                    end = self._move(begin[number], source, number, size, channel[0])
+                    end = self._move(begin[number], source, number, size)
                     ends[number] = max(ends[number], end)
         for m, end in ends.items():
             operation.done[m] = end
@@ -523,7 +484,6 @@ class _Run:
         for m in posts:
             self.operations[key].done[m] = end
             self._ended(m, channel, key[1], start, end)
-            self.intervals.append(Interval(m, channel[0], operation, start, end))
 
     def _collective_seconds(
         self, members: Sequence[int], operation: Operation, size: int
@@ -573,7 +533,6 @@ class _Run:
         return Timeline(
             self._pass("forward", middle, last[0].waited["forward"]),
             self._pass("backward", end - middle, last[1].waited["backward"]),
-            tuple(self.intervals),
             len(self.ranks),
         )
 

@@ -124,7 +124,7 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
         )
 
     forward, backward = one(few.forward, more.forward), one(few.backward, more.backward)
-    return Timeline(forward, backward, more.intervals, more.ranks)
+    return Timeline(forward, backward, more.ranks)
 
 
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine

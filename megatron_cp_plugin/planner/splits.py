@@ -5,7 +5,7 @@ Each expert is whole. Parameters are whole, or sharded by Megatron-FSDP where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -57,18 +57,13 @@ class Job:
     sequences: int
 
 
-def proposals(
-    job: Job, most: int, say: Callable[[str], None] = lambda words: None
-) -> list[Proposal]:
+def proposals(job: Job, most: int) -> list[Proposal]:
     """The fastest ways that fit, the fastest first.
 
-    Args:
-        most: largest number of proposals.
-        say: called with progress messages.
+    Args: most: largest number of proposals.
 
     Raises: ConfigError if nothing fits.
     """
-    say("listing the ways to split")
     ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()
     if not ways:
         raise ConfigError(
@@ -85,7 +80,6 @@ def proposals(
     for best, split in _worth_it(fitting):
         if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
             break
-        say(f"estimating attention of way {len(found) + 1} of {len(fitting)}")
         seconds = _choice_for(job, split, choices, quick=True).best.seconds
         found.append((_training_step(job, split, seconds), split))
     found.sort(key=_time)
@@ -93,7 +87,6 @@ def proposals(
     made, with_attention = [], list[TrainingStep]()
     for _, split in found[: 2 * most]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
-            say(f"simulating attention, TP {split.tensor}, CP {split.context}")
             choice = _choice_for(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
             taken = _training_step(job, split, choice.best.seconds, gib)

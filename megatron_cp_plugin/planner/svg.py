@@ -28,10 +28,10 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 _LINE, _SIDE, _SMALL, _BAR = 18, 340, 116, 8
 
 
-def check_ending(path: Path, ending: str = ".svg") -> None:
-    """Raises: ConfigError: The path has another ending."""
-    if path.suffix != ending:
-        raise ConfigError(f"--output is a {ending} file, got {path.name!r}: change its ending")
+def check_ending(path: Path) -> None:
+    """Raises: ConfigError: The path has another ending than .svg."""
+    if path.suffix != ".svg":
+        raise ConfigError(f"--output is a .svg file, got {path.name!r}: change its ending")
 
 
 def _svg(title: str, width: float, height: float, body: Iterable[str], definitions: str) -> str:

@@ -166,7 +166,7 @@ def test_options_and_the_full_mask(capsys: pytest.CaptureFixture[str]) -> None:
         (("--algo", "ring", "--size", "2", "--seq-len", "0"), "seq-len must be 1 or more"),
         (("--algo", "ring", "--size", "2", "--option", "x"), "--option takes KEY=VALUE"),
         (("--algo", "usp", "--size", "6", "--option", "ulysses=4"), "use one of 1, 2, 3, 6"),
-        (("--algo", "ring", "--size", "2", "--output", "a.svg"), "needs --tokens or --machine"),
+        (("--algo", "ring", "--size", "2", "--output", "a.svg"), "--output needs --tokens, got"),
         (("--algo", "ring", "--size", "2", "--tokens", "--output", "a.pdf"), "change its ending"),
         (("--algo", "ring", "--size", "2", "--output", "nowhere/a.svg"), "no folder 'nowhere'"),
     ],

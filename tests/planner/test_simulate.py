@@ -1,12 +1,10 @@
 """The simulator against the plans that ranks follow."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
@@ -153,36 +151,3 @@ def test_what_cannot_be_served_is_refused():
         simulate("attention2d", {"rows": 3}, Shape(1, 4096, 3, 3, 16), Mask(), machine(), (0,) * 4)
     with pytest.raises(ConfigError, match=r"no kernel 'flesh' .did you mean 'flash'"):
         simulate("ring", {}, Shape(1, 64, 4, 4, 8), Mask(), machine(), (0, 0), kernel="flesh")
-
-
-def test_the_trace_is_what_chrome_reads():
-    found = simulate("zigzag", {}, Shape(1, 4096, 4, 4, 16), Mask(), machine(), (0, 0))
-    events = json.loads(json.dumps(found.chrome_trace()))["traceEvents"]
-    done = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in done} == {0, 1}
-    end = max(event["ts"] + event["dur"] for event in done)
-    assert end == pytest.approx(found.seconds * 1e6)
-
-
-def test_a_timeline_is_written(tmp_path, capsys):
-    words = "draw --algo ulysses --size 2 --seq-len 4K --heads 4 --machine h200 --output"
-    assert main([*words.split(), str(tmp_path / "a.json")]) == 0
-    assert "ulysses, 2 ranks, 4096 tokens, 4:4 heads on h200_nvlink: " in capsys.readouterr().out
-    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--output a.json", "--machine needs --output and --seq-len, got no --seq-len"),
-        ("--seq-len 4K", "--machine needs --output and --seq-len, got no --output"),
-        ("--seq-len 4K --output a.svg", "--output is a .json file, got 'a.svg'"),
-        ("--seq-len 4K --output a.json --heads 8:5", "KV heads in --heads must divide the 8 heads"),
-    ],
-)
-def test_a_timeline_that_cannot_be_written(words, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(simulator, "simulate", None)  # which takes its time
-    start = "draw --algo ring --size 2 --machine h200_nvlink".split()
-    assert main([*start, *words.split()]) == 2
-    assert message in capsys.readouterr().err
