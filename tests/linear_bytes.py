@@ -44,15 +44,14 @@ def stated(
     *,
     causal: bool,
     final_state: bool,
-    decays: bool = True,
     documents: tuple[int, ...] = (),
     transition: int = 0,
     gates: Sequence[int] = (),
 ) -> Sent:
     """As `counted`.
 
-    Args: decays: not all rates are 1. transition: of how many numbers that of a run is for a head.
-        gates: of each tensor of them, how many numbers a token has for a head.
+    Args: transition: how many numbers that of a run has for a head. gates: of each tensor of them,
+        how many numbers a token has for a head.
     """
     size = made.topology.size
     if isinstance(made, LinearUlysses):
@@ -61,16 +60,17 @@ def stated(
         width += heads * sum(gates) * shape.wide_bytes
         tokens = max(made.layout.length(one, size, shape.seq_len) for one in range(size))
         state = shape.batch * heads * shape.head_dim * shape.value_dim * shape.wide_bytes
-        sent = (size - 1) * (shape.batch * tokens * width + final_state * state)
-        messages = (size - 1) * (4 + len(gates) + final_state)
+        directions = 1 if causal else 2
+        sent = (size - 1) * (directions * shape.batch * tokens * width + final_state * state)
+        messages = (size - 1) * (directions * (4 + len(gates)) + final_state)
         return sent, messages, sent, messages
     assert isinstance(made, StatePassing)
-    total, chain = not causal and not decays, isinstance(made, Lasp)
+    chain = isinstance(made, Lasp)
     layout, seq_len, starts = made.layout, made.layout.multiple(size), ()
     if layout.follows_documents and documents:
         layout, seq_len, starts = layout.for_documents(documents), shape.seq_len, documents
     there = Route.of(layout, size, seq_len, starts)
-    ways = [there] if causal or total else [there, there.flipped]
+    ways = [there] if causal else [there, there.flipped]
     of_run = state_bytes(shape)
     if not chain:
         of_run += shape.batch * shape.heads * transition * shape.wide_bytes
@@ -88,6 +88,6 @@ def stated(
 
     back = there.back
     collected = int(rank != back.first_rank) if chain else size - 1
-    last = shared(there) if total or final_state else 0
-    first = shared(back) if total else collected * final_state
+    last = shared(there) if final_state else 0
+    first = collected * final_state
     return *sent_in(ways, last), *sent_in([way.back for way in ways], first)

@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_890,
-    "core": 13_180,
+    "core": 13_100,
     "algorithms": 1_790,
     "kernels": 3_340,
     "integration": 8_430,

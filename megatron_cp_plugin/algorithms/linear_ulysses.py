@@ -32,7 +32,8 @@ class LinearUlysses(LinearAlgorithm):
     bytes, and B*S*H*(P-1)/P * 4 for each number of a head's gates in float32, forward and backward
     alike: more the longer the sequence is, while the bytes of lasp2 do not depend on it. Kept for
     the backward: the exchanged q, k, v, gates and their states. Not pipelined: linear attention is
-    too fast to hide an exchange of its inputs. Heads that are shared are repeated before.
+    too fast to hide an exchange of its inputs. Heads that are shared are repeated before. Without a
+    causal mask both directions do this.
 
     Where P does not divide H, heads of zeros are added, exchanged and computed, and taken
     off again: H is then the next multiple of P, 36 for 33 heads on 4 ranks.

@@ -196,11 +196,17 @@ def passes(
     ]
     if isinstance(algorithm, LinearAlgorithm):
         decay = Decay((rate,) * shape.heads)
-        linear = algorithm, LinearCall(shape.seq_len, mask.causal, decay, LinearSizes())
+        linear, call = algorithm, LinearCall(shape.seq_len, decay, LinearSizes())
+        calls = [call] if mask.causal else [call, replace(call, reverse=True)]
+
+        def forward() -> tuple[Any, Any, Any]:
+            done = [linear.forward(LinearTensors(q, k, v), one) for one in calls]
+            return [out for out, *_ in done], None, [saved for *_, saved in done]
+
         return Passes(
             inputs,
-            lambda: linear[0].forward(LinearTensors(q, k, v), linear[1]),
-            lambda saved: linear[0].backward(dout, None, saved, linear[1]),
+            forward,
+            lambda saved: [*map(linear.backward, (dout,) * 2, (None,) * 2, saved, calls)],
         )
     assert isinstance(shape, Shape)
     compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, kernel))

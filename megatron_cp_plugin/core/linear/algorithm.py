@@ -6,21 +6,19 @@ tokens that a rank holds. States are [B,H,D,E], float32 (float64 for float64).
 
 A kernel computes the runs (core/linear/kernel.py); `StatePassing` carries states from run to run.
 The gradient of a state takes the same route in the other direction, and so do states if tokens see
-later tokens: one function carries them all.
+later tokens in place of earlier ones: one function carries them all.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Registered
-from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearKernel
+from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel
 from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, Route, RunStates
-from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class LinearCall:
 
     Attributes:
         seq_len: global N.
-        causal: tokens see themselves and earlier ones; otherwise all, with rate**|distance|.
         decay: rates per head; 1 if there are gates.
         kernel: computes the runs.
         output_final_state: the state after the last token is wanted.
@@ -37,16 +34,17 @@ class LinearCall:
             state of 0.
         shared: how many successive heads differ only in their queries, and so share one state.
         initial: whether a state before the first token is given.
+        reverse: tokens see themselves and later ones, not earlier ones; without gates.
     """
 
     seq_len: int
-    causal: bool
     decay: Decay
     kernel: LinearKernel
     output_final_state: bool = False
     documents: tuple[int, ...] = ()
     shared: int = 1
     initial: bool = False
+    reverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,97 +166,9 @@ class StatePassing(LinearAlgorithm):
         self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         q, k, v, gates, initial = given
-        route = self.route_of(call.seq_len, call.documents)
-        if _one_state(call, gates):
-            total = self._total(k, v, initial, None, route, call)
-            return _products(q, total), total if call.output_final_state else None, (q, k, v, total)
-        out, final, kept = self._sweep(given, route, call, to_the_end=call.output_final_state)
-        if call.causal:
-            return out, final, (q, k, v, *gates, *kept)
-        later, _, kept_later = self._sweep(
-            LinearTensors(q.flip(1), k.flip(1), v.flip(1)), route.flipped, call, to_the_end=False
-        )
-        # Both sweeps hold each token's own term.
-        wide = accumulation_dtype(q.dtype)
-        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
-        out = (out.to(wide) + later.flip(1).to(wide) - own).to(q.dtype)
-        return out, final, (q, k, v, *gates, *kept, *kept_later)
-
-    def backward(
-        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
-        """See LinearAlgorithm.backward: only the rank of the first token returns dinitial."""
-        q, k, v, *kept = saved
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        route = self.route_of(call.seq_len, call.documents)
-        if len(kept) == 1:
-            (total,) = kept
-            assert total is not None
-            dtotal = self._total(q, dout, None, dfinal, route.back, call)
-            dq, dk = _products(dout, total.mT), _products(v, dtotal.mT)
-            first = self.topology.rank == route.back.last_rank
-            return (
-                dq,
-                dk,
-                _products(k, dtotal),
-                dtotal if first and call.initial else None,
-                NO_GATES,
-            )
-        given, half = LinearTensors(q, k, v, Gates(*kept[:2])), 2 + (len(kept) - 2) // 2
-        of_sweep = kept[2 : None if call.causal else half]
-        dq, dk, dv, dinitial, dgates = self._sweep_back(dout, given, of_sweep, dfinal, route, call)
-        if call.causal:
-            return dq, dk, dv, dinitial, dgates
-        flipped = LinearTensors(q.flip(1), k.flip(1), v.flip(1))
-        mirrored = dout.flip(1), flipped, kept[half:], None, route.flipped, call
-        *gradients, _, _ = self._sweep_back(*mirrored)
-        wide = accumulation_dtype(q.dtype)
-        dout, q, k, v = (x.to(wide) for x in (dout, q, k, v))
-        down = (dout * v).sum(-1, keepdim=True)
-        own = (down * k, down * q, (q * k).sum(-1, keepdim=True) * dout)
-        dq, dk, dv = (
-            (one.to(wide) + other.flip(1).to(wide) - twice).to(one.dtype)
-            for one, other, twice in zip((dq, dk, dv), gradients, own, strict=True)
-        )
-        return dq, dk, dv, dinitial, dgates
-
-    def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
-        """The route of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
-        layout = self.layout.for_documents(documents) if documents else self.layout
-        return Route.of(layout, self.topology.size, seq_len, documents)
-
-    def _total(
-        self,
-        x: Tensor,
-        y: Tensor,
-        first: Tensor | None,
-        own: Tensor | None,
-        route: Route,
-        call: LinearCall,
-    ) -> Tensor:
-        """The sum of x y^T over all tokens, of `first`, and of all ranks' `own`: [B,H,D,E].
-
-        Where nothing decays and tokens see all others, one state serves every token.
-        """
-        runs = route.local(self.topology.rank)
-        states = call.kernel.forward(LinearInputs(x, x, y, call.decay, runs)).states
-        if own is not None:
-            states[0] += own
-        carried = RunStates(states, call.decay)
-        _, end = self.carry(carried, first, route, lambda: None, to_the_end=True)
-        return self.share(end, states[0], route)
-
-    def _sweep(
-        self, given: LinearTensors, route: Route, call: LinearCall, *, to_the_end: bool
-    ) -> tuple[Tensor, Tensor | None, Cache]:
-        """Attention of every token over the tokens before it on the route.
-
-        Returns: out, the final state if wanted, and the transitions of the runs with the kernel's
-        cache.
-        """
-        q, k, v, gates, initial = given
+        if call.reverse:
+            q, k, v = q.flip(1), k.flip(1), v.flip(1)
+        route = self._route(call)
         transition = gates if gates.some else call.decay
         runs = route.local(self.topology.rank)
         running = call.kernel.forward(LinearInputs(q, k, v, transition, runs))
@@ -271,28 +181,31 @@ class StatePassing(LinearAlgorithm):
             None if initial is None else _of_shared(initial.unsqueeze(0), call, summed=False)[0],
             route,
             running.intra,
-            to_the_end=to_the_end,
+            to_the_end=call.output_final_state,
         )
-        final = self.share(end, states[0], route) if to_the_end else None
+        final = self.share(end, states[0], route) if call.output_final_state else None
         if call.shared > 1:
             arrived, final = (
                 None if x is None else x.repeat_interleave(call.shared, -3)
                 for x in (arrived, final)
             )
         out, cache = running.finish(arrived)
-        return out, final, (through, *cache)
+        return out.flip(1) if call.reverse else out, final, (*given[:3], *gates, through, *cache)
 
-    def _sweep_back(
-        self,
-        dout: Tensor,
-        given: LinearTensors,
-        kept: Sequence[Tensor | None],
-        dfinal: Tensor | None,
-        route: Route,
-        call: LinearCall,
+    def backward(
+        self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
-        """Gradients of `_sweep`; gradients of states travel from the end of the route."""
-        (q, k, v, gates, _), (through, *cache) = given, kept
+        """See LinearAlgorithm.backward: only the rank of the first token returns dinitial.
+
+        Gradients of states travel from the end of the route.
+        """
+        q, k, v, gate, beta, through, *cache = saved
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        if call.reverse:
+            dout, q, k, v = dout.flip(1), q.flip(1), k.flip(1), v.flip(1)
+        route, gates = self._route(call), Gates(gate, beta)
         transition = gates if gates.some else call.decay
         inputs = LinearInputs(q, k, v, transition, route.local(self.topology.rank))
         running = call.kernel.backward(inputs, dout, tuple(cache))
@@ -313,7 +226,18 @@ class StatePassing(LinearAlgorithm):
                 None if x is None else _to_first(x, call.shared) for x in (arrived, dinitial)
             )
         dq, dk, dv, dgates = running.finish(arrived)
+        if call.reverse:
+            dq, dk, dv = dq.flip(1), dk.flip(1), dv.flip(1)
         return dq, dk, dv, dinitial, dgates
+
+    def route_of(self, seq_len: int, documents: tuple[int, ...] = ()) -> Route:
+        """The route of a state through all ranks' tokens. Args: documents: as in `LinearCall`."""
+        layout = self.layout.for_documents(documents) if documents else self.layout
+        return Route.of(layout, self.topology.size, seq_len, documents)
+
+    def _route(self, call: LinearCall) -> Route:
+        route = self.route_of(call.seq_len, call.documents)
+        return route.flipped if call.reverse else route
 
 
 def _shared_decay(call: LinearCall) -> Decay:
@@ -333,15 +257,3 @@ def _to_first(gradient: Tensor, shared: int) -> Tensor:
     found = gradient.new_zeros(*gradient.shape[:-2], shared, *gradient.shape[-2:])
     found.select(-3, 0).copy_(gradient)
     return found.flatten(-4, -3)
-
-
-def _one_state(call: LinearCall, gates: Gates) -> bool:
-    """Whether all tokens read the same state: they see all others, and nothing decays."""
-    return not call.causal and call.decay.none and not call.documents and not gates.some
-
-
-def _products(x: Tensor, state: Tensor) -> Tensor:
-    """state^T x of every token, in x's dtype: [B,S,H,D], [B,H,D,E] -> [B,S,H,E]."""
-    # Sums over many tokens overflow float16.
-    dtype = x.dtype if x.dtype == torch.bfloat16 else state.dtype
-    return torch.einsum("bshd,bhde->bshe", x.to(dtype), state.to(dtype)).to(x.dtype)

@@ -4,6 +4,7 @@ B batch, S local tokens, H heads, D head dim of q and k, E head dim of v.
 """
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from megatron_cp_plugin.core.communication.record import CommunicatingIn
 from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
-from megatron_cp_plugin.core.linear.states import Decay, Gates
+from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
@@ -140,17 +141,24 @@ def attend_linearly(
     shared = heads // states
     call = LinearCall(
         seq_len,
-        causal,
         Decay(tuple(rate for rate in rates for _ in range(shared))),
         kernel,
         output_final_state,
         documents,
-        shared if causal else 1,
+        shared,
         initial_state is not None,
     )
     out, final = _LinearAttention.apply(
         q, k, v, *gates, initial_state, algorithm, call, recompute_key
     )
+    if not causal:
+        of_later = replace(call, output_final_state=False, initial=False, reverse=True)
+        later, _ = _LinearAttention.apply(
+            q, k, v, *NO_GATES, None, algorithm, of_later, recompute_key
+        )
+        # Both directions hold each token's own term.
+        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * v.to(wide)
+        out = (out.to(wide) + later.to(wide) - own).to(q.dtype)
     return out, final if final is None or shared == 1 else final[:, ::shared]
 
 
