@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import Decay, Route, RunStates
@@ -20,10 +18,6 @@ class Doubling(StatePassing):
     """
 
     layout = Contiguous()
-
-    def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
-        super().__init__(topology, options)
-        self._states = topology.channel("states")
 
     def carry(
         self,
@@ -75,10 +69,3 @@ class Doubling(StatePassing):
         """How many states a rank sends in `carry`."""
         chain = self._chain(route)
         return sum(chain.index(rank) + distance < len(chain) for distance in self._distances())
-
-    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        assert end is not None
-        return self._states.all_gather(end).wait()[route.last_rank]
-
-    def collect(self, gradient: Tensor, route: Route) -> Tensor:
-        return self._states.all_gather(gradient).wait().sum(0)

@@ -81,13 +81,7 @@ def stated(
         runs = max(there.counts)
         return carried * runs * of_run + once * state_bytes(shape), carried + once
 
-    def shared(route: Route) -> int:
-        """From the end to all others; of lasp2 every rank has it."""
-        has = rank == route.last_rank if chain else not isinstance(made, Lasp2)
-        return has * (size - 1)
-
-    back = there.back
-    collected = int(rank != back.first_rank) if chain else size - 1
-    last = shared(there) if final_state else 0
-    first = collected * final_state
+    # From all to all, but of lasp2 every rank has the last state.
+    last = final_state * (0 if isinstance(made, Lasp2) else size - 1)
+    first = final_state * (size - 1)
     return *sent_in(ways, last), *sent_in([way.back for way in ways], first)

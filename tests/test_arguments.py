@@ -111,13 +111,13 @@ WRONG_LINEAR_CALLS = {
     "devices": ({"v": TENSOR.to("meta")}, "q, k, v need one device, got cpu, cpu, meta"),
     "state's device": (
         {"initial_state": torch.zeros(1, 4, 8, 8, device="meta")},
-        "initial_state needs the device of q, cpu, got meta",
+        "initial_state needs a floating dtype, q's device and the shape",
     ),
     "words": ({"decay": ["slow"] * 4}, "or one for each of 4 heads, got ['slow', "),
     "no state": ({"initial_state": 0.0}, "initial_state needs a tensor, got 0.0"),
     "complex state": (
         {"initial_state": torch.zeros(1, 4, 8, 8) * 1j},
-        "initial_state needs a floating dtype, got torch.complex64: cast it first",
+        "got torch.complex64 (1, 4, 8, 8) on cpu",
     ),
     "state as flag": (
         {"output_final_state": TENSOR},

@@ -22,7 +22,7 @@ class Lasp(StatePassing):
     """One state travels along the chain of ranks, its gradient back.
 
     All ranks but the last send B*H*D*E numbers in the forward, all but the first in the backward,
-    with any transitions: float32 ones (float64 for float64).
+    with any transitions: float32 ones (float64 for float64). A final state goes from all to all.
 
     Source: LASP, Algorithms 2 and 3. Differs: states are float32; within a rank's chunk the
     kernel works in chunks of its own; tokens may also see later ones; transitions other than
@@ -33,7 +33,6 @@ class Lasp(StatePassing):
 
     def __init__(self, topology: Topology, options: Algorithm.Options) -> None:
         super().__init__(topology, options)
-        self._states = topology.channel("states")
         # The message that is under way, and the state.
         self._sent: tuple[Pending[None], Tensor] | None = None
 
@@ -99,25 +98,3 @@ class Lasp(StatePassing):
         """Takes no part in hops between other ranks; every rank posts the same operations."""
         for _ in range(hops):
             self._states.exchange([], [])
-
-    def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
-        others = self._others(route.last_rank)
-        if end is not None:
-            self._states.exchange([(end, rank) for rank in others], []).wait()
-            return end
-        end = torch.empty_like(like)
-        self._states.exchange([], [(end, route.last_rank)]).wait()
-        return end
-
-    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        start = route.first_rank
-        if self.topology.rank != start:
-            self._states.exchange([(gradient.contiguous(), start)], []).wait()
-            return None
-        parts = [torch.empty_like(gradient) for _ in range(self.topology.size - 1)]
-        others = self._others(start)
-        self._states.exchange([], list(zip(parts, others, strict=True))).wait()
-        return torch.stack([gradient, *parts]).sum(0)
-
-    def _others(self, rank: int) -> list[int]:
-        return [other for other in range(self.topology.size) if other != rank]

@@ -9,7 +9,6 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.linear.algorithm import LocalWork, StatePassing
 from megatron_cp_plugin.core.linear.states import Route, RunStates
 from megatron_cp_plugin.registry import register
@@ -42,10 +41,6 @@ class Lasp2(StatePassing):
     options: Options
     collective = True
 
-    def __init__(self, topology: Topology, options: Options) -> None:
-        super().__init__(topology, options)
-        self._states = topology.channel("states")
-
     def carry(
         self,
         states: RunStates,
@@ -71,6 +66,3 @@ class Lasp2(StatePassing):
         """See StatePassing.share: every rank has computed it."""
         assert end is not None
         return end
-
-    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        return self._states.all_gather(gradient).wait().sum(0)

@@ -198,15 +198,11 @@ def passes(
         decay = Decay((rate,) * shape.heads)
         linear, call = algorithm, LinearCall(shape.seq_len, decay, LinearSizes())
         calls = [call] if mask.causal else [call, replace(call, reverse=True)]
-
-        def forward() -> tuple[Any, Any, Any]:
-            done = [linear.forward(LinearTensors(q, k, v), one) for one in calls]
-            return [out for out, *_ in done], None, [saved for *_, saved in done]
-
+        given = LinearTensors(q, k, v)
         return Passes(
             inputs,
-            forward,
-            lambda saved: [*map(linear.backward, (dout,) * 2, (None,) * 2, saved, calls)],
+            lambda: (None, None, [(linear.forward(given, one), one) for one in calls]),
+            lambda done: [linear.backward(dout, None, one[2], call) for one, call in done],
         )
     assert isinstance(shape, Shape)
     compiled = Compiled(algorithm, Call(shape, mask, shape.head_dim**-0.5, kernel))

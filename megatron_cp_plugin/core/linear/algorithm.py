@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Registered
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.linear.kernel import LinearInputs, LinearKernel
 from megatron_cp_plugin.core.linear.states import NO_GATES, Decay, Gates, Route, RunStates
 
@@ -132,6 +134,10 @@ LocalWork = Callable[[], object]
 class StatePassing(LinearAlgorithm):
     """Ranks compute their own runs and exchange states: the volume does not grow with N."""
 
+    def __init__(self, topology: Topology, options: Registered.Options) -> None:
+        super().__init__(topology, options)
+        self._states = topology.channel("states")
+
     @abstractmethod
     def carry(
         self,
@@ -154,13 +160,14 @@ class StatePassing(LinearAlgorithm):
         wanted, the state at the end [B,H,D,E], at least on the rank with the last run.
         """
 
-    @abstractmethod
     def share(self, end: Tensor | None, like: Tensor, route: Route) -> Tensor:
         """The state at the end, on all ranks, from the result of `carry`. Args: like: its shape."""
+        mine = torch.zeros_like(like) if end is None else end
+        return self._states.all_gather(mine).wait()[route.last_rank]
 
-    @abstractmethod
-    def collect(self, gradient: Tensor, route: Route) -> Tensor | None:
-        """The sum of all ranks' gradients [B,H,D,E], at least where the route begins."""
+    def collect(self, gradient: Tensor) -> Tensor:
+        """The sum of all ranks' gradients [B,H,D,E]."""
+        return self._states.all_gather(gradient).wait().sum(0)
 
     def forward(
         self, given: LinearTensors, call: LinearCall
@@ -212,7 +219,7 @@ class StatePassing(LinearAlgorithm):
         back = route.back
         states = _of_shared(running.states, call, summed=True)
         if dfinal is not None:
-            dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0], back)
+            dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0])
         arrived, end = self.carry(
             RunStates(states, _shared_decay(call) if through is None else through).back,
             dfinal,

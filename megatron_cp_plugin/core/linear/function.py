@@ -222,17 +222,11 @@ def _check_call(
 ) -> None:
     check_dtypes(q, k, v)
     state = (q.shape[0], max(k.shape[2], v.shape[2]), q.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != state:
+    x = initial_state
+    if x is not None and not (x.shape == state and x.is_floating_point() and x.device == q.device):
         raise ContextParallelError(
-            f"initial_state needs the shape [B,H,D,E] = {state}, got {tuple(initial_state.shape)}"
-        )
-    if initial_state is not None and not initial_state.is_floating_point():
-        raise ContextParallelError(
-            f"initial_state needs a floating dtype, got {initial_state.dtype}: cast it first"
-        )
-    if initial_state is not None and initial_state.device != q.device:
-        raise ContextParallelError(
-            f"initial_state needs the device of q, {q.device}, got {initial_state.device}"
+            f"initial_state needs a floating dtype, q's device and the shape [B,H,D,E] = {state}, "
+            f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
     algorithm.check(algorithm.options, size=size, heads=max(q.shape[2], state[1]))

@@ -126,11 +126,6 @@ class Route:
         return max(range(len(self.runs)), key=lambda rank: (max(self.runs[rank]), rank))
 
     @cached_property
-    def first_rank(self) -> int:
-        """The rank that holds the first run; of those without tokens the first one."""
-        return min(range(len(self.runs)), key=lambda rank: (min(self.runs[rank]), rank))
-
-    @cached_property
     def ways(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """For each run, by rank, and for the end: the runs that a state passes in turn to get
         there, none where a document begins; and 0 if the state comes from the beginning of the
