@@ -36,16 +36,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import bars
 import rivals
 import timing
 import torch
 import torch.distributed as dist
-from bars import Bar, Legend, Panel
 from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
-from rich.console import Console
-from rich.table import Table
+from reports import report
 from timing import take_gpu
 from torch import Tensor
 
@@ -437,7 +434,7 @@ def measure(
     return rows
 
 
-def cells(row: Row, graphs: bool) -> list[str]:
+def cells(row: Row, *, graphs: bool) -> list[str]:
     """A row as text; no number for what is not right."""
     start = [f"{row.tokens // 1024}K" if row.tokens >= 1024 else str(row.tokens), row.heads]
     if row.documents:
@@ -474,57 +471,6 @@ HEADER = [
     "error",
 ]
 CAPTURED = ["captured fwd+bwd ms", "of captured limit"]
-
-
-def report(rows: Sequence[Row], title: str, output: Path, environment: dict[str, str]) -> None:
-    """Prints the table and writes markdown, JSON and a plot."""
-    output.mkdir(parents=True, exist_ok=True)
-    graphs = any(row.captured_step_ms for row in rows)
-    header = HEADER + CAPTURED if graphs else HEADER
-    if rows[0].documents:
-        header = [*header[:2], "documents", *header[2:]]
-    table = Table(title=title)
-    for name in header:
-        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row, graphs))
-    Console(width=180).print(table)
-    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cells(row, graphs)) + " |" for row in rows]
-    (output / "table.md").write_text("\n".join(lines) + "\n")
-    data = {"title": title, "environment": environment, "rows": [asdict(row) for row in rows]}
-    (output / "rows.json").write_text(json.dumps(data, indent=1))
-    bars.save(panels(rows), LEGEND, title, output / "time.png")
-
-
-LEGEND = Legend("ms", ("forward", "backward"), "one GPU's time / P")
-
-
-def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """For a picture: a line for each ratio of heads and kind of documents, a panel a length."""
-    lengths = sorted({row.tokens for row in rows})
-    kinds = dict.fromkeys((row.heads, row.documents) for row in rows)
-    return [
-        [
-            panel([r for r in rows if (r.heads, r.documents, r.tokens) == (*kind, n)])
-            for n in lengths
-        ]
-        for kind in kinds
-    ]
-
-
-def panel(rows: Sequence[Row]) -> Panel:
-    """One problem; its limit is the fastest kernel of one GPU."""
-    limits = [row.step_ms for row in rows if row.name.startswith("one GPU")]
-    found = []
-    for row in rows:
-        if not row.name.startswith("one GPU"):
-            parts = () if row.note else (row.forward_ms, row.step_ms - row.forward_ms)
-            found.append(Bar(row.name, parts, row.note))
-    documents = rows[0].documents.rpartition("/")[2]
-    title = f"{cells(rows[0], False)[0]} tokens, {rows[0].heads} heads"
-    title += f", documents {documents}" if documents else ""
-    return Panel(title, tuple(found), min(limits))
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -573,7 +519,13 @@ def main() -> None:
             f"attention, {mask}, batch {args.batch}, head dim {dims}, {bench.size} x "
             f"{found.get('gpu', 'CPU')}{', ' + network if network else ''}"
         )
-        report(rows, title, args.output, found)
+        args.output.mkdir(parents=True, exist_ok=True)
+        graphs = any(row.captured_step_ms for row in rows)
+        header = HEADER + CAPTURED if graphs else HEADER
+        if args.packed:
+            header = [*header[:2], "documents", *header[2:]]
+        about = {"environment": found}
+        report(rows, header, partial(cells, graphs=graphs), title, args.output, about)
     dist.destroy_process_group()
     cp.release()
 

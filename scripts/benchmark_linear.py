@@ -33,8 +33,7 @@ import timing
 import torch
 import torch.distributed as dist
 from benchmark_rank import RankAlone
-from rich.console import Console
-from rich.table import Table
+from reports import report
 from timing import join, take_gpu
 from torch import Tensor
 
@@ -285,6 +284,26 @@ def rates(name: str, heads: int) -> list[float]:
     return [1.0 if name == "plain" else exp(-8 * head / heads) for head in range(heads)]
 
 
+HEADER = ["tokens", "documents", "algorithm", "forward ms", "of limit", "fwd+bwd ms", "of limit"]
+HEADER += ["peak GiB", "sent MiB", "error"]
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text."""
+    return [
+        f"{row.tokens // 1024}K",
+        row.documents or "-",
+        row.name,
+        f"{row.forward_ms:.2f}",
+        f"{row.forward_share:.3f}",
+        f"{row.step_ms:.2f}",
+        f"{row.step_share:.3f}",
+        f"{row.peak_gib:.2f}",
+        f"{row.sent_mib:.2f}",
+        f"{row.error:.1e}",
+    ]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -334,49 +353,9 @@ def main() -> None:
             f"{f'decay {args.decay}' if args.family == 'rates' else args.family}, "
             f"{bench.size} x {torch.cuda.get_device_name()}{network}"
         )
-        report(rows, title, args.output)
+        args.output.mkdir(parents=True, exist_ok=True)
+        report(rows, HEADER, cells, title, args.output)
     dist.destroy_process_group()
-
-
-def report(rows: Sequence[Row], title: str, output: Path) -> None:
-    """Prints the table and writes markdown and JSON."""
-    header = [
-        "tokens",
-        "documents",
-        "algorithm",
-        "forward ms",
-        "of limit",
-        "fwd+bwd ms",
-        "of limit",
-    ]
-    header += ["peak GiB", "sent MiB", "error"]
-    cells = [
-        [
-            f"{row.tokens // 1024}K",
-            row.documents or "-",
-            row.name,
-            f"{row.forward_ms:.2f}",
-            f"{row.forward_share:.3f}",
-            f"{row.step_ms:.2f}",
-            f"{row.step_share:.3f}",
-            f"{row.peak_gib:.2f}",
-            f"{row.sent_mib:.2f}",
-            f"{row.error:.1e}",
-        ]
-        for row in rows
-    ]
-    table = Table(title=title)
-    for name in header:
-        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
-    for line in cells:
-        table.add_row(*line)
-    Console(width=150).print(table)
-    output.mkdir(parents=True, exist_ok=True)
-    lines = [f"**{title}**", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(line) + " |" for line in cells]
-    (output / "table.md").write_text("\n".join(lines) + "\n")
-    data = {"title": title, "rows": [asdict(row) for row in rows]}
-    (output / "rows.json").write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from bars import Bar, Legend, Panel, save
 from packed_documents import pack, work_of
 from profiles import by_class, class_of, computing, device_spans, longest, new_profiler
 from rich.console import Console
@@ -579,25 +578,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return drawn
 
 
-def picture(rows: Sequence[Row], path: Path) -> None:
-    """Bars of each problem, kernels of attention first; the limit is a line."""
-    panels = []
-    for words, own in problems(rows).items():
-        bars = tuple(
-            Bar(
-                row.name,
-                (busy := min(row.attention_ms, row.step_ms), row.step_ms - busy)
-                if row.share
-                else (),
-                row.note,
-            )
-            for row in own
-        )
-        panels.append(Panel(words, bars, own[0].limit_ms))
-    legend = Legend("ms", ("kernels of attention", "the rest of the step"), "limit")
-    save([panels], legend, "One rank alone, forward and backward", path)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -649,7 +629,7 @@ def asked_rows(args: argparse.Namespace) -> Iterator[tuple[Case, str, bool, str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints tables, writes rows.jsonl and a picture."""
+    """Measures, prints tables, writes rows.jsonl."""
     args = parse(argv)
     if not torch.cuda.is_available():
         raise ConfigError("benchmark_rank.py needs a GPU, got none: run it where there is one")
@@ -681,8 +661,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=140)
     for table in tables(rows):
         console.print(table)
-    if rows:
-        picture(rows, args.output / "rows.png")
 
 
 if __name__ == "__main__":

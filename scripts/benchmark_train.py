@@ -27,7 +27,7 @@ MFU is the work of a step without recompute (see `Model.flops`: six operations a
 and half of all scores) over step time, number of GPUs and the dense bf16 peak of an H100 or H200.
 The JSON has the memory of the fullest rank at points of a step.
 
-Prints a table, writes markdown, JSON and a picture. Running out of memory is a result. Without a
+Prints a table, writes markdown and JSON. Running out of memory is a result. Without a
 GPU, the tiny shapes show that it works. A waiting job holds a CUDA context on each of its GPUs,
 about half a GiB that the next one's longest sequence lacks; `--ahead 1` keeps it to one.
 """
@@ -45,13 +45,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 
-import bars
 import torch
-from bars import Bar, Legend, Panel
 from benchmark_train_job import Plan, Report, read_reports
 from forks import free_port
-from rich.console import Console
-from rich.table import Table
+from reports import report as write_report
 
 from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.process_exit import one_line_errors
@@ -618,30 +615,6 @@ def run_all(args: argparse.Namespace, cases: Sequence[Case]) -> Iterator[Row]:
                 job.stop()
 
 
-def panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """For a picture: a line for each way to recompute, of graphs and number of GPUs."""
-    lengths = sorted({row.tokens for row in rows if row.tokens})
-    kinds = dict.fromkeys((row.gpus, row.recompute, row.graphs) for row in rows)
-    names = list(dict.fromkeys(row.name for row in rows))
-    grid = []
-    for gpus, recompute, graphs in kinds:
-        line = []
-        for tokens in lengths:
-            here = [
-                row
-                for row in sorted(rows, key=lambda row: names.index(row.name))
-                if (row.gpus, row.recompute, row.graphs, row.tokens)
-                == (gpus, recompute, graphs, tokens)
-            ]
-            found = (Bar(row.name, () if row.note else (row.step_ms,), row.note) for row in here)
-            captured = "" if graphs == "none" else f", graphs {graphs}"
-            on = f"{gpus} GPU{'s' if gpus > 1 else ''}"
-            title = f"{tokens_text(tokens)}, {on}, recompute {recompute}{captured}"
-            line.append(Panel(title, tuple(found)))
-        grid.append(line)
-    return grid
-
-
 def tokens_text(tokens: int) -> str:
     """128K for 131072."""
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
@@ -672,7 +645,6 @@ def main() -> int:
     args = parse()
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
-    shape = SHAPES[args.shape]
     scaled = f", scaled to {args.layers} layers" if args.layers else ""
     kind = "bf16" if torch.cuda.is_available() else "float32 on a CPU"
     batches = "" if args.micro_batches == 1 else f", {args.micro_batches} micro-batches"
@@ -692,19 +664,7 @@ def main() -> int:
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
     rows.sort(key=lambda row: (row.gpus, row.tokens))
-    table = Table(title=title)
-    for header in names:
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    Console(width=130).print(table)
-    lines = [f"**{title}**", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
-    (args.output / "table.md").write_text("\n".join(lines) + "\n")
-    data = {"title": title, "shape": asdict(shape), "rows": [asdict(row) for row in rows]}
-    (args.output / "rows.json").write_text(json.dumps(data, indent=1))
-    if any(row.tokens for row in rows):
-        bars.save(panels(rows), Legend(names[5], (names[5],)), title, args.output / "time.png")
+    write_report(rows, names, cells, title, args.output, {"shape": asdict(SHAPES[args.shape])})
     return 1 if any(row.note.startswith("failed") for row in rows) else 0
 
 

@@ -244,26 +244,6 @@ def measure(
     return plan, run_program(place, "-c", program, *flags, ranks=ranks)
 
 
-def test_steps_side_by_side(tmp_path: Path) -> None:
-    """A line for each number of GPUs, a panel for each length; a note where there is no time."""
-    row = benchmark_train.Row
-    found = [
-        row(name, "none", gpus, tokens, step_ms=100.0 * gpus)
-        for gpus in (1, 2)
-        for tokens in (32768, 65536)
-        for name in ("tp", "zigzag")
-    ]
-    found[-1] = row("zigzag", "none", 2, 65536, note="out of memory")
-    grid = benchmark_train.panels(found)
-    legend = benchmark_train.Legend("ms / step", ("ms / step",))
-    drawn = benchmark_train.bars.figure(grid, legend, "llama7b shape")
-    drawn.savefig(tmp_path / "time.png")
-    widths = [[bar.get_width() for bar in panel.patches] for panel in drawn.axes]
-    assert widths == [[100, 100], [100, 100], [200, 200], [200]]
-    assert drawn.axes[2].get_title() == "32K, 2 GPUs, recompute none"
-    assert "out of memory" in drawn.axes[3].texts[-1].get_text()
-
-
 def test_out_of_memory_in_other_libraries() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("NCCL error: Cuda failure 2 'out of memory'"))

@@ -31,7 +31,7 @@ def find_spec(name, package=None):
     return None if name.partition(".")[0] in MISSING else real(name, package)
 importlib.util.find_spec = find_spec
 """
-EXTRAS = "megatron,omegaconf,yaml,matplotlib,rich"
+EXTRAS = "megatron,omegaconf,yaml,rich"
 
 
 # Each command in a fork of one process, which imports torch once; its output goes to files.
