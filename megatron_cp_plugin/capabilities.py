@@ -4,10 +4,9 @@
 the table of algorithms.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, NamedTuple
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -17,63 +16,56 @@ from megatron_cp_plugin.kernels.linear import linear_kernels
 from megatron_cp_plugin.layers import layout_choices
 
 RANKS = 8  # of the questions below
+# What an algorithm is asked for beside causal attention of twice as many heads as ranks.
+PROBLEMS: Mapping[str, Mapping[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "few heads": {"heads": RANKS // 2, "kv_heads": RANKS // 2},
+    "few KV heads": {"kv_heads": RANKS // 4},
+}
 _PAGE = Path(__file__).with_suffix(".md").read_text()
 
 
-@dataclass(frozen=True)
-class Capability:
+class Capability(NamedTuple):
     """One algorithm with its default options.
 
     Attributes:
         layouts: all that it can have, the default first.
-        full: serves attention without a mask.
-        window: serves sliding windows.
-        few_heads: serves fewer query heads than ranks.
-        few_kv_heads: serves fewer KV heads than ranks.
+        serves: whether it serves each of `PROBLEMS`, of those that its kind of attention has.
+        windows: whether it serves sliding windows.
     """
 
     name: str
     kind: registry.Kind
     layouts: tuple[str, ...]
-    full: bool
-    window: bool
-    few_heads: bool
-    few_kv_heads: bool
+    serves: Mapping[str, bool]
+    windows: bool
 
 
-def capabilities() -> tuple[Capability, ...]:
+def capabilities() -> Iterator[Capability]:
     """One entry for each registered algorithm, softmax attention first."""
-    names = (*registry.available("softmax"), *registry.available("linear"))
-    return tuple(_capability(name) for name in names)
+    for name in (*registry.available("softmax"), *registry.available("linear")):
+        kind = registry.kind_of(name)
+        layouts = (
+            registry.layout_of(name, {}).name,
+            *(layout for layout, *_ in layout_choices(name)),
+        )
+        # Linear attention has as many KV heads as query heads.
+        asked = [one for one in PROBLEMS if kind == "softmax" or one != "few KV heads"]
+        serves = {one: _serves(name, **PROBLEMS[one]) for one in asked}
+        windows = getattr(registry.algorithm_class(name), "windows", False)
+        yield Capability(name, kind, tuple(dict.fromkeys(layouts)), serves, windows)
 
 
-def _capability(name: str) -> Capability:
+def _serves(
+    name: str, *, heads: int = 2 * RANKS, kv_heads: int = 2 * RANKS, causal: bool = True
+) -> bool:
     cls = registry.algorithm_class(name)
-    default = registry.layout_of(name, {}).name
-    layouts = tuple(dict.fromkeys((default, *(layout for layout, *_ in layout_choices(name)))))
-    if not issubclass(cls, Algorithm):
-        few = _asked(lambda: cls.check(cls.Options(), size=RANKS, heads=RANKS // 2))
-        return Capability(name, "linear", layouts, True, False, few, False)
-    return Capability(
-        name,
-        "softmax",
-        layouts,
-        full=_serves(cls, heads=2 * RANKS, kv_heads=2 * RANKS, causal=False),
-        window=cls.windows,
-        few_heads=_serves(cls, heads=RANKS // 2, kv_heads=RANKS // 2),
-        few_kv_heads=_serves(cls, heads=2 * RANKS, kv_heads=RANKS // 4),
-    )
-
-
-def _serves(cls: type[Algorithm], *, heads: int, kv_heads: int, causal: bool = True) -> bool:
-    return _asked(
-        lambda: cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
-    )
-
-
-def _asked(check: Callable[[], None]) -> bool:
     try:
-        check()
+        if issubclass(cls, Algorithm):
+            cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
+        else:
+            cls.check(cls.Options(), size=RANKS, heads=heads)
     except ConfigError:
         return False
     return True
@@ -85,30 +77,19 @@ def markdown() -> str:
 
     algorithms = []
     for row in capabilities():
-        few_kv = "-" if row.kind == "linear" else _yes_or_no(row.few_kv_heads)
-        cells = [
-            _yes_or_no(True),
-            _yes_or_no(row.full),
-            _yes_or_no(row.window),
-            _yes_or_no(row.few_heads),
-            few_kv,
-        ]
-        layouts = ", ".join(row.layouts)
-        algorithms.append(f"| `{row.name}` | {row.kind} | {layouts} | {' | '.join(cells)} |")
-    softmax = [
-        f"| `{k.name}` | softmax | {_yes_or_no(k.deterministic)} | {_yes_or_no(k.packs)} |"
-        for k in kernels()
-    ]
-    linear = [
-        f"| `{k.name}` | linear | {_yes_or_no(k.deterministic)} | no |" for k in linear_kernels()
-    ]
+        causal, full, *heads = (_word(row.serves.get(problem)) for problem in PROBLEMS)
+        cells = row.kind, ", ".join(row.layouts), causal, full, _word(row.windows), *heads
+        algorithms.append(f"| `{row.name}` | {' | '.join(cells)} |")
+    every = [(k.name, "softmax", k.deterministic, k.packs) for k in kernels()]
+    every += [(k.name, "linear", k.deterministic, False) for k in linear_kernels()]
+    lines = [f"| `{name}` | {kind} | {_word(a)} | {_word(b)} |" for name, kind, a, b in every]
     features = [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
     return _PAGE.format(
         algorithms="\n".join(algorithms),
-        kernels="\n".join([*softmax, *linear]),
+        kernels="\n".join(lines),
         features="\n".join(features),
     )
 
 
-def _yes_or_no(value: bool) -> Literal["yes", "no"]:
-    return "yes" if value else "no"
+def _word(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "no"

@@ -19,7 +19,6 @@ from megatron_cp_plugin.process_exit import for_a_reader, one_line_errors
 from megatron_cp_plugin.terminal import check_file, flag_of, say_nothing_of_cuda, text_table
 
 if TYPE_CHECKING:
-    from megatron_cp_plugin.core.call import Shape
     from megatron_cp_plugin.core.tiles import Mask
 
 
@@ -207,7 +206,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     arguments.batch = 1 if arguments.batch is None else arguments.batch
     needs = "plan needs --machine, --size, --seq-len and --heads, or --model"
     _need(arguments, needs, "size", "seq_len", "heads", "machine")
-    shape, mask = _shape(arguments), _mask(arguments)
+    from megatron_cp_plugin.core.call import Shape
+
+    heads = _heads(arguments)
+    _check_positive(arguments, "size", "seq_len", "batch")
+    shape = Shape(arguments.batch, arguments.seq_len, *heads, arguments.head_dim)
+    mask = _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
     if mask.documents:
@@ -238,14 +242,6 @@ def _plan_model(arguments: argparse.Namespace) -> int:
         arguments.yaml,
     )
     return 0
-
-
-def _shape(arguments: argparse.Namespace) -> Shape:
-    from megatron_cp_plugin.core.call import Shape
-
-    heads = _heads(arguments)
-    _check_positive(arguments, "size", "seq_len", "batch")
-    return Shape(arguments.batch, arguments.seq_len, *heads, arguments.head_dim)
 
 
 _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {

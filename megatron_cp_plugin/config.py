@@ -100,6 +100,10 @@ class RunSettings:
     )
     by_auto: bool = False
 
+    def features(self, head_dim: int) -> int:
+        """The head dim of q and k in layers of linear attention: linearized positions double it."""
+        return head_dim * (2 if self.linear_model == "transnormer" else 1)
+
     def __post_init__(self) -> None:
         if self.chunked_loss is not None and self.chunked_loss < 1:
             raise ConfigError(

@@ -352,7 +352,7 @@ def write_report(
             row["losses"] = recording.losses()
             row["grad_norms"] = recording.grad_norms()
             row["seconds_per_iteration"] = recording.seconds()
-            row["communication_by_rank"] = [rank.communication for rank in recording.ranks]
+            row["sent_bytes_by_rank"] = [rank.sent_bytes[1] for rank in recording.ranks]
         if outcome.comparison is not None:
             row["comparison"] = outcome.comparison.as_dict()
         runs.append(row)

@@ -49,13 +49,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness import prepare_data
-from megatron_cp_plugin.harness.parity import (
-    Comparison,
-    Recording,
-    Tolerances,
-    compare,
-    relative_error,
-)
+from megatron_cp_plugin.harness.parity import Comparison, Recording, Tolerances, compare
 from megatron_cp_plugin.integration.args import add_arguments
 from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 
@@ -79,7 +73,6 @@ PAD, END_OF_DOCUMENT, SEQ_LENGTH = 125, 124, 96
 # roundings, which vary little; those of ten losses do.
 GRADIENT_FACTOR, LOSS_FACTOR = 2.0, 3.0
 UNBOUNDED, EXACT = (Tolerances(bound, bound, bound, bound) for bound in (math.inf, 0.0))
-ROUNDINGS = {"bf16": 2**-9, "fp16": 2**-11}
 # What captured runs and those that they are to be equal to have in common: other weights would come
 # of other numbers, and Megatron cannot look for NaN in a captured iteration.
 BEFORE_GRAPHS = {"te_rng_tracker": True, "check_for_nan_in_loss_and_grad": False}
@@ -317,9 +310,8 @@ def rows_of(platform: str) -> list[Row]:
     for given in own["rows"]:
         megatron = model | united(given.pop("flags", ()), given.pop("megatron", {}))
         of_runs = united(given.pop("own_flags", ()), given.pop("own", {}))
-        captured, bound = given.pop("captured", {}), given.pop("bound", "")
-        unit = ROUNDINGS.get(bound)
-        tolerances = Tolerances() if unit is None else rounded(unit)
+        captured = given.pop("captured", {})
+        tolerances = Tolerances.of(given.pop("bound", ""))
         algos = named(given.pop("algos", "softmax"))
         if captured:
             megatron, of_runs = megatron | BEFORE_GRAPHS, of_runs | {"deterministic_mode": True}
@@ -333,14 +325,6 @@ def rows_of(platform: str) -> list[Row]:
             one = replace(row, key=f"{row.key}-{who}", algos=words, own=of_runs | graphs)
             found.append(replace(one, captured_from=row.key, yardstick=False, tolerances=EXACT))
     return found
-
-
-def rounded(unit: float) -> Tolerances:
-    """What counts as equal in a dtype: 1, 5 and 20 roundings for losses, norms and gradients.
-
-    40 for gradients of later iterations: weights that differ by a hair are rounded apart too.
-    """
-    return Tolerances(unit, 5 * unit, 20 * unit, 40 * unit)
 
 
 def chosen(rows: Iterable[Row], patterns: Sequence[str], gpus: int) -> list[Job]:
@@ -485,12 +469,7 @@ def measure(verdict: Verdict, run: Recording, wanted: Recording | None) -> None:
     tolerances = UNBOUNDED if by_yardstick else job.row.tolerances
     verdict.comparison = found = compare(wanted, run, tolerances)
     verdict.problems += found.problems
-    losses = wanted.losses()
-    verdict.loss = max(
-        relative_error(got, want)
-        for name in losses
-        for got, want in zip(run.losses().get(name, [math.nan]), losses[name], strict=False)
-    )
+    verdict.loss = found.loss.error
     gradients = found.euclidean if by_yardstick else found.gradients
     if job.config.megatron.get("deterministic_mode") and job.config.megatron.get("bf16"):
         # Megatron sums it token by token in bfloat16 then: the order of the tokens is all it shows.
@@ -534,7 +513,7 @@ def check_graphs(recording: Recording, *, captured: bool, attention: bool) -> li
     found = []
     for number, rank in enumerate(recording.ranks):
         last = max(rank.gradients)
-        replays, sent = rank.replays[last], rank.sent_bytes[last]
+        replays, sent = rank.replays[last], sum(rank.sent_bytes[last].values())
         if bool(replays) != captured:
             found.append(f"rank {number} replayed {replays} CUDA graphs in iteration {last}")
         if attention and sent:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.capabilities import RANKS, capabilities, markdown
+from megatron_cp_plugin.capabilities import PROBLEMS, RANKS, capabilities, markdown
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -16,20 +16,8 @@ from tests.oracle import expected_attention, relative_error
 
 SEQ_LEN = 4 * RANKS
 
-ROWS = capabilities()
-PROBLEMS = {
-    "causal": {},
-    "full": {"causal": False},
-    "few_heads": {"heads": RANKS // 2, "kv_heads": RANKS // 2},
-    "few_kv_heads": {"heads": 2 * RANKS, "kv_heads": RANKS // 4},
-}
-# Linear attention has as many KV heads as query heads: the table has a dash there.
-CELLS = [
-    pytest.param(row, cell, id=f"{row.name}-{cell}")
-    for row in ROWS
-    for cell in PROBLEMS
-    if row.kind == "softmax" or cell != "few_kv_heads"
-]
+ROWS = [*capabilities()]
+CELLS = [pytest.param(row, cell, id=f"{row.name}-{cell}") for row in ROWS for cell in row.serves]
 LAYOUT_CELLS = [
     pytest.param(row, layout, id=f"{row.name}-{layout}") for row in ROWS for layout in row.layouts
 ]
@@ -43,8 +31,11 @@ def test_the_document_is_what_the_code_says():
 
 
 def test_every_algorithm_has_a_row():
-    assert {row.name for row in capabilities()} == set(cp.available())
-    assert all(set(row.layouts) <= {*LAYOUTS, "documents", "thd"} for row in capabilities())
+    assert {row.name for row in ROWS} == set(cp.available())
+    assert all(set(row.layouts) <= {*LAYOUTS, "documents", "thd"} for row in ROWS)
+    # Linear attention has as many KV heads as query heads: the table has a dash there.
+    assert all(len(row.serves) == len(PROBLEMS) - (row.kind == "linear") for row in ROWS)
+    assert all(row.serves["causal"] for row in ROWS)
 
 
 def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, layout=None):
@@ -88,7 +79,7 @@ def run(row, *, heads=2 * RANKS, kv_heads=2 * RANKS, causal=True, window=None, l
 
 @pytest.mark.parametrize(("row", "cell"), CELLS)
 def test_cells(row, cell):
-    if cell == "causal" or getattr(row, cell):
+    if row.serves[cell]:
         assert run(row, **PROBLEMS[cell]) < 1e-10
     else:
         with pytest.raises(ConfigError):
@@ -102,7 +93,7 @@ def test_layouts(row, layout):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_windows(row):
-    if row.window:
+    if row.windows:
         assert run(row, window=4) < 1e-10
         return
     refusal = "sliding windows" if row.kind == "softmax" else "no option 'window'"

@@ -40,7 +40,7 @@ def recording(ranks: int = 1, algo: str = "zigzag", sent: int = 100) -> Recordin
         gradients={
             step: {name: f"{step}. gradient of {name}" for name in names} for step in gradients
         },
-        communication={"forward_sent_bytes": sent, "backward_sent_bytes": 0},
+        sent_bytes={1: {"forward": sent, "backward": 0}},
         iterations=[
             Iteration(step, {"lm loss": 5.0 / step}, 2.0 / step, False, 0.1) for step in (1, 2, 3)
         ],

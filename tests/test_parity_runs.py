@@ -160,7 +160,7 @@ def test_a_row_is_judged_by_its_reference_and_its_yardstick(
         run = recording(1)
         for rank in run.ranks:
             rank.replays.update({3: 0})
-            rank.sent_bytes.update({3: 0})
+            rank.sent_bytes.update({3: {}})
         scale = {"reference": 1.0, "yardstick": 1.02}.get(role, off)
         for name in ("layers.0.weight", "layers.0.bias"):
             for step in (1, 2, 3):
@@ -205,10 +205,9 @@ def recorded(replays: int, sent: int, digest: str = "a") -> Recording:
         shard=(0, 0, 0),
         weights={},
         gradients={1: {"weight": digest}},
-        communication={},
         iterations=[],
         replays={1: replays},
-        sent_bytes={1: sent},
+        sent_bytes={1: {"forward": sent}},
     )
     return Recording([rank, rank], {})
 

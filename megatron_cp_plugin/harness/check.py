@@ -18,6 +18,7 @@ from io import StringIO
 from math import lcm
 from textwrap import fill
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -115,7 +116,7 @@ def findings(
 def _validated(installer: LauncherInstaller, rest: list[str], gpus: int | None) -> Any:
     """Megatron's arguments, after the checks of the plugin and of Megatron."""
     arguments = import_module("megatron.training.arguments")
-    with _instead(sys, argv=["check", *rest]):
+    with patch.object(sys, "argv", ["check", *rest]):
         args = arguments.parse_args(ignore_unknown_args=True)
     s = Settings(args)
     dense, experts = s.tensor * s.ranks * s.stages, s.expert_ranks * s.stages
@@ -132,25 +133,14 @@ def _as_on_gpus() -> Iterator[None]:
     arguments = import_module("megatron.training.arguments")
     # From architecture 10 on Megatron reads no environment variable of the machine.
     answers = {"get_device_arch_version": 10, "is_te_min_version": True}
-    named = {name: lambda *_, x=x: x for name, x in answers.items() if hasattr(arguments, name)}
+    named: dict[str, Any] = {
+        name: lambda *_, x=x: x for name, x in answers.items() if hasattr(arguments, name)
+    }
     with (
-        _instead(arguments, **named),
-        _instead(torch.cuda, get_device_capability=lambda *_: (10, 0)),
+        patch.multiple(arguments, **named),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: (10, 0)),
     ):
         yield
-
-
-@contextmanager
-def _instead(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes for a while."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def _memory(flags: PluginFlags, settings: Settings, site: CallSite) -> str:

@@ -30,8 +30,6 @@ from megatron_cp_plugin.integration.args import MEGATRON
 from megatron_cp_plugin.terminal import text_table
 
 _REFERENCES = {"te": "Transformer Engine's context parallelism", "cp1": "one rank's whole sequence"}
-# One rounding of a dtype; docs/parity.md says how many count as equal.
-_ROUNDING = {"bfloat16": 2**-9, "float16": 2**-11}
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.* elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"\| ([\w ]*loss): (\S+)")
 _PEAK = re.compile(r"memory \(MB\).* max allocated: ([\d.]+)")
@@ -184,9 +182,7 @@ def _summary(reference: Printed, ours: Printed, names: Sequence[str]) -> Iterato
 def _compare_gradients(folder: Path) -> int:
     """Prints the errors of gradients. Returns: 0, or 1 if they are more than rounding."""
     reference, ours = (Recording.load(folder / name) for name in ("reference", "ours"))
-    unit = _ROUNDING.get(ours.settings["params_dtype"])
-    bounds = Tolerances() if unit is None else Tolerances(unit, 5 * unit, 20 * unit, 40 * unit)
-    found = compare_gradients(reference, ours, bounds)
+    found = compare_gradients(reference, ours, Tolerances.of(ours.settings["params_dtype"]))
     for what, worst in (("first iteration", found.gradient), ("later", found.later_gradient)):
         print(f"gradients, {what}: off by {worst.error:.1e} at most, {worst.at}")
     print("\n".join(found.problems) or "equal within the rounding of the dtype")

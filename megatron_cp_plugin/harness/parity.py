@@ -36,17 +36,16 @@ class RankRecording:
         weights: Digests by parameter name.
         gradients: Digests by iteration and parameter name.
         replays: By iteration, how many CUDA graphs were replayed.
-        sent_bytes: By iteration, sent for attention outside of CUDA graphs.
+        sent_bytes: By iteration and pass, sent for attention outside of CUDA graphs.
     """
 
     settings: dict[str, Any]
     shard: Shard
     weights: dict[str, str]
     gradients: dict[int, dict[str, str]]
-    communication: dict[str, int]
     iterations: list[Iteration]
     replays: dict[int, int] = field(default_factory=dict)
-    sent_bytes: dict[int, int] = field(default_factory=dict)
+    sent_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,10 +126,7 @@ class Recording:
 
     def sent_bytes(self) -> int:
         """Returns how much the busiest rank sent for attention in the first iteration."""
-        return max(
-            r.communication["forward_sent_bytes"] + r.communication["backward_sent_bytes"]
-            for r in self.ranks
-        )
+        return max(sum(rank.sent_bytes[1].values()) for rank in self.ranks)
 
 
 @dataclass(frozen=True)
@@ -150,6 +146,15 @@ class Tolerances:
     grad_norm: float = 1e-4
     gradient: float = 1e-4
     later_gradient: float = 1e-4
+
+    @classmethod
+    def of(cls, dtype: str) -> Self:
+        """What counts as equal in a dtype: 1, 5, 20 and 40 roundings of it.
+
+        Weights that differ by a hair are rounded apart too: hence the last number.
+        """
+        unit = {"bfloat16": 2**-9, "float16": 2**-11}.get(dtype)
+        return cls() if unit is None else cls(unit, 5 * unit, 20 * unit, 40 * unit)
 
 
 @dataclass(frozen=True)

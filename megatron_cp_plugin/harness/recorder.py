@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_cp_plugin.core.communication.record import record_communication
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.weight_parts import joined_rows, rows_of_weights
 from megatron_cp_plugin.integration import compat
@@ -135,14 +136,9 @@ class Recorder:
                 result = forward_backward(*args, **kwargs)
             started = time.perf_counter()
             _gather_instances(model)
-            for name, count in (("replays", len(replays)), ("sent_bytes", log.bytes())):
-                self._content.setdefault(name, {})[self._iteration] = count
-            if self._iteration == 1:
-                self._content["communication"] = {
-                    f"{phase}_{direction}_bytes": log.bytes(phase=phase, direction=direction)
-                    for phase in ("forward", "backward")
-                    for direction in ("sent", "received")
-                }
+            sent = {phase: log.bytes(phase=phase) for phase in PHASES}
+            for name, found in (("replays", len(replays)), ("sent_bytes", sent)):
+                self._content.setdefault(name, {})[self._iteration] = found
             self._write_state(_gradient_copies(model))
             self._recording_s += time.perf_counter() - started
             return result

@@ -131,7 +131,6 @@ class CommandLine:
     """Flags of `megatron-cp train`.
 
     Attributes:
-        words: All of them.
         path: The run file; None: there is none.
         rest: The other flags, without --config.
         flags: The plugin's, of the run file too.
@@ -139,7 +138,6 @@ class CommandLine:
         content: The run file as it is written; {}: there is none.
     """
 
-    words: Sequence[str]
     path: str | None
     rest: list[str]
     flags: PluginFlags
@@ -151,7 +149,7 @@ class CommandLine:
         """Reads it. Raises: as `launch.own_flags`."""
         path, rest = launch.split_run_file(words)
         flags, of_megatron = launch.own_flags(path, rest)
-        return cls(words, path, rest, flags, of_megatron, launch.read_run_file(path))
+        return cls(path, rest, flags, of_megatron, launch.read_run_file(path))
 
     @classmethod
     def read(cls, command: str, words: Sequence[str]) -> Self:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_cp_plugin.core.agree import gathered
 from megatron_cp_plugin.integration.compat import unwrapped
 from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamba
 
@@ -128,6 +128,4 @@ def joined_rows(parameter: DTensor, part: Tensor | None) -> Tensor:
     if parameter.placements[0].is_replicate():
         return mine.clone()
     group = parameter.device_mesh.get_group(0)
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, mine, group=group)
-    return torch.cat(parts)
+    return torch.cat(gathered(mine, group))

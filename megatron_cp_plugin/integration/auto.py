@@ -447,17 +447,9 @@ def _shards_parameters(settings: Settings) -> bool:
 
 
 def _linear_kind(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
-    # Linearized positions double the features of q and k.
     head_dim = settings.head_dims[1]
-    features = head_dim * (2 if flags.linear_model == "transnormer" else 1)
-    shape = LinearShape(
-        settings.samples,
-        seq_length,
-        settings.split_heads[1],
-        features,
-        head_dim,
-        settings.dtype.itemsize,
-    )
+    sizes = settings.split_heads[1], flags.features(head_dim), head_dim
+    shape = LinearShape(settings.samples, seq_length, *sizes, settings.dtype.itemsize)
     return Kind("linear attention", shape, Mask())
 
 

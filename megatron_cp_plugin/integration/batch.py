@@ -271,13 +271,9 @@ def _refuse_disorder(position_ids: Tensor, fits: Tensor) -> None:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """A number int64 [] that depends on all elements and their order."""
-    bits = _as_integers(tensor.detach()).flatten()
+    x = tensor.detach().flatten()
+    bits = x.float().view(torch.int32) if x.is_floating_point() else x
     return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()
-
-
-def _as_integers(tensor: Tensor) -> Tensor:
-    """Integers that differ wherever elements do."""
-    return tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
 
 
 def _documents_of(batch: Mapping[str, Any]) -> tuple[int, ...]:

@@ -61,8 +61,7 @@ def _check_kernel(settings: Settings) -> str | None:
     heads, kv_heads = settings.split_heads
     fixed, packed = bool(settings.deterministic_mode), settings.packing is not None
     if registry.kind_of(config.algo) == "linear":
-        # Linearized positions double the features of q and k.
-        features = head_dim * (2 if config.linear_model == "transnormer" else 1)
+        features = config.features(head_dim)
         linear = LinearProblem(device, dtype, heads, features, head_dim, fixed, packed)
         recurrent = resolve_linear(config.kernel, linear)
         if device.type == "cuda":

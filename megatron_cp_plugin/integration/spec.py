@@ -160,8 +160,7 @@ def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> 
         parts = layer.submodules
         # Its name before Megatron 0.17.
         name = "mtp_model_layer" if hasattr(parts, "mtp_model_layer") else "transformer_layer"
-        inner = with_attention(getattr(parts, name), served)
-        layers.append(replace(layer, submodules=replace(parts, **{name: inner})))
+        layers.append(_with(layer, **{name: with_attention(getattr(parts, name), served)}))
     return replace(spec, layer_specs=layers)
 
 
@@ -186,16 +185,14 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
         return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
     mixer: Any = getattr(layer, "mixer", None)
     if is_mamba(getattr(mixer, "module", mixer)):
-        ours = _recurrent(mixer, runtime)
-        return replace(spec, submodules=replace(layer, mixer=ours))
+        return _with(spec, mixer=_recurrent(mixer, runtime))
     attention: Any = getattr(layer, "self_attention", None)
     module = getattr(attention, "module", attention)
     replacements = ColumnParallelLinearGathered.__module__  # Transformer Engine's is there too
     if module is IdentityOp or getattr(module, "__module__", None) == replacements:
         return spec  # tokens do not interact there
     if isinstance(module, type) and is_gated_delta_net(module):
-        ours = _recurrent(attention, runtime)
-        return replace(spec, submodules=replace(layer, self_attention=ours))
+        return _with(spec, self_attention=_recurrent(attention, runtime))
     core: Any = getattr(getattr(attention, "submodules", None), "core_attention", None)
     core = getattr(core, "module", core)
     # Only a program knows how its own layers cut tokens.
@@ -211,18 +208,17 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
             f"got {_name(module)}: leave --spec out or use another model"
         )
     if linear:
-        return replace(
-            spec, submodules=replace(layer, self_attention=_linear_spec(attention, runtime))
-        )
+        assert runtime.config.linear_model is not None  # checked at start-up
+        model = MODELS[runtime.config.linear_model]
+        params = {**attention.params, "runtime": runtime}
+        return _with(spec, self_attention=replace(attention, module=model, params=params))
     if core is not DotProductAttention and core is not TEDotProductAttention:
         raise ContextParallelError(
             f"{runtime.config.algo} replaces DotProductAttention or TEDotProductAttention, got "
             f"{_name(core)}: leave the flag that chooses it out"
         )
     ours = ModuleSpec(module=ContextParallelAttention, params={"runtime": runtime})
-    submodules = replace(attention.submodules, core_attention=ours)
-    attention = replace(attention, submodules=submodules)
-    return replace(spec, submodules=replace(layer, self_attention=attention))
+    return _with(spec, self_attention=_with(attention, core_attention=ours))
 
 
 def use_attention(model: Any, runtime: Runtime) -> None:
@@ -253,6 +249,11 @@ def use_attention(model: Any, runtime: Runtime) -> None:
             )
 
 
+def _with(spec: Any, **parts: Any) -> Any:
+    """A copy of a spec with other submodules."""
+    return replace(spec, submodules=replace(spec.submodules, **parts))
+
+
 def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
     """The kinds of layers of a HybridModel's stack, from which its pattern chooses.
 
@@ -277,13 +278,6 @@ def _recurrent(spec: Any, runtime: Runtime) -> ModuleSpec:
         params={**getattr(spec, "params", {}), "runtime": runtime},
         submodules=getattr(spec, "submodules", None),
     )
-
-
-def _linear_spec(attention: Any, runtime: Runtime) -> Any:
-    """The spec of linear attention with the projections of a spec of SelfAttention."""
-    model = runtime.config.linear_model
-    assert model is not None  # checked at start-up
-    return replace(attention, module=MODELS[model], params={**attention.params, "runtime": runtime})
 
 
 def _is_sparse(*kinds: Any) -> bool:

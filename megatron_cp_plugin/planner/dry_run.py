@@ -197,9 +197,9 @@ class _Posting:
         number, ranks = self._number, self.channel[1]
         self._number += 1
         leave, come = (
-            tuple((ranks[rank], _size_of(x)) for x, rank in each) for each in (sends, receives)
+            tuple((ranks[rank], x.nbytes) for x, rank in each) for each in (sends, receives)
         )
-        of_block = 0 if block is None else _size_of(block) * (len(ranks) - 1)
+        of_block = 0 if block is None else block.nbytes * (len(ranks) - 1)
         note(Post(self.channel, number, operation, leave, come, of_block, early))
         living = [sends, sent]
 
@@ -255,7 +255,3 @@ class _PeerChannel(SlottedCommunicator):
     ) -> Pending[None]:
         sends = [(x, to) for to, each in writes.items() for x, _ in each]
         return self._posting(None, sends, receives, None, early=early)
-
-
-def _size_of(x: Tensor) -> int:
-    return x.numel() * x.element_size()

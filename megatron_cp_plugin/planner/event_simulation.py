@@ -134,12 +134,6 @@ _REORDERING = frozenset(
 _REORDERED = 0.5  # of the speed of other operations; fitted to docs/data/ranks.csv
 
 
-def _memory_speed(machine: Machine, event: Memory) -> float:
-    """Bytes a second."""
-    share = _REORDERED if event.name in _REORDERING else 1.0
-    return share * machine.memory_bytes_per_second
-
-
 def tile_seconds(machine: Machine, kernel: str, tile: RecordedKernel) -> float:
     """Seconds of an attention kernel on a GPU of its own."""
     speeds, backward = machine.kernel(kernel), tile.phase == "backward"
@@ -289,7 +283,9 @@ class _Run:
         elif isinstance(event, Linear):
             seconds = event.flop / machine.linear_speed(event.phase)
         else:
-            seconds = machine.operation_seconds + event.bytes / _memory_speed(machine, event)
+            speed = machine.memory_bytes_per_second
+            speed *= _REORDERED if event.name in _REORDERING else 1.0
+            seconds = machine.operation_seconds + event.bytes / speed
         start = max(rank.stream, rank.host)
         stop = self._slowed(rank, start, seconds * machine.ranks_per_gpu)
         rank.stream = stop
@@ -498,22 +494,15 @@ class _Run:
             of_nodes[self.nodes[m]].append(m)
         if len(of_nodes) == 1:
             return machine.inside.rate(operation, count).time(size), 0.0
-        rate, local = machine.between.rate(operation, count), max(map(len, of_nodes.values()))
-        within = float(size)
-        if operation == "all_to_all":
-            within = size * (local - 1) / (count - 1)
-            crossing = (size - within) * local  # of a node
-        else:
-            crossing = size  # a ring through all nodes, over all cards of each
+        local = max(map(len, of_nodes.values()))
         cards = len({self.cards[m] for m in next(iter(of_nodes.values()))})
-        crossing *= max(1.0, self.crowd * cards / local)  # other groups use the same cards
-        seconds, shared = rate.time(crossing / cards), 0.0
-        if machine.between_total:
-            shared = crossing * len(of_nodes) / machine.between_total
-            seconds = max(seconds, rate.seconds + shared)
-        if local > 1:
-            seconds = max(seconds, machine.inside.rate(operation, local).time(within))
-        return seconds, shared
+        a_card = max(local / cards, self.crowd)  # other groups use the same cards
+        seconds, crossing = machine.crossing_seconds(operation, count, local, size, a_card)
+        if not machine.between_total:
+            return seconds, 0.0
+        shared = crossing * cards * len(of_nodes) / machine.between_total
+        latency = machine.between.rate(operation, count).seconds
+        return max(seconds, latency + shared), shared
 
     def _ended(self, number: int, channel: ChannelId, which: int, start: float, end: float) -> None:
         """Notes that an operation of the process group ran on a rank."""

@@ -180,16 +180,28 @@ class Machine:
         if ranks * stride <= self.gpus_per_node:
             return self.inside.rate(operation, ranks).time(sent)
         local = max(1, self.gpus_per_node // stride)
+        a_card = self.gpus_per_node / self.cards_per_node
+        return self.crossing_seconds(operation, ranks, local, sent, a_card)[0]
+
+    def crossing_seconds(
+        self, operation: Operation, ranks: int, local: int, sent: float, a_card: float
+    ) -> tuple[float, float]:
+        """Of a collective operation of ranks on several nodes, and the bytes that cross each card.
+
+        Args:
+            local: ranks on each node.
+            sent: bytes of a rank, to anywhere.
+            a_card: ranks whose bytes cross the same network card.
+        """
         # A ring leaves a node by one of its ranks.
         between, inside = sent / local, sent
         if operation == "all_to_all":
             between = sent * (ranks - local) / (ranks - 1)
             inside -= between
-        a_card = self.gpus_per_node / self.cards_per_node
         seconds = self.between.rate(operation, ranks).time(between * a_card)
-        if local == 1:
-            return seconds
-        return max(seconds, self.inside.rate(operation, local).time(inside))
+        if local > 1:
+            seconds = max(seconds, self.inside.rate(operation, local).time(inside))
+        return seconds, between * a_card
 
     def linear_speed(self, phase: Phase) -> float:
         """FLOP a second of linear attention. Raises: ConfigError if they are not known."""

@@ -150,6 +150,6 @@ def test_training_gives_the_same_bits(tmp_path: Path) -> None:
             assert [(i.losses, i.grad_norm) for i in mine.iterations] == [
                 (i.losses, i.grad_norm) for i in other.iterations
             ]
-            sent, once = mine.communication, other.communication
-            assert sent["forward_sent_bytes"] == times * once["forward_sent_bytes"]
-            assert sent["backward_sent_bytes"] == once["backward_sent_bytes"]
+            sent, once = mine.sent_bytes[1], other.sent_bytes[1]
+            assert sent["forward"] == times * once["forward"]
+            assert sent["backward"] == once["backward"]
