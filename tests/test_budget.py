@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 3_890,
+    "package root": 3_880,
     "core": 13_100,
     "algorithms": 1_760,
     "kernels": 3_340,
-    "integration": 8_430,
+    "integration": 8_410,
     "planner": 5_890,
-    "harness": 2_200,
-    "scripts": 7_250,
+    "harness": 2_190,
+    "scripts": 7_040,
     "tests": 37_900,
 }
 # Words of Markdown: of the README; of all pages, it among them.
