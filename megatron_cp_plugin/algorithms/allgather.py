@@ -17,8 +17,9 @@ class KvAllGather(GridAlgorithm):
 
     The grid of `attention2d` with a single column. With S = N/P tokens a rank, elements of e
     bytes and gradients of g, a rank sends B*S*(P-1) times 2GDe forward, 2GD(e+g) backward; less
-    with a window or documents, and, over peer memory, 3/4 in the mean with a causal mask, for a
-    rank after the owner sees only the first of its two chunks. Memory: docs/algorithms.md.
+    where blocks are not gathered: with a window or documents, and, over peer memory, 3/4 in the
+    mean with a causal mask, for a rank after the owner sees only the first of its two chunks.
+    Memory: docs/algorithms.md.
 
     Source: the scheme of Llama 3 (section 3.3.2, context parallelism). Differs: by groups of
     heads, so that communication overlaps and memory is bounded.

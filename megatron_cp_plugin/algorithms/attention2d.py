@@ -193,9 +193,9 @@ class GridAlgorithm(PointToPoint):
             chunks: groups of heads, pipelined, at most as many as KV heads; 0: 4, or fewer where
                 that would be too little work for each; over peer memory with one row or column half
                 of that, or 4 for fewer KV heads than query heads where there is much work.
-            transport: "peer" (block by block, see PointToPoint), "group" (gathered over the process
-                group), or "auto": peer where that is possible, else group, but by messages from
-                rank to rank under windows, documents and spans, unless layout is thd.
+            transport: "peer" (block by block, see PointToPoint), "group" (whole blocks, gathered
+                over the process group), or "auto": peer where that is possible, else group, but by
+                messages from rank to rank under windows, documents and spans, unless layout is thd.
         """
 
     options: Options
@@ -261,7 +261,7 @@ class Attention2D(GridAlgorithm):
         backward  (C-1) * (3HDe + 2Hw) + (R-1) * 4GDe
 
     and, off the grid's diagonal, 2GDe in each for the transposes of the paper's variants; less
-    under windows and documents, but on the cyclic layout. Memory: docs/algorithms.md.
+    under windows and documents, but for gathered blocks. Memory: docs/algorithms.md.
 
     Source: Attention2D. Variant "no": Algorithms 1 to 3, "overlap": Algorithms 4 to 11, on the
     cyclic layout with its transposes of K and V. Variant "zigzag" is not the paper's: on zigzag

@@ -54,12 +54,12 @@ class BlockPlacement(ABC):
             way; otherwise it goes straight from its owner to each, and results straight back.
         masked: blocks travel only to ranks that need them under the mask. If false, whole blocks go
             to every rank where they have a place, except under masks with a window, documents or
-            spans on layouts without gaps: there blocks travel as if `masked` were true.
+            spans on layouts without gaps: there blocks that are not gathered travel as if `masked`
+            were true.
         assembled: collective operations gather the blocks. Each rank joins the queries of all pairs
             that `pairs_of` names into one block, and their keys into another, and computes the two
-            in step 0. Blocks are padded to equal lengths, and all ranks that get a block get the
-            same rows of it. Tensors of one kind travel as one; lse and delta travel once for all
-            heads.
+            in step 0. Whole blocks travel, padded to equal lengths. Tensors of one kind travel as
+            one; lse and delta travel once for all heads.
         cyclic: `place(query + n, key + n)` is `place(query, key)` with each rank plus n, modulo
             `size`, and so pairs with equal query - key meet on different ranks in the same step.
             Then one rank's part of a plan is found without placing all pairs.

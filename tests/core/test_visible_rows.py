@@ -109,26 +109,13 @@ def helped(tokens: Tokens) -> Sent:
 
 
 def gathered(rows: int) -> Callable[[Tokens], Sent]:
-    """On a grid of `rows` rows: each rank's rows that any other needs, padded to equal numbers."""
+    """On a grid of `rows` rows: all rows of all ranks, padded to equal numbers."""
 
     def count(tokens: Tokens) -> Sent:
-        size = len(tokens.held)
-        cols = size // rows
-        row = [[r for r in range(size) if r // cols == rank // cols] for rank in range(size)]
-        column = [[r for r in range(size) if r % cols == rank % cols] for rank in range(size)]
-
-        def queries(rank: int) -> int:
-            elsewhere = [r for other in row[rank] if other != rank for r in column[other]]
-            return len(tokens.queries(rank, *elsewhere))
-
-        def keys(rank: int) -> int:
-            elsewhere = [r for other in column[rank] if other != rank for r in row[other]]
-            return len(tokens.keys(rank, *elsewhere))
-
-        of_row = [(cols - 1) * max(map(queries, row[rank])) for rank in range(size)]
-        of_column = [(rows - 1) * max(map(keys, column[rank])) for rank in range(size)]
+        size, most = len(tokens.held), max(map(len, tokens.held))
+        of_row, of_column = (size // rows - 1) * most, (rows - 1) * most
         return tuple(
-            [q * a + k * b for q, k in zip(of_row, of_column, strict=True)]
+            [of_row * a + of_column * b] * size
             for a, b in ((2 * Q + LSE, KV), (3 * Q + 2 * LSE, 2 * KV))
         )  # type: ignore[return-value]
 

@@ -164,9 +164,9 @@ class Assembly:
         parts = [narrowed(blocks[member], dim, *part) for member, *part, _ in self._segments]
         return torch.cat(parts, dim) if parts else blocks[0].narrow(dim, 0, 0)
 
-    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
+    def place(self, blocks: Tensor, dim: int, rows: slice, values: Tensor) -> None:
         """Writes some rows of an assembled block to their places in [n, ..., S, ...]."""
-        if isinstance(blocks, Tensor) and blocks.dim() == 5:
+        if blocks.dim() == 5:
             fused = fused_for(values)
             if fused is not None:  # one pass, whatever the number of segments
                 apart = blocks.stride(0) // blocks.stride(2)
@@ -246,47 +246,12 @@ def _rows_by_member(
     return tuple(zip(parts, parts, strict=True))
 
 
-class _Interleaved(Assembly):
-    """One span a rank, all with the same step, taken in turns; all of them."""
-
-    _segments, _in_order, _many = (), False, False
-
-    def __init__(self, members: tuple[Ranges, ...], width: int) -> None:
-        self.members, self.width = len(members), width
-        spans = joined(members)
-        first, step, self.tokens = spans[0].start, spans[0].step, spans.total
-        apart, rest = divmod(step, self.members)
-        # Of fewer tokens than ranks the last ranks have none.
-        expected = [1] * len(spans) + [0] * (self.members - len(spans))
-        if (
-            rest
-            or (spans.step != step).any()
-            or (spans.start != first + apart * np.arange(len(spans))).any()
-            or list(map(len, members)) != expected
-        ):
-            raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
-        self.spans = Ranges.of([Span(first, int(spans.stop.max()), apart)])
-
-    def join(self, gathered: Blocks, dim: int) -> Tensor:
-        assert isinstance(gathered, Tensor)  # such blocks travel whole
-        return gathered.movedim(0, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, self.tokens)
-
-    def place(self, blocks: Blocks, dim: int, rows: slice, values: Tensor) -> None:
-        for member in range(self.members):
-            first = rows.start + (member - rows.start) % self.members
-            count = -(-(rows.stop - first) // self.members)
-            if count > 0:
-                index = [slice(None)] * dim + [slice(first - rows.start, None, self.members)]
-                target = blocks[member].narrow(dim, first // self.members, count)
-                target.copy_(values[tuple(index)])
-
-
 def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
     """The order of the tokens of some ranks.
 
     Args:
-        members: spans of each rank's block. They are without gaps, or all ranks hold one
-            span each with a common step and, together, positions at equal distances.
+        members: spans of each rank's block. They are without gaps, or all ranks together hold
+            positions at equal distances.
         width: to which blocks are padded.
 
     Raises: ValueError if the spans are neither.
@@ -296,8 +261,15 @@ def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:
 
 @lru_cache(maxsize=64)  # of a pack on 64 ranks one is 0.6 MiB
 def _assemble(members: tuple[Ranges, ...], width: int) -> Assembly:
-    spans = joined(members)
-    if not spans.plain:
-        return _Interleaved(members, width)
-    owner = np.repeat(np.arange(len(members)), list(map(len, members)))
-    return Assembly(spans, owner, len(members), width)
+    spans, count = joined(members), len(members)
+    owner = np.repeat(np.arange(count), list(map(len, members)))
+    if spans.plain:
+        return Assembly(spans, owner, count, width)
+    positions = spans.elements  # one after the other: each as a span of its own
+    single, line = Ranges.between(positions, positions + 1), np.sort(positions)
+    apart = int(line[1] - line[0]) if len(line) > 1 else 1
+    if (np.diff(line) != apart).any():
+        raise ValueError(f"spans must be evenly interleaved, got {list(map(list, members))}")
+    order = Assembly(single, np.repeat(owner, spans.lengths), count, width)
+    order.spans = Ranges.of([Span(int(line[0]), int(line[-1]) + 1, apart)])
+    return order

@@ -8,7 +8,6 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import (
     Assembly,
-    Blocks,
     assemble,
     narrowed,
-    packed,
     padded,
     token_dim,
 )
@@ -36,13 +33,11 @@ from megatron_cp_plugin.core.execution.program import (
     Step,
     Task,
 )
-from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.masks.tile_batches import parts
 from megatron_cp_plugin.core.partial import (
     accumulation_dtype,
     beside_each_other,
     merge_all_into,
-    rows_at,
 )
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -54,13 +49,6 @@ from megatron_cp_plugin.core.plans.plan import (
     during,
 )
 from megatron_cp_plugin.core.plans.team_heads import TeamHeads
-from megatron_cp_plugin.core.ranges import (
-    Rows,
-    between,
-    common,
-    positions_of_all,
-    row_count,
-)
 from megatron_cp_plugin.core.tiles import NO_TILES
 
 Tensors = tuple[Tensor, ...]
@@ -89,39 +77,15 @@ class ResultScatter:
         return []
 
 
-class OwnRows(NamedTuple):
-    """Rows of this rank's tokens that travel, and the rank's index in the team."""
-
-    member: int
-    rows: Rows
-
-    def with_own(self, blocks: Blocks, own: Tensor) -> Sequence[Tensor]:
-        """Blocks of all members, with this rank's own replaced by all its tokens."""
-        return (*blocks[: self.member], own, *blocks[self.member + 1 :])
-
-
 class GatheringTeam:
     """Every rank gets the tokens of all ranks, and computes a part of the results for all.
-
-    If only some rows travel, `order` joins all of the rank's own tokens with the rows that travel
-    of the other ranks.
 
     Attributes: order: how the members' tokens are joined.
     """
 
-    def __init__(
-        self,
-        inward: Communicator,
-        outward: Communicator,
-        order: Assembly,
-        own_rows: OwnRows | None = None,
-    ) -> None:
-        """Args:
-        inward, outward: channels of inputs and of results.
-        own_rows: the own rows that travel; None: all tokens travel.
-        """
+    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
+        """Args: inward, outward: channels of inputs and of results."""
         self._inward, self._outward, self.order = inward, outward, order
-        self._own_rows = own_rows
 
     def gather(
         self, message: TensorNames, given: Named, part: SomeHeads
@@ -132,21 +96,17 @@ class GatheringTeam:
 
         Returns: a function that waits for the tensors; to be called once.
         """
-        order, own_rows, own = self.order, self._own_rows, part.named(message, given)
+        order, own = self.order, part.named(message, given)
         of_rows = message[0] in PER_HEAD
         widths = [x.shape[3] for x in own if x.dim() == 4]
         if of_rows:
             whole, dim = torch.stack(own), 3
         else:
             whole, dim = beside_each_other(own), 1
-        sent = whole if own_rows is None else _packed(whole, dim, own_rows)
-        coming = self._inward.all_gather(padded(sent, dim, order.width))
+        coming = self._inward.all_gather(padded(whole, dim, order.width))
 
         def finish() -> Sequence[Tensor]:
-            blocks: Blocks = coming.wait()
-            if own_rows is not None:
-                blocks = own_rows.with_own(blocks, whole)
-            joined = order.join(blocks, dim)
+            joined = order.join(coming.wait(), dim)
             if of_rows:
                 return joined.unbind()
             return joined.split(widths, -1) if len(widths) > 1 else (joined,)
@@ -159,7 +119,7 @@ class GatheringTeam:
         The owners merge partial outputs, or sum gradients, into their `targets`.
         """
         own = operation.part.named(operation.names, targets)
-        return _TeamScatter(self._outward, self.order, self._own_rows, own, wide=operation.wide)
+        return _TeamScatter(self._outward, self.order, own, wide=operation.wide)
 
 
 class _TeamScatter(ResultScatter):
@@ -169,13 +129,12 @@ class _TeamScatter(ResultScatter):
         self,
         outward: Communicator,
         order: Assembly,
-        own_rows: OwnRows | None,
         own: Sequence[Tensor],
         *,
         wide: bool,
     ) -> None:
         """Args: own: memory of the results for the own tokens."""
-        self._outward, self._order, self._own_rows, self._own = outward, order, own_rows, own
+        self._outward, self._order, self._own = outward, order, own
         self._widths = widths = [x.shape[3] for x in own if x.dim() == 4]
         like, members, width = own[0], order.members, order.width
         dtype = accumulation_dtype(like.dtype) if wide else like.dtype
@@ -185,44 +144,22 @@ class _TeamScatter(ResultScatter):
         self._lses = rows_of[0] if rows_of else None
         self._places = (*_by_widths(self._blocks, widths), *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
-        self._written, self._mine = list[Blocks](self._places), list[Tensor]()
-        if own_rows is not None:  # some of the own tokens: all of them are here
-            pairs = list(zip(own, self._places, strict=True))
-            self._mine = [x.new_empty(x.shape, dtype=place.dtype) for x, place in pairs]
-            both = zip(self._places, self._mine, strict=True)
-            self._written = [own_rows.with_own(*pair) for pair in both]
 
     def add(self, rows: slice, tensors: Tensors) -> None:
-        for of_all, dim, x in zip(self._written, self._dims, tensors, strict=True):
+        for of_all, dim, x in zip(self._places, self._dims, tensors, strict=True):
             self._order.place(of_all, dim, rows, x)
 
     def post(self) -> Completions:
-        own_rows, own, widths = self._own_rows, self._own, self._widths
-        if own_rows is not None:
-            for place, whole, target, dim in zip(
-                self._places, self._mine, own, self._dims, strict=True
-            ):
-                some = _packed(whole, dim, own_rows)
-                place[own_rows.member].narrow(dim, 0, some.shape[dim]).copy_(some)
-                target.copy_(whole)
+        own, widths, tokens = self._own, self._widths, self._own[0].shape[1]
         blocks, lses = self._blocks, self._lses
         # The results travel: this object must not hold their memory.
-        del self._blocks, self._lses, self._places, self._written, self._mine
-        every = own_rows is None and self._order.width == own[0].shape[1]
-        pieces: tuple[tuple[slice, slice], ...] = ()
-        if not every:  # this rank's rows, where they are among those that come and among its own
-            tokens = between(0, own[0].shape[1])
-            pieces = common(tokens if own_rows is None else own_rows.rows, tokens)
+        del self._blocks, self._lses, self._places
         if lses is None:
             summed = _sum_scatter(self._outward, blocks)
 
             def add() -> None:
                 for target, total in zip(own, _by_widths(summed.wait(), widths), strict=True):
-                    if every:
-                        target.copy_(total)
-                        continue
-                    for here, there in pieces:
-                        rows_at(target, there).copy_(rows_at(total, here))
+                    target.copy_(narrowed(total, 1, 0, tokens))
 
             return [add]
         out, lse = own
@@ -230,14 +167,9 @@ class _TeamScatter(ResultScatter):
 
         def merge() -> None:
             outs, lses = partials.wait(), statistics.wait()
-            if every:
-                merge_all_into(out, lse, outs, lses)
-                return
-            for here, there in pieces:
-                count = here.stop - here.start
-                own_rows = rows_at(out, there), narrowed(lse, 2, there.start, count)
-                of_rows = narrowed(outs, 2, here.start, count), narrowed(lses, 3, here.start, count)
-                merge_all_into(*own_rows, *of_rows)
+            if outs.shape[2] > tokens:
+                outs, lses = outs[:, :, :tokens], lses[..., :tokens]
+            merge_all_into(out, lse, outs, lses)
 
         return [merge]
 
@@ -261,19 +193,11 @@ def gathering_teams(
     steps: Plan, channels: Mapping[Side, TeamChannels], call: Call, rank: int
 ) -> tuple[dict[Side, GatheringTeam], Program]:
     """Teams that gather queries and keys, and the rank's program."""
-    # Only moves before the first step: each group of heads has the same rows.
-    first = [
-        move
-        for move in during(steps)
-        if move.needed == 0 and not move.result and rank in (move.source, move.target)
-    ]
     teams, spans = dict[Side, GatheringTeam](), steps.spans
     for side, (owners, own, inward, outward) in channels.items():
-        moves = [move for move in first if move.side == side]
-        rows = tuple(sorted({move.block.owners[0]: move.block.rows for move in moves}.items()))
-        width = max((move.tokens for move in moves), default=spans.lengths[own])
-        order = _ordered(spans, owners if moves else (own,), own, rows, width)
-        teams[side] = GatheringTeam(inward, outward, *order)
+        width = max(spans.lengths) if len(owners) > 1 else spans.lengths[own]
+        order = assemble([spans[owner] for owner in owners], width)
+        teams[side] = GatheringTeam(inward, outward, order)
     return teams, _gathering_program(steps, rank, teams[QUERIES].order.tokens, call)
 
 
@@ -366,29 +290,6 @@ def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round
     )
 
 
-@lru_cache(maxsize=64)  # both passes of a micro-batch ask for the same
-def _ordered(
-    owned: TokenMap,
-    members: tuple[int, ...],
-    own: int,
-    own_rows: tuple[tuple[int, Rows], ...],
-    width: int,
-) -> tuple[Assembly, OwnRows | None]:
-    """How the tokens of a team are joined, and the rows that this rank sends (None: all).
-
-    Args:
-        own_rows: (owner, rows that travel) of the members.
-        width: rows of padded blocks.
-    """
-    rows = dict(own_rows)
-    if all(row_count(rows[owner]) == owned.lengths[owner] for owner in rows):
-        return assemble([owned[owner] for owner in members], width), None
-    whole = between(0, owned.lengths[own])
-    some = [(owned[owner], whole if owner == own else rows[owner]) for owner in members]
-    order = Assembly(*positions_of_all(some), len(members), width)
-    return order, OwnRows(members.index(own), rows[own])
-
-
 class ExchangingTeam:
     """U ranks that split the heads: each gets the tokens of all U ranks, for its own heads."""
 
@@ -436,11 +337,6 @@ class ExchangingTeam:
 
 
 Team = GatheringTeam | ExchangingTeam
-
-
-def _packed(x: Tensor, dim: int, own_rows: OwnRows) -> Tensor:
-    """The rows of a tensor that travel."""
-    return packed(x, dim, own_rows.rows, between(0, x.shape[dim]))
 
 
 def _shares(x: Tensor, members: int, part: Index) -> Tensor:

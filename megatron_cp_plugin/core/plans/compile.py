@@ -222,7 +222,6 @@ class _Routes:
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
         times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
-        widths: number of rows to which the blocks of a team are padded, by side and owner.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class _Routes:
         self.spans = TokenMap.of(*self.tokens)
         self.lengths = self.spans.lengths
         special = bool(mask.special)
-        self.masked = placement.masked or (special and not self.spans.gaps)
+        self.masked = placement.masked or (special and not (self.spans.gaps or placement.assembled))
         # Whole blocks need no packing; in a relay few blocks would be shorter.
         self.selective = self.masked and (special or not placement.relay)
         # Each step of other masks has equal work, and a block of keys of its own.
@@ -262,7 +261,6 @@ class _Routes:
         self.received: dict[tuple[Side, int, int], Rows] = {}
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
-        self.widths: dict[tuple[Side, int], int] = {}
         self.last_merged: int | None = None  # the last merged step with pairs
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
         self._kinds: set[tuple[object, ...]] = set()
@@ -371,7 +369,7 @@ class _Routes:
                 self.pairs.append((query, key, place))
 
     def _gather(self) -> None:
-        """Gathers blocks: each block goes to all ranks of a team, and all get the same rows of it.
+        """Gathers blocks: each whole block goes to all ranks of a team.
 
         The ranks that compute with the same queries are a team, and so are the ranks that compute
         with the same keys. Of the teams without `rank` the plan only needs to know whether anything
@@ -385,31 +383,17 @@ class _Routes:
             teams = [team for team in {each[side]: 0 for each in blocks.values()} if len(team) > 1]
             for team in teams:
                 self._gather_team(side, team)
-            away = (any(self._away(side, owner)) for owner in range(self.size))
-            if teams and self.rank is not None and (not self.masked or any(away)):
+            if teams and self.rank is not None:
                 self.times[False, side].add((-1, 0))
                 self.times[True, side].add((0, 1))
 
     def _gather_team(self, side: Side, team: Sequence[int]) -> None:
-        given = {owner: between(0, self.lengths[owner]) for owner in team}
-        if self.masked:
-            for owner in team:
-                given[owner] = union(self._away(side, owner), longest_gap(self.lengths[owner]))
-            width = max(map(row_count, given.values()))
-            self.widths.update({(side, owner): width for owner in team})
-            if not width:
-                return
         homes = [self.home(side, owner) for owner in team]
         for owner, home in zip(team, homes, strict=True):
-            block = Block((owner,), given[owner])
+            block = Block((owner,), self._whole(owner))
             ends = [one for one in homes if one != home and self.rank in (None, one, home)]
             self.hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
             self.hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
-
-    def _away(self, side: Side, owner: int) -> Iterator[Rows]:
-        """Rows of a block that meet blocks with which its home rank does not compute it."""
-        there = self.placement.blocks_of(self.home(side, owner))[1 - side]
-        return (rows for other, rows in self.met(side)[owner].items() if other not in there)
 
     # What the mask needs of them
 
@@ -665,11 +649,10 @@ class _Writer:
                 name = messages[0][0]
                 heads = self.all_heads if assembled and name in PER_HEAD else group
                 wide = name in self.wide
-                for owner, hops in routes.hops[result, side].items():
-                    padded = routes.widths.get((side, owner), most) if assembled else 0
+                for hops in routes.hops[result, side].values():
                     for posted, needed, source, target, block in hops:
                         ends = before + posted, before + needed, source, target
-                        tokens = padded or row_count(block.rows)
+                        tokens = most if assembled else row_count(block.rows)
                         yield Move(*ends, messages, block, tokens, heads, 0, wide)
 
     def _computes(self) -> Iterator[Compute]:
@@ -728,14 +711,10 @@ class _Writer:
 
     def _joined(self) -> Iterator[tuple[int, int, Block, Block]]:
         """One computation for each rank, of all its pairs: step, rank, queries and keys."""
-        routes = self.routes
-        for _, _, (rank, step, *_) in routes.pairs:
-            blocks = []
-            for side, owners in zip(Side, self.placement.blocks_of(rank), strict=True):
-                gathered = routes.hops[False, side]
-                some = [x for x in sorted(owners) if x in gathered or routes.home(side, x) == rank]
-                blocks.append(self._block(side, some, rank))
-            yield step, rank, blocks[0], blocks[1]
+        for _, _, (rank, step, *_) in self.routes.pairs:
+            sides = zip(Side, self.placement.blocks_of(rank), strict=True)
+            queries, keys = (self._block(side, sorted(owners), rank) for side, owners in sides)
+            yield step, rank, queries, keys
 
     def _rows(self, side: Side, owner: int, rank: int) -> Rows:
         """Rows of a block that a rank has."""
