@@ -131,6 +131,7 @@ def picture(spans: Sequence[Sequence[object]], seq_len: int) -> list[str]:
         (lambda: cp.spans.image_blocks(5, [(1, 3)]), "x.... xxx.. xxx.. xxxx. xxxxx"),
         (lambda: cp.spans.image_blocks(4, [(0, 2), (2, 4)]), "xx.. xx.. xxxx xxxx"),
         (lambda: cp.spans.image_blocks(2, [(1, 2)], start=1), "... .x. .xx"),
+        (lambda: cp.spans.image_blocks(4, [(0, 1), (1, 4)]), "x... xxxx xxxx xxxx"),
         (
             lambda: cp.spans.block_diffusion(4, 2),
             "xx...... xx...... ..xxxx.. ..xxxx.. ....xx.. ....xx.. ....xxxx ....xxxx",
