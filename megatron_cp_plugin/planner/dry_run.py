@@ -44,6 +44,12 @@ class Offer(NamedTuple):
     number: int
 
 
+class Mark(NamedTuple):
+    """Early messages of the channel that are posted after it wait for computations before it."""
+
+    channel: ChannelId
+
+
 class Wait(NamedTuple):
     """Waits for the posted messages."""
 
@@ -87,7 +93,7 @@ class Memory(NamedTuple):
     bytes: int
 
 
-Event = RecordedKernel | Linear | Memory | Post | Offer | Wait
+Event = RecordedKernel | Linear | Memory | Post | Offer | Mark | Wait
 # The record of this thread, if it is recording.
 recording: ContextVar[list[Event] | None] = ContextVar("recording", default=None)
 
@@ -246,6 +252,9 @@ class _PeerChannel(SlottedCommunicator):
 
     def _grow(self, slot_bytes: int) -> None:
         self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+
+    def mark(self) -> None:
+        note(Mark(self._posting.channel))
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
         self._posting.offer()

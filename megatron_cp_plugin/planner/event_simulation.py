@@ -19,6 +19,7 @@ from megatron_cp_plugin.planner.dry_run import (
     ChannelId,
     Event,
     Linear,
+    Mark,
     Memory,
     Offer,
     Post,
@@ -120,7 +121,7 @@ def _launch_seconds(machine: Machine, event: Event) -> float:
         if event.operation == "exchange" and not event.sends and not event.receives:
             return 0.0  # of others, in which this rank has no part
         return host.peer if event.operation is None else host.group
-    if isinstance(event, Wait | Offer):
+    if isinstance(event, Wait | Offer | Mark):
         return 0.0
     if isinstance(event, Linear):
         return host.kernel
@@ -183,8 +184,7 @@ class _Rank:
         phase: its present phase.
         host, stream, copies: time until which each is busy.
         waited: seconds of waiting for messages, by pass.
-        begun, ended: times at which the stream reached the beginning of the present pass, and the
-            end of the forward.
+        marked, ended: times at which the stream reached the last mark, and the end of the forward.
         busy: intervals of computation.
         slowed: intervals in which the process group moved data.
         queue: copies that are not done.
@@ -197,7 +197,7 @@ class _Rank:
     stream: float = 0.0
     copies: float = 0.0
     waited: dict[Phase, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
-    begun: float = 0.0
+    marked: float = 0.0
     ended: float = 0.0
     busy: list[tuple[float, float]] = field(default_factory=list)
     slowed: list[tuple[float, float]] = field(default_factory=list)
@@ -259,8 +259,10 @@ class _Run:
             elif isinstance(event, Offer):
                 offered = self.operations[event.channel, event.number].offered
                 offered.setdefault(number, max(rank.stream, rank.host))
+            elif isinstance(event, Mark):
+                rank.marked = max(rank.stream, rank.host)
             elif isinstance(event, _Begin):
-                rank.phase, rank.ended, rank.begun = event.phase, rank.stream, rank.stream
+                rank.phase, rank.ended = event.phase, rank.stream
                 host = self.machine.host
                 rank.host += self._launch(
                     host.call if event.phase == "forward" else host.call_backward
@@ -318,7 +320,7 @@ class _Run:
             rank.queue.append(key)
             self.operations[key].offered.setdefault(number, ready)
             if post.early:
-                ready = max(rank.begun, rank.host)
+                ready = max(rank.marked, rank.host)
         self.operations[key].posts[number] = post, ready
         self.open[key] = None
         if post.operation == "exchange" or peer:

@@ -163,7 +163,8 @@ class Pass(ABC):
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
-        self._packed: dict[Exchange, list[tuple[Tensor, int]]] = {}  # to be sent in later steps
+        self._packed: dict[Exchange, list[tuple[Tensor, int]]] = {}  # to be sent behind kernels
+        self._last: Exchange | None = None  # to be posted behind the next kernel
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
         self._missing: dict[tuple[int, Side], int] = {}
@@ -206,9 +207,13 @@ class Pass(ABC):
                     tiles = task.tiles
                     calls = packed_calls(tiles, heads, gaps, forward) if heads else tiles.each
                     self.compute(*operands, calls, call)
+                    if self._last is not None:
+                        self._post_last()
                     if task.rows is not None:
                         self.send_results(task.rows, operands[0])
                     del operands
+                if self._last is not None:
+                    self._post_last()
                 if step.last or step.results or step.number in self._results:
                     self._reduce(step)
                 for block in step.dropped:
@@ -226,7 +231,7 @@ class Pass(ABC):
             completions.pop(0)()
 
     def _cast(self, step: Step) -> None:
-        """Waits for the blocks of a step, and posts those of the next steps."""
+        """Waits for the blocks of a step, and posts those of the next steps, or packs them."""
         for posted in self._inputs.pop(step.number, ()):
             posted.pending.wait()
             posted.sends.clear()
@@ -238,15 +243,13 @@ class Pass(ABC):
             del parts
         for block in step.spent:
             del self._held[block]
-        for exchange in step.inputs:
+        *before, last = step.inputs or (None,)
+        if last is not None and (last.slow or not self.lent):
+            before, last = [*before, last], None
+        for exchange in before:
             self._post(exchange, result=False)
-        if step.packs and self.lent:  # so copies need not wait for the steps between
-            channel = self._channels.inputs
-            for later in step.packs:
-                self._packed[later] = [
-                    (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
-                ]
-            channel.mark()
+        if self.lent:
+            self._pack(step, last)
         for exchange in step.expects:
             # Other ranks may send while this one computes, if no results are under way.
             if exchange.receives and not exchange.slow and not self._results:
@@ -254,6 +257,30 @@ class Pass(ABC):
                     self.settle()
                     self._keep_partial_sums()
                 self._channels.results.expect(exchange.sources)
+
+    def _pack(self, step: Step, last: Exchange | None) -> None:
+        """Takes what copy engines send behind kernels that are launched before: they take no
+        multiprocessor, so the host launches the step's first kernel before its last copies.
+
+        Args: last: exchange of inputs that is posted behind that kernel.
+        """
+        channel, packed = self._channels.inputs, self._packed
+        each = step.packs if last is None else (*step.packs, last)
+        new = [one for one in each if one.sends and one not in packed]
+        for later in new:
+            packed[later] = [
+                (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
+            ]
+        if new:
+            channel.mark()
+        if last is not None and last.receives:
+            channel.expect(last.sources)
+        self._last = last
+
+    def _post_last(self) -> None:
+        last, self._last = self._last, None
+        assert last is not None
+        self._post(last, result=False)
 
     def _reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
