@@ -1,5 +1,6 @@
 """flash-attn 4 (flash_attn.cute), compiled for the device at first use of a shape."""
 
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -124,12 +125,16 @@ def _settings(call: KernelCall, lengths: Lengths | None) -> dict[str, Any]:
 def _served_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """The head dims of keys and values that the kernels are called with."""
     shared = q.shape[-2] != k.shape[-2]  # backward then takes values as wide as keys
-    on_hopper = torch.cuda.get_device_capability(q.device)[0] == 9
     return next(
         (dim, value_dim)
-        for dim, value_dim in (_HOPPER if on_hopper else _ELSEWHERE)
+        for dim, value_dim in _dims_on(q.device)
         if dim >= q.shape[-1] and value_dim >= v.shape[-1] and not (shared and dim != value_dim)
     )
+
+
+@lru_cache  # torch takes several microseconds to tell the capability
+def _dims_on(device: torch.device) -> tuple[tuple[int, int], ...]:
+    return _HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ELSEWHERE
 
 
 def _filled(x: Tensor, dim: int) -> Tensor:
