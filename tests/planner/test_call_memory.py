@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
+from megatron_cp_plugin.core.blocks import assembly
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
@@ -129,6 +130,14 @@ def uncounted(function):
     return call
 
 
+def without_modes(function):
+    def call(*args):
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
 @pytest.fixture
 def ranks_as_on_gpus(monkeypatch) -> None:
     """Operations take memory when they are posted, and hold what they send until they are done."""
@@ -168,13 +177,10 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     monkeypatch.setattr(virtual.VirtualWorld, "post", uncounted(virtual.VirtualWorld.post))
     peer = VirtualPeerCommunicator
     monkeypatch.setattr(peer, "_post", uncounted(peer._post))
-    sides = Batch.sides  # indices of rows, which all layers share
-
-    def uncounted_sides(self, device):
-        with _disable_current_modes():
-            return sides(self, device)
-
-    monkeypatch.setattr(Batch, "sides", uncounted_sides)
+    # Indices of rows, which all layers share.
+    monkeypatch.setattr(Batch, "sides", without_modes(Batch.sides))
+    for name in ("_joined_rows", "_split", "_numbers", "_rows_by_member"):
+        monkeypatch.setattr(assembly, name, without_modes(getattr(assembly, name)))
     for name in ("merge_into", "_sum_into", "_merge_rows", "_add_rows", "delta_of"):
         real = getattr(partial, name)
         for module in tuple(sys.modules.values()):
