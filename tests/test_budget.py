@@ -13,17 +13,17 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_880,
-    "core": 12_950,
+    "core": 12_970,
     "algorithms": 1_760,
     "kernels": 3_340,
     "integration": 8_410,
-    "planner": 5_890,
+    "planner": 5_900,
     "harness": 2_190,
     "scripts": 7_040,
     "tests": 37_900,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_340}
+WORDS = {"README": 1_100, "pages": 42_480}
 
 
 def files(room: str) -> Iterator[Path]:
