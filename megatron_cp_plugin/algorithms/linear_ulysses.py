@@ -6,6 +6,7 @@ B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
@@ -20,7 +21,6 @@ from megatron_cp_plugin.core.linear.algorithm import (
     Saved,
 )
 from megatron_cp_plugin.core.linear.states import Decay, Gates
-from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
 from megatron_cp_plugin.registry import register
 
 
@@ -60,34 +60,33 @@ class LinearUlysses(LinearAlgorithm):
         self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
         q, k, v, gates, initial = given
-        exchange, heads, local = self._exchange(call), self._filled(q.shape[2]), q.shape[1]
+        exchange, heads, local = self._exchange(call), q.shape[2], q.shape[1]
         all_given = [_with_numbers(x) for x in (q, k, v, *gates) if x is not None]
-        coming = [exchange.come(heads.fill_queries(x)) for x in all_given]
+        coming = [exchange.come(self._filled(x, 2)) for x in all_given]
         q, k, v, *came = [wait()[0] for wait in coming]
         gates = gates.each(lambda x: came.pop(0).view(*q.shape[:3], *x.shape[3:]))
         if initial is not None:
-            initial = heads.fill_states(initial)[:, self._mine(heads)].contiguous()
+            initial = self._filled(initial, 1)[:, self._mine(heads)].contiguous()
         of_share = self._of(call, heads)
         share = LinearTensors(q, k, v, gates, initial)
         part, final, saved = self._whole.forward(share, of_share)
-        out = part.new_empty((len(part), local, heads.heads, part.shape[3]))
+        out = part.new_empty((len(part), local, self._all(heads), part.shape[3]))
         sending = exchange.send_results(part, out)
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
-            final = heads.own_states(final)
+            final = final[:, :heads].contiguous()
         sending()
-        return heads.own_queries(out), final, saved
+        return out[:, :, :heads].contiguous(), final, saved
 
     def backward(
         self, dout: Tensor, dfinal: Tensor | None, saved: Saved, call: LinearCall
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Gates]:
         """See LinearAlgorithm.backward: dinitial is 0 but for this rank's heads."""
-        exchange, heads = self._exchange(call), self._filled(dout.shape[2])
-        dout = heads.fill_queries(dout)
+        exchange, heads = self._exchange(call), dout.shape[2]
+        dout = self._filled(dout, 2)
         arriving = exchange.come(dout)
         if dfinal is not None:
-            dfinal = heads.fill_states(dfinal)
-            by_rank = dfinal.unflatten(1, (self.topology.size, -1)).movedim(1, 0)
+            by_rank = self._filled(dfinal, 1).unflatten(1, (self.topology.size, -1)).movedim(1, 0)
             dfinal = self._states.all_to_all(by_rank).wait().sum(0)
         *parts, own, dgates = self._whole.backward(
             arriving()[0], dfinal, saved, self._of(call, heads)
@@ -97,13 +96,13 @@ class LinearUlysses(LinearAlgorithm):
         sending = [exchange.send_results(*each) for each in zip(parts, gradients, strict=True)]
         while sending:
             sending.pop(0)()
-        dq, dk, dv, *found = map(heads.own_queries, gradients)
+        dq, dk, dv, *found = (x[:, :, :heads].contiguous() for x in gradients)
         returned = dgates.each(lambda x: found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0))
         if own is None:
             return dq, dk, dv, None, returned
-        dinitial = own.new_zeros((own.shape[0], heads.heads, *own.shape[2:]))
+        dinitial = own.new_zeros((own.shape[0], self._all(heads), *own.shape[2:]))
         dinitial[:, self._mine(heads)] = own
-        return dq, dk, dv, heads.own_states(dinitial), returned
+        return dq, dk, dv, dinitial[:, :heads].contiguous(), returned
 
     def _exchange(self, call: LinearCall) -> ExchangingTeam:
         size, seq_len = self.topology.size, call.seq_len
@@ -115,17 +114,24 @@ class LinearUlysses(LinearAlgorithm):
         size = self.topology.size
         return max(self.layout.length(rank, size, seq_len) for rank in range(size))
 
-    def _filled(self, heads: int) -> PaddedHeads:
-        return PaddedHeads.of(heads, heads, self.topology.size)
+    def _all(self, heads: int) -> int:
+        """Number of heads with those of zeros."""
+        return heads + -heads % self.topology.size
 
-    def _mine(self, heads: PaddedHeads) -> slice:
+    def _filled(self, x: Tensor, dim: int) -> Tensor:
+        """x with heads of zeros. Args: dim: of the heads."""
+        missing = -x.shape[dim] % self.topology.size
+        shape = *x.shape[:dim], missing, *x.shape[dim + 1 :]
+        return torch.cat((x, x.new_zeros(shape)), dim) if missing else x
+
+    def _mine(self, heads: int) -> slice:
         """The heads that this rank computes."""
-        share = heads.heads // self.topology.size
+        share = self._all(heads) // self.topology.size
         return slice(self.topology.rank * share, (self.topology.rank + 1) * share)
 
-    def _of(self, call: LinearCall, heads: PaddedHeads) -> LinearCall:
+    def _of(self, call: LinearCall, heads: int) -> LinearCall:
         """The same attention of this rank's heads; heads of zeros have no decay."""
-        rates = call.decay.rates + (1.0,) * (heads.heads - len(call.decay.rates))
+        rates = call.decay.rates + (1.0,) * (self._all(heads) - heads)
         return replace(call, decay=Decay(rates[self._mine(heads)]), shared=1)
 
 

@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from megatron_cp_plugin.core.algorithm import Algorithm, PointToPoint
-from megatron_cp_plugin.core.blocks.visible_rows import rows_met, sees_all
+from megatron_cp_plugin.core.blocks.visible_rows import rows_met
 from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.communication.record import Phase
-from megatron_cp_plugin.core.layout import Layout
+from megatron_cp_plugin.core.layout import Layout, TokenMap
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.ranges import row_count
 from megatron_cp_plugin.core.tiles import Mask, visible_pairs
@@ -187,7 +187,8 @@ def ring_placement(
         and size > 1
         and shape.elements(size) <= _SHORT
         and 4 * shape.kv_heads <= shape.heads
-        and sees_all(layout, size, shape.seq_len, mask)
+        and not mask.special
+        and TokenMap.of(layout, size, shape.seq_len).all_see_all(mask.causal)
     )
     of_all = layout, size, groups, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"

@@ -18,7 +18,7 @@ Shapes: T tokens, H hidden size, V this rank's part of the vocabulary, W tensor-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, override
 
@@ -223,13 +223,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, labels, scale, lse, entropy = ctx.saved_tensors
         if dlosses is None and dentropy is None:
             return None, None, None, None, None
-        of_rows = _Rows(
-            lse,
-            torch.zeros_like(lse) if dlosses is None else dlosses.to(lse.dtype),
-            scale,
-            None if dentropy is None else entropy,
-            None if dentropy is None else dentropy.to(lse.dtype),
-        )
+        of_rows = [lse, torch.zeros_like(lse) if dlosses is None else dlosses.to(lse.dtype), scale]
+        of_rows += [None, None] if dentropy is None else [entropy, dentropy.to(lse.dtype)]
         with dtypes_as_given(hidden.device):
             dhidden, dweight = _gradients(
                 hidden, weight, labels, of_rows, ctx.head, ctx.needs_input_grad[:2]
@@ -240,29 +235,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         elif dweight is not None:
             dweight = torch.zeros_like(weight)
         return dhidden, dweight, None, None, None
-
-
-class _Rows(NamedTuple):
-    """Ingredients of the gradient of each token's logits, [T] each, equal on all ranks.
-
-    Attributes:
-        lse, scale: as in `logit_statistics`, lse of the whole vocabulary.
-        dloss: the gradient of the loss.
-        entropy, dentropy: the entropy and its gradient; None: it has none.
-    """
-
-    lse: Tensor
-    dloss: Tensor
-    scale: Tensor | None
-    entropy: Tensor | None
-    dentropy: Tensor | None
-
-    def part(self, head: _Head, chunk: slice) -> _Rows:
-        """The rows of a chunk."""
-        lse, dloss, *others = (None if x is None else head.part(x, chunk) for x in self)
-        assert lse is not None
-        assert dloss is not None
-        return _Rows(lse, dloss, *others)
 
 
 def _statistics(
@@ -309,11 +281,13 @@ def _gradients(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    rows: _Rows,
+    rows: Sequence[Tensor | None],
     head: _Head,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden [T/parts,H] and of the weight [V,H], if needed.
+
+    Args: rows: the last arguments of `logit_gradients_`, of all tokens: [T], equal on all ranks.
 
     Returns: the gradient of hidden in its dtype; the gradient of the weight in a wide dtype, or
     `main_grad` with it added.
@@ -331,7 +305,10 @@ def _gradients(
         x = head.whole(hidden[chunk])
         dlogits = torch.mm(x, weight.t(), out=buffer[: x.size(0)])
         wanted = head.wanted(labels, chunk, weight.size(0))
-        logit_gradients_(dlogits, wanted, *rows.part(head, chunk))
+        lse, dloss, *others = (None if x is None else head.part(x, chunk) for x in rows)
+        assert lse is not None
+        assert dloss is not None
+        logit_gradients_(dlogits, wanted, lse, dloss, *others)
         if dhidden is not None:
             if head.sequence_parallel:
                 dist.reduce_scatter_tensor(dhidden[chunk], dlogits @ weight, group=head.group)

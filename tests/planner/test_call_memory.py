@@ -179,7 +179,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     monkeypatch.setattr(peer, "_post", uncounted(peer._post))
     # Indices of rows, which all layers share.
     monkeypatch.setattr(Batch, "sides", without_modes(Batch.sides))
-    for name in ("_joined_rows", "_split", "_numbers", "_rows_by_member"):
+    for name in ("_joined_rows", "_split", "_numbers", "_members_of"):
         monkeypatch.setattr(assembly, name, without_modes(getattr(assembly, name)))
     for name in ("merge_into", "_sum_into", "_merge_rows", "_add_rows", "delta_of"):
         real = getattr(partial, name)

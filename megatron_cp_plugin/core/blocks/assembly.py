@@ -174,11 +174,10 @@ class Assembly:
                 fused.write_rows(blocks[0], numbers, values)
                 return
         if self._many:
-            indices = _rows_by_member(self, rows.start, rows.stop, values.device)
-            for block, (found, local) in zip(blocks, indices, strict=True):
-                if len(found):
-                    # Values may be sums in float32.
-                    block.index_copy_(dim, local, values.index_select(dim, found).to(block.dtype))
+            member, local = _members_of(self, rows.start, rows.stop, values.device)
+            # Values may be sums in float32.
+            found = values.movedim(dim, 0).to(blocks.dtype)
+            blocks.movedim(dim + 1, 1)[member, local] = found
             return
         for member, start, length, row in self._segments:
             low = max(rows.start, row)
@@ -235,15 +234,12 @@ def _numbers(order: Assembly, start: int, stop: int, apart: int, device: torch.d
 
 
 @kept_on_device(maxsize=32)
-def _rows_by_member(
+def _members_of(
     order: Assembly, start: int, stop: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor], ...]:
-    """For each member, which of some assembled rows are its own, and their places there."""
-    member, local = (x[start:stop] for x in order.rows)
-    found = [(member == number).nonzero()[:, 0] for number in range(order.members)]
-    line = uploaded(torch.cat([x for own in found for x in (own, local[own])]), device).long()
-    parts = iter(line.split([len(own) for own in found for _ in range(2)]))
-    return tuple(zip(parts, parts, strict=True))
+) -> tuple[Tensor, Tensor]:
+    """Of some assembled rows the member, and the row's place there."""
+    member, local = uploaded(torch.stack([x[start:stop] for x in order.rows]), device).long()
+    return member, local
 
 
 def assemble(members: Sequence[Sequence[Span]], width: int) -> Assembly:

@@ -106,16 +106,6 @@ def rows_of_parts(
     return found
 
 
-@lru_cache(maxsize=16)  # a planner asks with many options
-def sees_all(layout: Layout, size: int, seq_len: int, mask: Mask) -> bool:
-    """Whether some query of every rank's block sees some key of every block."""
-    layout = layout.for_documents(mask.resolved)
-    blocks = TokenMap.of(layout, size, seq_len)
-    if not mask.special:
-        return blocks.all_see_all(mask.causal)
-    return all(len(seen) == size for seen in rows_met(layout, size, seq_len, mask, 1))
-
-
 class _Blocks(NamedTuple):
     """Spans without steps of several blocks, in ascending order.
 

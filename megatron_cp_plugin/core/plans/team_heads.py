@@ -219,17 +219,6 @@ class PaddedHeads:
         """[B,S,all,D], rows [B,all,S], without the zero heads; contiguous."""
         return _own(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
 
-    def fill_states(self, x: Tensor) -> Tensor:
-        """States of linear attention [B,H,D,E], one for each KV head, with states of zero heads
-        added.
-        """
-        missing = self.heads - x.shape[1]
-        return pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-
-    def own_states(self, x: Tensor) -> Tensor:
-        """[B,all,D,E] without the states of zero heads; contiguous."""
-        return x[:, : self.kv_heads].contiguous()
-
     def fill_keys(self, x: Tensor) -> Tensor:
         """[B,S,G,D] with the zero heads, and copies: [B,S,V,D]."""
         x = _fill_heads(x, (self.kv_heads, 1), (self.all_kv_heads, 1))
