@@ -108,11 +108,8 @@ class LinearUlysses(LinearAlgorithm):
         size, seq_len = self.topology.size, call.seq_len
         layout = self.layout.for_documents(call.documents) if call.documents else self.layout
         spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
-        return ExchangingTeam(self._inward, self._outward, assemble(spans, self._width(seq_len)))
-
-    def _width(self, seq_len: int) -> int:
-        size = self.topology.size
-        return max(self.layout.length(rank, size, seq_len) for rank in range(size))
+        width = max(layout.length(rank, size, seq_len) for rank in range(size))
+        return ExchangingTeam(self._inward, self._outward, assemble(spans, width))
 
     def _all(self, heads: int) -> int:
         """Number of heads with those of zeros."""
