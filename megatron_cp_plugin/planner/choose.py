@@ -379,21 +379,10 @@ def _beside(lead: Row, rows: Iterable[Row]) -> Iterator[Row]:
     fit.
     """
     for row in rows:
-        if row.layout != lead.layout:
-            continue
-        if row.algo == lead.algo:
-            if row.options == lead.options:
+        with suppress(ConfigError):  # no layout in common
+            options = options_by_name((lead.algo, row.algo), lead.algo, lead.options)[row.algo]
+            if row.layout == lead.layout and row.options == options:
                 yield row
-        elif row.options == _following(lead, row.algo):
-            yield row
-
-
-def _following(lead: Row, algo: str) -> Options | None:
-    try:
-        given = options_by_name((lead.algo, algo), lead.algo, lead.options)[algo]
-    except ConfigError:
-        return None
-    return given
 
 
 def with_memory(combination: Combination, kinds: Sequence[Kind], site: CallSite) -> Combination:
