@@ -23,7 +23,7 @@ slow network, as in benchmark_attention.py; `--net nodes` takes every GPU twice,
 of two nodes that reach each other through loopback. `--pipeline`, `--data` and `--tensor` take
 their share of the ranks, the algorithm has the rest.
 
-MFU is the work of a step without recompute (see `Model.flops`: six operations a weight and token,
+MFU is the work of a step without recompute (see `work`: six operations a weight and token,
 and half of all scores) over step time, number of GPUs and the dense bf16 peak of an H100 or H200.
 The JSON has the memory of the fullest rank at points of a step.
 
@@ -51,6 +51,7 @@ from forks import free_port
 from reports import report as write_report
 
 from megatron_cp_plugin.document_lengths import lengths_of
+from megatron_cp_plugin.planner.model import Model
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.terminal import check_folder, tokens_of
 
@@ -58,68 +59,48 @@ ROOT = Path(__file__).resolve().parent.parent
 HOPPER_DENSE_BF16_TFLOPS = 989.0  # H100 (SXM) and H200
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model's shape. Attributes: linear: TransNormerLLM instead of softmax attention."""
+def work(model: Model, bounds: Sequence[int]) -> float:
+    """FLOP of one training step without recompute: matrix products, and half of all scores.
 
-    layers: int
-    hidden: int
-    heads: int
-    ffn: int
-    kv_heads: int
-    swiglu: bool
-    linear: bool = False
-    vocabulary: int = 32000
+    Args: bounds: of documents of a sequence, from 0 to its tokens.
+    """
+    pairs = sum((end - start) ** 2 for start, end in pairwise(bounds)) / 2
+    gates = model.layers * model.hidden**2 if model.linear else 0  # of TransNormerLLM
+    return model.flop(bounds[-1], pairs) + 6.0 * bounds[-1] * gates
 
-    def flops(self, layers: int, bounds: Sequence[int]) -> float:
-        """Of one training step without recompute: matrix products, and causal attention.
 
-        Args: bounds: of documents of a sequence, from 0 to its tokens.
-        """
-        tokens = bounds[-1]
-        kv = self.hidden * self.kv_heads / self.heads
-        products = layers * (
-            (3 if self.linear else 2) * self.hidden**2  # q, out; the gate
-            + 2 * self.hidden * kv
-            + (3 if self.swiglu else 2) * self.hidden * self.ffn
-        )
-        products += self.hidden * self.vocabulary
-        # k v^T and q S; or 4 * N^2 / 2 a layer and document, forward.
-        squares = sum((end - start) ** 2 for start, end in pairwise(bounds))
-        scores = 2 * self.hidden // self.heads * tokens if self.linear else squares
-        return 6.0 * (tokens * products + layers * scores * self.hidden)
-
-    def prefill_flops(self, layers: int, tokens: int) -> float:
-        """Of a forward with logits of the last token alone."""
-        return (
-            self.flops(layers, (0, tokens)) / 3 - 2.0 * (tokens - 1) * self.hidden * self.vocabulary
-        )
+def prefill_work(model: Model, tokens: int) -> float:
+    """FLOP of a forward with logits of the last token alone."""
+    return work(model, (0, tokens)) / 3 - 2.0 * (tokens - 1) * model.hidden * model.vocabulary
 
 
 # GPT-3 shapes of Attention2D, Table 3; Llama-2; the variants of it in DISTFLASHATTN, section 4;
 # TransNormerLLM-385M, -1B and -7B, with the sizes of their published configurations.
 SHAPES = {
-    "gpt3-760m": Model(24, 1536, 16, 6144, 16, False),
-    "gpt3-2.7b": Model(32, 2560, 32, 10240, 32, False),
-    "gpt3-13b": Model(40, 5120, 40, 20480, 40, False),
-    "gpt3-66b": Model(64, 9216, 72, 36864, 72, False),
-    "gpt3-175b": Model(96, 12288, 96, 49152, 96, False),
-    "gpt-small": Model(8, 1024, 16, 4096, 4, True),  # at 8K tokens the host is the limit
-    "llama7b": Model(32, 4096, 32, 11008, 32, True),
-    "llama13b": Model(40, 5120, 40, 13824, 40, True),
-    "llama-gqa": Model(32, 4096, 32, 11008, 8, True),
-    "llama3-8b": Model(32, 4096, 32, 14336, 8, True, vocabulary=128256),
-    "llama-33h": Model(32, 4224, 33, 11008, 33, True),
-    "llama-16h": Model(64, 2048, 16, 11008, 16, True),
-    "llama-8h": Model(128, 1024, 8, 11008, 8, True),
-    "llama-4h": Model(256, 512, 4, 11008, 4, True),
-    "llama-2h": Model(512, 256, 2, 11008, 2, True),
-    "tnl-0.4b": Model(24, 1024, 8, 2816, 8, True, linear=True, vocabulary=64000),
-    "tnl-1b": Model(16, 2048, 16, 5632, 16, True, linear=True, vocabulary=64000),
-    "tnl-7b": Model(30, 4096, 32, 11264, 32, True, linear=True, vocabulary=64000),
-    "tiny": Model(2, 64, 4, 128, 2, True, vocabulary=256),
-    "tiny-3h": Model(2, 48, 3, 128, 3, True, vocabulary=256),
-    "tnl-tiny": Model(2, 64, 4, 128, 4, True, linear=True, vocabulary=256),
+    model.name: model
+    for model in (
+        Model("gpt3-760m", 24, 1536, 6144, 16, 16, 96, 32000, gated=False),
+        Model("gpt3-2.7b", 32, 2560, 10240, 32, 32, 80, 32000, gated=False),
+        Model("gpt3-13b", 40, 5120, 20480, 40, 40, 128, 32000, gated=False),
+        Model("gpt3-66b", 64, 9216, 36864, 72, 72, 128, 32000, gated=False),
+        Model("gpt3-175b", 96, 12288, 49152, 96, 96, 128, 32000, gated=False),
+        Model("gpt-small", 8, 1024, 4096, 16, 4, 64, 32000),  # at 8K tokens the host is the limit
+        Model("llama7b", 32, 4096, 11008, 32, 32, 128, 32000),
+        Model("llama13b", 40, 5120, 13824, 40, 40, 128, 32000),
+        Model("llama-gqa", 32, 4096, 11008, 32, 8, 128, 32000),
+        Model("llama3-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+        Model("llama-33h", 32, 4224, 11008, 33, 33, 128, 32000),
+        Model("llama-16h", 64, 2048, 11008, 16, 16, 128, 32000),
+        Model("llama-8h", 128, 1024, 11008, 8, 8, 128, 32000),
+        Model("llama-4h", 256, 512, 11008, 4, 4, 128, 32000),
+        Model("llama-2h", 512, 256, 11008, 2, 2, 128, 32000),
+        Model("tnl-0.4b", 24, 1024, 2816, 8, 8, 128, 64000, linear=True),
+        Model("tnl-1b", 16, 2048, 5632, 16, 16, 128, 64000, linear=True),
+        Model("tnl-7b", 30, 4096, 11264, 32, 32, 128, 64000, linear=True),
+        Model("tiny", 2, 64, 128, 4, 2, 16, 256),
+        Model("tiny-3h", 2, 48, 128, 3, 3, 16, 256),
+        Model("tnl-tiny", 2, 64, 128, 4, 4, 16, 256, linear=True),
+    )
 }
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # full-twice: attention too, as Megatron does by itself.
@@ -367,7 +348,7 @@ def plan_of(args: argparse.Namespace, case: Case) -> Plan:
         args.longest,
         tuple(n + (CAPTURE_STEPS if case.graphs != "none" else 0) for n in args.warmup),
         args.iters,
-        SHAPES[args.shape].vocabulary,
+        shape_of(args).vocabulary,
         "",
         args.profile,
         args.prefill,
@@ -399,17 +380,24 @@ def command(
     ]
 
 
+def shape_of(args: argparse.Namespace) -> Model:
+    """The shape that is trained."""
+    shape = SHAPES[args.shape]
+    return replace(
+        shape, layers=args.layers or shape.layers, kv_heads=args.kv_heads or shape.kv_heads
+    )
+
+
 def model_flags(args: argparse.Namespace, tokens: int) -> dict[str, object]:
     """Megatron's flags for a shape and how it is trained, see `words_of`."""
-    shape = SHAPES[args.shape]
-    kv_heads = args.kv_heads or shape.kv_heads
+    shape = shape_of(args)
     flags: dict[str, object] = {
         "pipeline-model-parallel-size": args.pipeline,
-        "num-layers": args.layers or shape.layers,
+        "num-layers": shape.layers,
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.ffn,
         "num-attention-heads": shape.heads,
-        "kv-channels": shape.hidden // shape.heads,
+        "kv-channels": shape.head_dim,
         "seq-length": tokens,
         "max-position-embeddings": tokens,
         "position-embedding-type": "none" if shape.linear else "rope",
@@ -439,16 +427,16 @@ def model_flags(args: argparse.Namespace, tokens: int) -> dict[str, object]:
         flags |= {"skip-train": True, "eval-iters": 10**6}
     if torch.cuda.is_available():
         flags |= {"transformer-impl": "transformer_engine", "bf16": True}
-    if shape.swiglu:
+    if shape.gated:
         flags["swiglu"] = True
-    if kv_heads != shape.heads:
-        flags |= {"group-query-attention": True, "num-query-groups": kv_heads}
+    if shape.kv_heads != shape.heads:
+        flags |= {"group-query-attention": True, "num-query-groups": shape.kv_heads}
     return flags
 
 
 def algorithm_flags(args: argparse.Namespace, name: str, size: int) -> dict[str, object]:
     """The flags that split a layer over `size` GPUs as the name of a run says."""
-    shape = SHAPES[args.shape]
+    shape = shape_of(args)
     algo, *options = name.split(":")
     flags: dict[str, object] = {"context-parallel-size": size}
     if args.tensor > 1:
@@ -569,13 +557,12 @@ def row(args: argparse.Namespace, case: Case, report: Report) -> Row:
             case.name, case.recompute, size, report.tokens, case.graphs, note="out of memory"
         )
     step_ms = statistics.median(report.step_ms)
-    shape = SHAPES[args.shape]
+    shape = shape_of(args)
     sequences = args.micro_batches * args.data
-    layers, tokens = args.layers or shape.layers, report.tokens
     if args.prefill:
-        flops = shape.prefill_flops(layers, tokens)
+        flops = prefill_work(shape, report.tokens)
     else:
-        flops = shape.flops(layers, plan_of(args, case).bounds(tokens)) * sequences
+        flops = work(shape, plan_of(args, case).bounds(report.tokens)) * sequences
     return Row(
         case.name,
         case.recompute,
@@ -664,7 +651,7 @@ def main() -> int:
         rows.append(row)
         print(json.dumps(asdict(row)), flush=True)
     rows.sort(key=lambda row: (row.gpus, row.tokens))
-    write_report(rows, names, cells, title, args.output, {"shape": asdict(SHAPES[args.shape])})
+    write_report(rows, names, cells, title, args.output, {"shape": asdict(shape_of(args))})
     return 1 if any(row.note.startswith("failed") for row in rows) else 0
 
 

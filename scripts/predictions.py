@@ -457,13 +457,6 @@ FITS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # ---- the papers' steps of whole models
 
 
-def model_of(name: str, layers: int | None) -> Model:
-    """A shape of `scripts/benchmark_train.py`."""
-    one = SHAPES[name]
-    sizes = one.hidden, one.ffn, one.heads, one.kv_heads, one.hidden // one.heads, one.vocabulary
-    return Model(name, layers or one.layers, *sizes, gated=one.swiglu, linear=one.linear)
-
-
 def figure(
     model: str,
     machine: str,
@@ -488,7 +481,9 @@ def figure(
         split: Settings of `Split`.
         again: Whether attention's forward runs twice.
     """
-    on, shape, ways = machine_of(machine), model_of(model, layers), gpus if algo == "tp" else 1
+    on, shape, ways = machine_of(machine), SHAPES[model], gpus if algo == "tp" else 1
+    if layers:
+        shape = replace(shape, layers=layers)
     if heads:
         shape = replace(shape, heads=heads, kv_heads=heads, head_dim=shape.hidden // heads)
     filled = -(-shape.heads // ways) * ways

@@ -97,7 +97,7 @@ def test_operations_of_a_weight_are_six_a_token(shape: str, billions: float) -> 
     embedding = model.hidden * model.vocabulary  # multiplies nothing
     width = 2 * model.hidden // model.heads if model.linear else 1
     attention = 6 * model.layers * model.hidden * width
-    weights = (model.flops(model.layers, (0, 1)) - attention) / 6 + embedding
+    weights = (benchmark_train.work(model, (0, 1)) - attention) / 6 + embedding
     assert weights / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
@@ -164,7 +164,9 @@ def test_packed_documents_have_one_loss_however_they_are_split(tmp_path: Path) -
 
 def test_the_work_of_packed_documents() -> None:
     model = benchmark_train.SHAPES["llama7b"]
-    packed, whole = model.flops(32, (0, 1000, 4000, 4096)), model.flops(32, (0, 4096))
+    packed, whole = (
+        benchmark_train.work(model, bounds) for bounds in ((0, 1000, 4000, 4096), (0, 4096))
+    )
     squares = 4096**2 - 1000**2 - 3000**2 - 96**2
     assert whole - packed == pytest.approx(6 * 32 * 4096 * squares, rel=1e-9)
 
@@ -195,7 +197,7 @@ def test_the_work_of_a_prompt() -> None:
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     tokens = 2**15
     expected = 2 * tokens * layers + 32 * 2 * tokens**2 * 4096 + 2 * 4096 * 32000
-    assert model.prefill_flops(32, tokens) == pytest.approx(expected, rel=1e-9)
+    assert benchmark_train.prefill_work(model, tokens) == pytest.approx(expected, rel=1e-9)
 
 
 def measure(

@@ -19,7 +19,7 @@ LINES = {
     "integration": 8_410,
     "planner": 5_900,
     "harness": 2_190,
-    "scripts": 7_040,
+    "scripts": 7_020,
     "tests": 37_900,
 }
 # Words of Markdown: of the README; of all pages, it among them.

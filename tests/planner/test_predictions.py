@@ -77,7 +77,7 @@ def test_every_table_has_a_place():
 def test_tensor_parallelism_fills_heads_up_and_computes_attention_again():
     """By hand, 33 heads on 8 ranks: 5 of all tokens each."""
     on, tokens = page.machine_of("a100_8x100g"), 16384
-    model = replace(page.model_of("llama-33h", None), heads=40, kv_heads=40)
+    model = replace(page.SHAPES["llama-33h"], heads=40, kv_heads=40)
     shape = model.shape(tokens, 8)
     assert shape.heads == 5
     attention = simulate("zigzag", {}, shape, Mask(), on, (0,))
@@ -91,7 +91,7 @@ def test_tensor_parallelism_fills_heads_up_and_computes_attention_again():
 def test_a_first_token_is_a_step_without_its_backward():
     """Matrix products are a third of a step's, messages of tensor parallelism half."""
     on, tokens = page.machine_of("h200_nvlink"), 16384
-    model, split = page.model_of("llama7b", None), Split(tensor=2)
+    model, split = page.SHAPES["llama7b"], Split(tensor=2)
     attention = simulate("zigzag", {}, model.shape(tokens, 2), Mask(), on, (0,))
     whole = step(model, split, tokens, on, attention=attention.seconds)
     first = page.figure("llama7b", "h200_nvlink", 2, "16K", "tp", quantity="forward")
