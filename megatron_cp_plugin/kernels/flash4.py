@@ -127,14 +127,14 @@ def _served_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     shared = q.shape[-2] != k.shape[-2]  # backward then takes values as wide as keys
     return next(
         (dim, value_dim)
-        for dim, value_dim in _dims_on(q.device)
+        for dim, value_dim in _dims_on(q.device.index)
         if dim >= q.shape[-1] and value_dim >= v.shape[-1] and not (shared and dim != value_dim)
     )
 
 
 @lru_cache  # torch takes several microseconds to tell the capability
-def _dims_on(device: torch.device) -> tuple[tuple[int, int], ...]:
-    return _HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ELSEWHERE
+def _dims_on(gpu: int | None) -> tuple[tuple[int, int], ...]:
+    return _HOPPER if torch.cuda.get_device_capability(gpu)[0] == 9 else _ELSEWHERE
 
 
 def _filled(x: Tensor, dim: int) -> Tensor:
