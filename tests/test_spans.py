@@ -260,8 +260,8 @@ def test_rollouts_of_one_prefix_are_two_kernel_calls() -> None:
     """However many they are: all of them against the prefix, and each against itself."""
     mask = Mask.of(Slices.of(cp.spans.shared_prefix((100, [50] * 8)), 500))
     prefix, rollouts = Span(0, 100), Span(100, 500)
-    (full,) = plan_tiles([rollouts], [prefix], mask)
+    (full,) = plan_tiles((rollouts,), (prefix,), mask)
     assert (full.rows, full.cols, full.causal) == (400, 100, False)
-    own = plan_tiles([rollouts], [rollouts], mask)
+    own = plan_tiles((rollouts,), (rollouts,), mask)
     (call,) = packed_calls(own, 4)
     assert call.packing.edges[0].tolist() == [[*range(0, 400, 50)], [*range(50, 401, 50)]]

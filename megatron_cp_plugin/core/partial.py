@@ -193,8 +193,6 @@ class _Partials:
     """
 
     _waiting: list[Partial]
-    _start = _stop = 0  # between which their rows are
-    _apart = True  # no two share a row
     empty = True
     borrowed = False
 
@@ -210,8 +208,6 @@ class _Partials:
         first, _ = self._waiting[0]
         if isinstance(rows, RowIndex) or isinstance(first, RowIndex):
             return 2
-        if rows.stop <= self._start or rows.start >= self._stop:
-            return 0
         slices = [own for own, _ in self._waiting if isinstance(own, slice)]
         if {rows.step, *[own.step for own in slices]} - _ADJACENT:
             return 2
@@ -219,15 +215,6 @@ class _Partials:
         shared = sorted([bounds for bounds in both if bounds[0] < bounds[1]])
         apart = [stop <= start for (_, stop), (start, _) in pairwise(shared)]
         return min(len(shared), 1) if all(apart) else 2
-
-    def _wait(self, rows: SomeRows, tensors: Tensors, *, apart: bool = True) -> None:
-        """Has a partial wait. Args: apart: none that waits shares a row with it."""
-        first = not self._waiting
-        if isinstance(rows, slice):
-            self._start = rows.start if first else min(self._start, rows.start)
-            self._stop = rows.stop if first else max(self._stop, rows.stop)
-        self._apart = first or (self._apart and apart)
-        self._waiting.append((rows, tensors))
 
     def _taken(self) -> list[Partial]:
         """Takes all partials that wait."""
@@ -238,11 +225,8 @@ class _Partials:
         """Takes the waiting partials in pieces: rows, each in one piece, with the parts of all
         partials that have them.
         """
-        taken = self._taken()
-        if self._apart:
-            return [(rows, [tensors]) for rows, tensors in taken]
         found, adjacent = list[Piece](), list[tuple[slice, Tensors]]()
-        for rows, tensors in taken:
+        for rows, tensors in self._taken():
             if isinstance(rows, slice) and rows.step in _ADJACENT:
                 adjacent.append((rows, tensors))
             else:
@@ -294,7 +278,7 @@ class Accumulator(_Partials):
         self.empty = False
         if self._waiting and self._meets(rows):
             self._merge_waiting()
-        self._wait(rows, (out, lse))
+        self._waiting.append((rows, (out, lse)))
 
     def settle(self) -> None:
         """Merges waiting partials, if the memory of one is borrowed."""
@@ -440,10 +424,9 @@ class GradientSum(_Partials):
         if whole and not self._total:
             self._total = list(gradients)
         elif self._few:
-            meets = self._meets(rows) if self._waiting else 0
-            if meets > 1:
+            if self._waiting and self._meets(rows) > 1:
                 self._settle()
-            self._wait(rows, gradients, apart=meets != 1)
+            self._waiting.append((rows, gradients))
         else:
             self._add(rows, gradients)
 
@@ -452,9 +435,7 @@ class GradientSum(_Partials):
         two more are summed in place, in the dtype that the sums have by then.
         """
         self.empty = self.placing = False
-        self._total, self._waiting = self.final(self._like[0].dtype), []
-        for rows, tensors in others:
-            self._wait(rows, tensors, apart=False)
+        self._total, self._waiting = self.final(self._like[0].dtype), [*others]
         if sum(isinstance(rows, RowIndex) for rows, _ in others) > 1:  # perhaps of the same rows
             self._owned = self._total[0].dtype == self._wide
             self._own_buffers()

@@ -222,6 +222,7 @@ def _slice(start: int, stop: int, step: int) -> slice:
     return slice(start, stop) if step == 1 else slice(start, stop, step)
 
 
+@lru_cache(maxsize=4096)
 def plan_tiles(
     q_spans: Sequence[Span],
     kv_spans: Sequence[Span],
@@ -233,7 +234,8 @@ def plan_tiles(
     """Covers every visible (query, key) pair of two blocks exactly once.
 
     Args:
-        q_spans, kv_spans: global positions of the blocks' rows, ascending and disjoint.
+        q_spans, kv_spans: global positions of the blocks' rows, ascending and disjoint: tuples, or
+            `Ranges`.
         mask: who sees whom.
         rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
             aligned). Otherwise such a tile becomes a full one and a causal square.
@@ -242,15 +244,8 @@ def plan_tiles(
 
     Returns: tiles; none if no query sees any key. Raises: ValueError if spans are not ascending.
     """
-    spans = Ranges.of(q_spans), Ranges.of(kv_spans)
-    return _planned_once(*spans, mask, rectangular, windows)
-
-
-@lru_cache(maxsize=4096)
-def _planned_once(
-    q_spans: Ranges, kv_spans: Ranges, mask: Mask, rectangular: bool, windows: bool
-) -> TileTable:
-    (tiles,) = plan_pairs([(q_spans, kv_spans)], mask, rectangular=rectangular, windows=windows)
+    pair = Ranges.of(q_spans), Ranges.of(kv_spans)
+    (tiles,) = plan_pairs([pair], mask, rectangular=rectangular, windows=windows)
     return tiles
 
 

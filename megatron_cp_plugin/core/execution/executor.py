@@ -34,7 +34,6 @@ from megatron_cp_plugin.core.plans.plan import (
     Plan,
     Side,
     outside,
-    with_wanted_gradients,
 )
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads, TeamHeads
 from megatron_cp_plugin.errors import ConfigError
@@ -234,8 +233,7 @@ class Executor(RankPart):
             dout: [B,S,H,E] contiguous, in q's dtype.
             saved: of `attend`.
 
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Gradients that
-        the call does not want are arbitrary tensors.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v.
         """
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
@@ -288,7 +286,6 @@ def executor_of(
         steps: its plan; if teams split heads, the plan between teams.
         transport: sends the messages of the steps.
     """
-    steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
