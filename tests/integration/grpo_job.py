@@ -90,20 +90,6 @@ def in_packs(model: Model, pack: Any) -> Numbers:
     return pack.per_rollout(found)
 
 
-def by_verl(model: Model, documents: Sequence[Tensor]) -> Numbers:
-    """The forward pass of verl's Megatron engine."""
-    from verl.models.mcore import model_forward
-
-    ids = torch.nested.as_nested_tensor(list(documents), layout=torch.jagged)
-    mine, _, _ = model_forward.preprocess_thd_engine(ids)
-    group = _groups().cp
-    batch = Batch([len(each) for each in documents], group.rank(), group.size())
-    # Alone it does not pad.
-    assert batch.size == 1 or torch.equal(mine, batch.cut(documents)), "verl splits otherwise"
-    out = model_forward.gptmodel_forward_model_engine(model, ids, {})
-    return [each.log_softmax(-1) for each in out.unbind()]
-
-
 def _groups() -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
