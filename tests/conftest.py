@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# What Megatron compiles when it is imported would import torch's compiler for two seconds, and call
+# a compiler of C++.
+_compile = torch.compile
+
+
+def _eager(function: Any = None, **_: Any) -> Any:
+    return function or _eager
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # Megatron imports it for a second, and nobody logs there.
     sys.modules["wandb"] = None  # type: ignore[assignment]
+    if not torch.cuda.is_available():
+        torch.compile = _eager  # type: ignore[assignment]
     times = config.getoption("--examples")
     # 100 is what `examples` in random_tests.py counts from. How loaded a machine is tells nothing
     # about a test.
@@ -74,6 +86,7 @@ def pytest_collection_finish() -> None:
     """Around each test pytest adds its handlers to every logger that does not propagate, of which
     torch has a hundred.
     """
+    torch.compile = _compile
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch"):
             logging.getLogger(name).propagate = True
