@@ -4,15 +4,18 @@ others are asked for.
 """
 
 import logging
+import os
 import random
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forks import start_server
 from hypothesis import HealthCheck, settings
 
 
@@ -41,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.modules["wandb"] = None  # type: ignore[assignment]
     if not torch.cuda.is_available():
         torch.compile = _eager  # type: ignore[assignment]
+    if "fork server" in (given := getattr(config, "workerinput", {})):
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_address = given["fork server"]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        forkserver.ensure_running = server.ensure_running = lambda: None
     times = config.getoption("--examples")
     # 100 is what `examples` in random_tests.py counts from. How loaded a machine is tells nothing
     # about a test.
@@ -54,6 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=False,
     )
     settings.load_profile("random tests")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Jobs of all of xdist's processes are forks of one, which imports Megatron once for all."""
+    start_server()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    node.workerinput["fork server"] = server._forkserver_address
 
 
 # Modules that take longest, which come first, so that no process is left alone with one at the end.
