@@ -40,6 +40,7 @@ def _eager(function: Any = None, **_: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
     # Megatron imports it for a second, and nobody logs there.
     sys.modules["wandb"] = None  # type: ignore[assignment]
     if not torch.cuda.is_available():

@@ -42,21 +42,21 @@ from megatron_cp_plugin.kernels import decayed
 
 launched = []
 register_fused("cpu", lambda: launched.append(1) or decayed)
-for layout, documents, dim, first in (
-    (Contiguous(), (), 20, None),
-    (Zigzag(), (), 16, torch.randn(2, 2, 16, 40)),
-    (Zigzag(), (24, 30, 31, 72), 16, torch.randn(2, 2, 16, 40)),
+for layout, documents, dim, batch, first in (
+    (Contiguous(), (), 20, 1, None),
+    (Zigzag(), (), 16, 2, torch.randn(2, 2, 16, 40)),
+    (Zigzag(), (24, 30, 31, 72), 16, 1, torch.randn(1, 2, 16, 40)),
 ):
     for back, route in enumerate((way := Route.of(layout, 3, 120, documents), way.back)):
         runs = sum(route.counts)
         ways = (
-            torch.randn(runs, 2, 2, dim, dim) / dim**0.5,
-            -torch.rand(runs, 2, 2, dim),
-            -torch.rand(runs, 2, 2, 1),
+            torch.randn(runs, batch, 2, dim, dim) / dim**0.5,
+            -torch.rand(runs, batch, 2, dim),
+            -torch.rand(runs, batch, 2, 1),
             decay,
         )
         for through in ways[bool(documents) ^ back :: 2]:
-            states = RunStates(torch.randn(runs, 2, 2, dim, 40), through)
+            states = RunStates(torch.randn(runs, batch, 2, dim, 40), through)
             states = states.unpacked(states.packed(runs)[:, None], [1] * runs)
             through = states.through
             wide = RunStates(
