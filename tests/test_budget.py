@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_900,
     "harness": 2_190,
     "scripts": 7_020,
-    "tests": 37_900,
+    "tests": 37_470,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}

@@ -152,7 +152,6 @@ def test_empty_sections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "sections megatron and context_parallel, got an empty file"),
         ("[1, 2]", "mapping with the sections"),
         ("megatron: {num_layers: [", "not valid YAML: line"),
         ("megatron: {lr: 1, lr: 2}", "duplicate key lr"),
@@ -163,7 +162,6 @@ def test_empty_sections(tmp_path: Path) -> None:
         ),
         ("megatron: {lr: '${megatron.lr}'}", "Recursive interpolation"),
         ("megatron: 3", "megatron must be a mapping of names to values"),
-        ("megratron: {}", "unknown section 'megratron' (did you mean 'megatron'?)"),
         ("megatron: {num_layer: 2}", "megatron.num_layer: no such Megatron flag (did you mean"),
         (
             "megatron: {num_layers: two}",
@@ -183,13 +181,9 @@ def test_empty_sections(tmp_path: Path) -> None:
         ("megatron: {data_path: [[1]]}", "takes text or numbers"),
         ("megatron: {num-layers: 1, num_layers: 2}", "same flag as megatron.num-layers"),
         ("megatron: {round: true, no_round: true}", "same flag as megatron.round"),
-        ("megatron: {cp_kernel: auto}", "write context_parallel.kernel"),
         ("megatron: {context_parallel_algo: ring}", "write context_parallel.algo"),
         ("megatron: {help: true}", "give it on the command line"),
-        ("context_parallel: {algo: zagzig}", "did you mean 'zigzag'?"),
         ("context_parallel: {algo: [ring]}", "algo must be a name"),
-        ("context_parallel: {algo: ring, bakward: kv}", "(did you mean 'backward'?)"),
-        ("context_parallel: {algo: ring, backward: kw}", "option backward got 'kw'"),
         ("context_parallel: {algo: megatron, backward: kv}", "with algo megatron the keys are"),
         ("context_parallel: {backward: kv}", "without an algo the keys are algo, kernel"),
         ("context_parallel: {platform: gpu}", "--cp-platform invalid choice: 'gpu' (choose from"),

@@ -67,7 +67,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_policy_is_trained_with_rewards_as_on_one_rank(tmp_path: Path) -> None:
     """Rewards, losses and weights are equal, however the rollouts are given to the model. Those of
-    packs are sampled from rows. That it learns in 50 updates: docs/data/frameworks.md.
+    packs are sampled from rows.
     """
     expected = trained(tmp_path, "whole", 1)
     compare(trained(tmp_path, "packs", 4), expected)
