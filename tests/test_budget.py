@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_900,
     "harness": 2_190,
     "scripts": 7_020,
-    "tests": 37_470,
+    "tests": 37_420,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
