@@ -156,13 +156,11 @@ def image_blocks(length: int, images: Sequence[tuple[int, int]], *, start: int =
             f"image_blocks needs ascending images that do not overlap within 0 to {length}, got "
             f"{list(images)}: sort them"
         )
-    # One causal span, and what images see beside it: few kernel calls, whose rows are many.
-    found = [Slice(start, start + length, start, start + length, "causal")]
-    for first, last in images:
-        if last - first > 1:
-            begin, end = start + first, start + last
-            found.append(Slice(begin, end - 1, begin + 1, end, "inverse_causal"))
-    return found
+    return [
+        Slice(start + begin, start + end, start, start + end, "full" if number % 2 else "causal")
+        for number, (begin, end) in enumerate(pairwise(edges))
+        if begin < end
+    ]
 
 
 def block_diffusion(length: int, block: int, *, start: int = 0) -> list[Slice]:

@@ -11,13 +11,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, joined, offsets
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, expanded, joined, offsets, runs
 
 # End of a mask of unknown length, and diagonals that hide none of it.
 _END = 1 << 40
 FAR = 1 << 42
 # Distance by which positions of blocks planned together are moved apart.
 _APART = 1 << 41
+_LEAST_STEPS = 3  # of a staircase: two become no fewer parts
 # Rows of the table of bands; each is the first of two.
 QUERIES, KEYS = 0, 2
 
@@ -82,6 +83,35 @@ class Bands:
         table = self.table.copy()
         np.maximum(table[4], 1 - window, out=table[4])
         return Bands(_with_pairs(table))
+
+    def joined(self) -> "Bands":
+        """The same pairs, with staircases as one band below a diagonal, and a triangle above it on
+        each step: kernels compute a few large parts faster than many.
+
+        A staircase is three bands or more, each from the row on where the one before ends, all from
+        one column on, and causal or full, whose last rows end on one diagonal.
+        """
+        q_start, q_stop, k_start, k_stop, low, high = self.table
+        diagonal = k_stop - q_stop
+        full = high >= k_stop - 1 - q_start
+        steps = np.flatnonzero((low <= k_start - q_stop + 1) & (full | (high == diagonal)))
+        steps = steps[np.lexsort((q_start[steps], diagonal[steps], k_start[steps]))]
+        goes_on = q_start[steps[1:]] == q_stop[steps[:-1]]
+        for edge in (k_start, diagonal):
+            goes_on &= edge[steps[1:]] == edge[steps[:-1]]
+        first, last = runs(~goes_on, len(steps)) if len(steps) else (steps, steps)
+        many = last - first >= _LEAST_STEPS - 1
+        run, number = expanded((last - first + 1)[many])
+        of_stairs = steps[first[many][run] + number]
+        first, last = steps[first[many]], steps[last[many]]
+        below = self.table[:, first]
+        below[1], below[3], below[4], below[5] = q_stop[last], k_stop[last], -FAR, diagonal[last]
+        above = self.table[:, of_stairs[full[of_stairs]]]
+        above[4] = above[3] - above[1] + 1
+        above[1] -= 1
+        np.maximum(above[2], above[0] + above[4], out=above[2])
+        above = above[:, (above[0] < above[1]) & (above[2] < above[3])]
+        return Bands(np.concatenate((np.delete(self.table, of_stairs, 1), below, above), 1))
 
     def area(self, seq_len: int) -> int:
         """Number of pairs among the first seq_len positions."""

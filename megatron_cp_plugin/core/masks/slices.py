@@ -94,7 +94,7 @@ class Slices(tuple[Slice, ...]):
     @cached_property
     def bands(self) -> Bands:
         """The visible pairs, as rectangles between two diagonals."""
-        return self._named.of_each(self.documents) if self.documents else self._named
+        return (self._named.of_each(self.documents) if self.documents else self._named).joined()
 
     @cached_property
     def _named(self) -> Bands:
