@@ -32,7 +32,7 @@ from megatron_cp_plugin.core.autograd.function import (
     differentiable_once,
     dtypes_as_given,
 )
-from megatron_cp_plugin.core.partial import accumulation_dtype, fused_for
+from megatron_cp_plugin.core.partial import accumulation_dtype, add_product, fused_for
 from megatron_cp_plugin.errors import ContextParallelError
 
 CHUNK_TOKENS = 4096
@@ -317,7 +317,7 @@ def _gradients(
                 if head.group is not None:  # while the next chunk is computed
                     sums.append(dist.all_reduce(dhidden[chunk], group=head.group, async_op=True))
         if total is not None:
-            _add_product(total, dlogits, x)
+            add_product(total, dlogits, x)
     for pending in sums:
         pending.wait()
     return dhidden, total
@@ -327,16 +327,6 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, head: _Head) -> Tensor:
     """Memory for the logits of the largest chunk; all chunks are written into it in turn."""
     rows = max(((c.stop - c.start) * head.parts for c in head.chunks(hidden.size(0))), default=0)
     return hidden.new_empty(rows, weight.size(0))
-
-
-def _add_product(total: Tensor, dlogits: Tensor, x: Tensor) -> None:
-    """total [V,H] += dlogits^T x, of [n,V] and [n,H], summed in the dtype of total."""
-    if total.dtype == x.dtype:
-        total.addmm_(dlogits.t(), x)
-    elif total.is_cuda:
-        torch.addmm(total, dlogits.t(), x, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(dlogits.t().to(total.dtype), x.to(total.dtype))
 
 
 def logit_statistics(

@@ -589,6 +589,16 @@ class WholeGradient:
             total.write(self.place(heads) if total.placed is None else total.placed, plus)
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [K,L] += a^T b, of [n,K] and [n,L], summed in the dtype of total."""
+    if total.dtype == b.dtype:
+        total.addmm_(a.t(), b)
+    elif total.is_cuda:
+        torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+
+
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     """rowsum(dout * out): [B,S,H,D] twice -> [B,H,S] in float32 (float64 for float64)."""
     fused = fused_for(out)

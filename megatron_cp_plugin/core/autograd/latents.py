@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from megatron_cp_plugin.core.autograd.function import (
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.record import CommunicatingIn
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Problem, SoftmaxKernel, Statistics
-from megatron_cp_plugin.core.partial import accumulation_dtype
+from megatron_cp_plugin.core.partial import accumulation_dtype, add_product
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
@@ -104,23 +104,11 @@ class Wire:
         return torch.cat((made @ weight, of_rotary), dim=-1), made.flatten(0, 1)
 
 
-@dataclass
-class _Projection:
-    """The up-projection of the running call, and the sum of its gradients."""
+class _Projection(NamedTuple):
+    """The up-projection of the running call, and, in a backward, the sum of its gradients."""
 
     weight: Tensor
     gradient: Tensor | None = None
-
-    def add(self, made: Tensor, low: Tensor) -> None:
-        """Args:
-        made: [B*T, H*(D-R+E)], gradients.
-        low: [B*T,L].
-        """
-        assert self.gradient is not None
-        if made.is_cuda and made.dtype != self.gradient.dtype:
-            self.gradient += torch.mm(made.T, low, out_dtype=self.gradient.dtype)
-        else:
-            self.gradient += made.T.to(self.gradient.dtype) @ low.to(self.gradient.dtype)
 
 
 _projection: ContextVar[_Projection] = ContextVar("projection")
@@ -162,7 +150,8 @@ class LatentKernel(SoftmaxKernel):
         k, v = wire.expanded(latent, projection.weight)
         dq, dk, dv = self._inner.backward(call._replace(k=k, v=v), dout, statistics)
         dlatent, made = wire.gradient(dk, dv, projection.weight)
-        projection.add(made, latent[..., : wire.latent_dim].flatten(0, 1))
+        assert projection.gradient is not None
+        add_product(projection.gradient, made, latent[..., : wire.latent_dim].flatten(0, 1))
         return dq, *wire.packed(dlatent)
 
     def workspace(self, call: KernelCall, statistics: Statistics | None) -> int:

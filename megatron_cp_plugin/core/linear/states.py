@@ -226,11 +226,6 @@ class Decay:
                 raise ConfigError(f"decay rates must be above 0 and at most 1, got {rate}")
         return Decay(rates)
 
-    @property
-    def none(self) -> bool:
-        """Whether nothing decays: all rates are 1."""
-        return all(rate == 1 for rate in self.rates)
-
     def logarithms(self, device: torch.device) -> Tensor:
         """Natural logarithms of the rates: [H] float64."""
         return _logarithms(self.rates, device)
@@ -264,12 +259,6 @@ class Gates(NamedTuple):
     def each(self, change: Callable[[Tensor], Tensor]) -> "Gates":
         """The gates after applying a function to each that is not None."""
         return Gates(*(None if x is None else change(x) for x in self))
-
-    def numbers(self, head_dim: int) -> int:
-        """How many numbers a head's transition has."""
-        if self.beta is not None:
-            return head_dim * head_dim
-        return 0 if self.gate is None else head_dim if self.gate.dim() == 4 else 1
 
 
 NO_GATES = Gates()
