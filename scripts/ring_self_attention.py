@@ -18,7 +18,7 @@ from megatron_cp_plugin.context import Group, not_compiled, topology_for
 from megatron_cp_plugin.core.agree import SameCall
 from megatron_cp_plugin.core.autograd.function import check_shapes, differentiable_once
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.record import CommunicatingIn
+from megatron_cp_plugin.core.communication.record import PHASE, holding
 from megatron_cp_plugin.core.partial import accumulation_dtype
 
 
@@ -90,7 +90,7 @@ class _RingSelfAttention(torch.autograd.Function):
         shape = (q.shape[0], groups, q.shape[2] // groups, tokens, tokens * topology.size)
         p = q.new_empty(shape, dtype=wide)
         out = torch.zeros_like(grouped[..., :1]).expand(*grouped.shape[:-1], v.shape[3]).clone()
-        with CommunicatingIn("forward"):
+        with holding(PHASE, "forward"):
             for columns, keys in _round(topology, "keys", k):
                 scores = torch.einsum("bsgnd,btgd->bgnst", grouped, keys.to(wide))
                 p[..., columns] = scores * scale
@@ -113,7 +113,7 @@ class _RingSelfAttention(torch.autograd.Function):
         p = p.to(wide)
         ds, dq = torch.empty_like(p), torch.zeros_like(grouped)
         dk, dv = (x.new_empty((topology.size, *x.shape)) for x in (k, v))
-        with CommunicatingIn("backward"):
+        with holding(PHASE, "backward"):
             for columns, values in _round(topology, "values", v):
                 ds[..., columns] = torch.einsum("bsgnd,btgd->bgnst", dout, values.to(wide))
                 owner = columns.start // q.shape[1]

@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_880,
-    "core": 12_900,
+    "core": 12_840,
     "algorithms": 1_760,
     "kernels": 3_340,
     "integration": 8_410,

@@ -21,7 +21,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.record import unrecorded
+from megatron_cp_plugin.core.communication.record import UNRECORDED, holding
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import resolver
@@ -158,7 +158,7 @@ def measure(
             _Step(algorithm, kind.shape, mask, kernel, device)
             for mask in kind.measured or (kind.mask,)
         ]
-    with torch.no_grad(), unrecorded():
+    with torch.no_grad(), holding(UNRECORDED, True):
         times = iter(_in_turns([one for own in steps.values() for one in own], topology, timer))
     seconds = {key: mean(next(times) for _ in own) for key, own in steps.items()}
     topology.drop_peer_channels()

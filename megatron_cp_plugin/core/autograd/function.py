@@ -90,13 +90,11 @@ class Attention(torch.autograd.Function):
         token = PHASE.set("forward")
         try:
             with dtypes_as_given(q.device):
+                compute = partial(_computed, compiled, q, k, v, sink)
                 if recompute_key is None:
-                    out, lse, results = compiled.forward.attend(q, k, v)
-                    margin = () if sink is None else (_let_sink(out, lse, sink),)
-                    saved = [*results, *margin]
+                    out, *saved = compute()
                 else:
                     inputs = (q, k, v) if sink is None else (q, k, v, sink)
-                    compute = partial(_computed, compiled, q, k, v, sink)
                     out, *saved = computed_once(recompute_key, inputs, compute)
         finally:
             PHASE.reset(token)

@@ -13,8 +13,7 @@ B batch, S queries, T keys, D head dim of q and k, E that of v.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -34,7 +33,7 @@ from megatron_cp_plugin.core.autograd.function import (
     dtypes_as_given,
 )
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.communication.record import CommunicatingIn
+from megatron_cp_plugin.core.communication.record import PHASE, holding
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.partial import accumulation_dtype, add_product
 from megatron_cp_plugin.core.placement import HeadPlacement
@@ -114,15 +113,6 @@ class _Projection(NamedTuple):
 _projection: ContextVar[_Projection] = ContextVar("projection")
 
 
-@contextmanager
-def _projecting(projection: _Projection) -> Iterator[None]:
-    token = _projection.set(projection)
-    try:
-        yield
-    finally:
-        _projection.reset(token)
-
-
 class LatentKernel(SoftmaxKernel):
     """A kernel of H heads that is given latents in place of K and V.
 
@@ -185,7 +175,7 @@ class _LatentAttention(torch.autograd.Function):
         recompute_key: Hashable | None,
     ) -> Tensor:
         ctx.weight = weight
-        with _projecting(_Projection(weight)):
+        with holding(_projection, _Projection(weight)):
             return Attention.forward(ctx, q, k, v, sink, compiled, recompute_key)
 
     @staticmethod
@@ -194,8 +184,9 @@ class _LatentAttention(torch.autograd.Function):
         weight, dweight = ctx.weight, None
         of_q, *others = ctx.needs_input_grad[:4]
         sums = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
-        projecting, wanted = _projecting(_Projection(weight, sums)), (of_q, *[any(others)] * 2)
-        with CommunicatingIn("backward"), projecting, dtypes_as_given(dout.device):
+        projecting = holding(_projection, _Projection(weight, sums))
+        wanted = of_q, *[any(others)] * 2
+        with holding(PHASE, "backward"), projecting, dtypes_as_given(dout.device):
             *gradients, dsink = differentiate(ctx, *aligned(dout), wanted=wanted)
         if others[2]:
             dweight = sums.to(weight.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.record import CommunicatingIn, Phase
+from megatron_cp_plugin.core.communication.record import PHASE, Phase, holding
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
 
 
@@ -59,7 +59,7 @@ class _Whole(torch.autograd.Function):
 def _exchange(topology: Topology, phase: Phase, sent: list[Tensor], received: list[Tensor]) -> None:
     """Sends each other rank a tensor, and receives one from it."""
     others = [rank for rank in range(topology.size) if rank != topology.rank]
-    with CommunicatingIn(phase):
+    with holding(PHASE, phase):
         topology.channel("unshard").exchange(
             [(sent[rank], rank) for rank in others], [(received[rank], rank) for rank in others]
         ).wait()

@@ -20,17 +20,18 @@ Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
 PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
 
 
-class CommunicatingIn:
-    """Within this context operations are counted under a phase."""
+# Whether this thread's messages are left out of all recordings.
+UNRECORDED: ContextVar[bool] = ContextVar("unrecorded", default=False)
 
-    def __init__(self, phase: Phase) -> None:
-        self._phase = phase
 
-    def __enter__(self) -> None:
-        self._token = PHASE.set(self._phase)
-
-    def __exit__(self, *_: object) -> None:
-        PHASE.reset(self._token)
+@contextmanager
+def holding[T](variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Within this context a variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @dataclass(frozen=True)
@@ -100,27 +101,13 @@ def record_communication() -> Iterator[CommunicationLog]:
             RECORDINGS[:] = [other for other in RECORDINGS if other is not log]
 
 
-# Whether this thread's messages are left out of all recordings.
-_unrecorded: ContextVar[bool] = ContextVar("unrecorded", default=False)
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Within this context this thread's messages are not counted."""
-    token = _unrecorded.set(True)
-    try:
-        yield
-    finally:
-        _unrecorded.reset(token)
-
-
 def count(
     rank: int, channel: str, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]
 ) -> None:
     """Adds what a rank sends and receives in one operation to all recordings."""
     for direction, tensors in (("sent", sent), ("received", received)):
         # Tensors without storage are not sent: a simulation uses them.
-        if tensors and not tensors[0].is_meta and not _unrecorded.get():
+        if tensors and not tensors[0].is_meta and not UNRECORDED.get():
             size = sum(t.numel() * t.element_size() for t in tensors)
             row = Transfer(rank, channel, op, PHASE.get(), direction, len(tensors), size)  # type: ignore[arg-type]
             with _recordings_lock:

@@ -109,7 +109,7 @@ class GatheringTeam:
             joined = order.join(coming.wait(), dim)
             if of_rows:
                 return joined.unbind()
-            return _by_widths(joined, widths)
+            return joined.split(widths, -1) if len(widths) > 1 else (joined,)
 
         return finish
 

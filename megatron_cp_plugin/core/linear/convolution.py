@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
-from megatron_cp_plugin.core.communication.record import CommunicatingIn
+from megatron_cp_plugin.core.communication.record import PHASE, holding
 from megatron_cp_plugin.core.linear.states import Route
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, expanded
 
@@ -113,7 +113,7 @@ class _Fetch(torch.autograd.Function):
         receives = [
             (x.new_empty(x.shape[0], count, x.shape[2]), rank) for rank, count in halo.received
         ]
-        with CommunicatingIn("forward"):
+        with holding(PHASE, "forward"):
             channel.exchange(sends, receives).wait()
         return torch.cat([x[:, :0], *(part for part, _ in receives)], 1)
 
@@ -128,7 +128,7 @@ class _Fetch(torch.autograd.Function):
             (dcame.new_empty(dcame.shape[0], len(local), dcame.shape[2]), rank)
             for local, rank in halo.sent
         ]
-        with CommunicatingIn("backward"):
+        with holding(PHASE, "backward"):
             ctx.channel.exchange(sends, receives).wait()
         dx = dcame.new_zeros(dcame.shape[0], ctx.tokens, dcame.shape[2])
         for (local, _), (part, _) in zip(halo.sent, receives, strict=True):
@@ -163,7 +163,10 @@ def short_convolution(
     width = weight.shape[1]
     halo = _halo(route, rank, width, x.device)
     came = _Fetch.apply(x, halo, channel)
-    out = _convolution(x, weight, bias)
+    out = functional.conv1d(
+        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[2]
+    )
+    out = out[..., : x.shape[1]].transpose(1, 2)
     if not len(halo.rows):
         return out
     known = torch.cat((x, came, x.new_zeros(x.shape[0], 1, x.shape[2])), 1)
@@ -172,11 +175,3 @@ def short_convolution(
     if bias is not None:
         again = again + bias.to(x.dtype)
     return out.index_copy(1, halo.rows.long(), again.to(out.dtype))
-
-
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    tokens, width = x.shape[1], weight.shape[1]
-    out = functional.conv1d(
-        x.transpose(1, 2), weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[2]
-    )
-    return out[..., :tokens].transpose(1, 2)

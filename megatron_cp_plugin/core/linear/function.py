@@ -18,7 +18,7 @@ from megatron_cp_plugin.core.autograd.function import (
     dtypes_as_given,
 )
 from megatron_cp_plugin.core.autograd.recompute import computed_once
-from megatron_cp_plugin.core.communication.record import CommunicatingIn
+from megatron_cp_plugin.core.communication.record import PHASE, holding
 from megatron_cp_plugin.core.layout import unfit
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearCall, LinearTensors
 from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
@@ -50,7 +50,7 @@ class _LinearAttention(torch.autograd.Function):
             return (out, final, *saved)
 
         inputs = tuple([x for x in (q, k, v, *gates, initial) if x is not None])
-        with CommunicatingIn("forward"), dtypes_as_given(q.device):
+        with holding(PHASE, "forward"), dtypes_as_given(q.device):
             out, final, *saved = computed_once(recompute_key, inputs, compute)
         assert out is not None
         ctx.save_for_backward(*saved)
@@ -60,7 +60,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-        with CommunicatingIn("backward"), dtypes_as_given(dout.device):
+        with holding(PHASE, "backward"), dtypes_as_given(dout.device):
             dq, dk, dv, dinitial, dgates = ctx.algorithm.backward(
                 dout.contiguous(), dfinal, ctx.saved_tensors, ctx.call
             )

@@ -182,14 +182,6 @@ class Decay:
 
     rates: tuple[float, ...]
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.rates)
-
-    def __hash__(self) -> int:
-        # Rates are a key of caches, looked up many times in a call.
-        return self._hash
-
     @staticmethod
     def of(decay: float | Sequence[float] | Tensor, heads: int) -> "Decay":
         """Reads what users give: a number for all heads, or one per head.
