@@ -1,6 +1,6 @@
 """Imports all algorithms of this package, which registers them."""
 
-from megatron_cp_plugin.algorithms import (
+from megatron_cp_plugin.algorithms import (  # noqa: F401
     allgather,
     attention2d,
     distflash,
@@ -12,16 +12,3 @@ from megatron_cp_plugin.algorithms import (
     ulysses,
     usp,
 )
-
-__all__ = [
-    "allgather",
-    "attention2d",
-    "distflash",
-    "lasp",
-    "lasp2",
-    "linear_ulysses",
-    "published",
-    "ring",
-    "ulysses",
-    "usp",
-]

@@ -4,13 +4,11 @@ B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.team import ExchangingTeam
@@ -42,10 +40,8 @@ class LinearUlysses(LinearAlgorithm):
     """
 
     @dataclass(frozen=True)
-    class Options(Algorithm.Options):
-        """Options of linear_ulysses. Attributes: layout: which tokens each rank holds."""
-
-        layout: Literal["contiguous", "zigzag", "thd", "documents"] = "contiguous"
+    class Options(Lasp2.Options):
+        """Options of linear_ulysses, those of lasp2."""
 
     options: Options
     collective = True
