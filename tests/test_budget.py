@@ -20,10 +20,10 @@ LINES = {
     "planner": 5_900,
     "harness": 2_190,
     "scripts": 7_020,
-    "tests": 37_420,
+    "tests": 37_450,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_480}
+WORDS = {"README": 1_100, "pages": 42_440}
 
 
 def files(room: str) -> Iterator[Path]:
