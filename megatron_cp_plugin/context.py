@@ -171,7 +171,7 @@ class CallSettings:
             check_shapes(q, k, v)
             if self._spans is not None and not causal:
                 raise ContextParallelError("spans replace causal=False, got both: leave causal out")
-            of_inputs = q.requires_grad or k.requires_grad or v.requires_grad
+            trained = torch.is_grad_enabled()
             made.values = {
                 **self._shared(made, q.shape[1], known=known, q=q),
                 **made.values,
@@ -180,7 +180,8 @@ class CallSettings:
                 "window": window,
                 "kernel": kernel if isinstance(kernel, str) else word("kernel", kernel),
                 "sink": None if sink is None else (sink.dtype, *sink.shape),
-                "requires_grad": torch.is_grad_enabled() and of_inputs,
+                "requires_grad of q": trained and q.requires_grad,
+                "requires_grad of k or v": trained and (k.requires_grad or v.requires_grad),
             }
         if self._algo != registry.AUTO:
             algorithm = softmax_algorithm(self._algo, topology, self._options)

@@ -203,7 +203,7 @@ def passes_of_a_rank(
     compiled = Compiled(algorithm, Call(shape, Mask(), dim**-0.5, kernel))
     saved = compiled.forward.attend(q, k, v)[2]
     forward = partial(compiled.forward.attend, q, k, v)
-    return forward, partial(compiled.backward.differentiate, dout, saved)
+    return forward, partial(compiled.backward().differentiate, dout, saved)
 
 
 def share_rows(

@@ -53,7 +53,7 @@ def useless(algo: str, size: int, *, peer_access: bool, **options) -> list[str]:
 
     def step() -> None:
         out, _, saved = compiled.forward.attend(q, k, v)
-        compiled.backward.differentiate(out, saved)
+        compiled.backward().differentiate(out, saved)
 
     def see(name: str, args, results: list[Tensor]) -> None:
         if name in VIEWS and all(_place(x) == _place(args[0]) for x in results):

@@ -97,7 +97,7 @@ def test_one_rank_of_64_with_a_million_tokens() -> None:
         setting = x.shape, x.shape, x.shape, x.dtype, x.device, False
         compiled = algorithm.compiled(*setting, tokens, mask, None, lambda problem: kernel)
         out, _, saved = compiled.forward.attend(x, x, x)
-        compiled.backward.differentiate(out, saved)
+        compiled.backward().differentiate(out, saved)
 
     assert grown(over(step, QUARTERS[1])) < 4
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from weakref import proxy
 
@@ -291,21 +291,26 @@ class Compiled:
     """A compiled call: its executors, made once for all calls that are alike.
 
     The executor of a pass is made when it is first asked for.
+
+    Attributes: backwards: executors of backwards that were asked for, by (dq, dkv) as of `Call`.
     """
 
     def __init__(self, algorithm: Algorithm, call: Call) -> None:
         """Args: algorithm: with the layout of the call's documents."""
         self._algorithm, self._call = algorithm, call
+        self.backwards: dict[tuple[bool, bool], Executor] = {}
 
     @cached_property
     def forward(self) -> Executor:
         """The executor of the forward."""
         return self._algorithm.executor("forward", self._call)
 
-    @cached_property
-    def backward(self) -> Executor:
-        """The executor of the backward."""
-        return self._algorithm.executor("backward", self._call)
+    def backward(self, *, dq: bool = True, dkv: bool = True) -> Executor:
+        """The executor of a backward. Args: dq, dkv: as of `Call`."""
+        if (dq, dkv) not in self.backwards:
+            call = replace(self._call, dq=dq, dkv=dkv)
+            self.backwards[dq, dkv] = self._algorithm.executor("backward", call)
+        return self.backwards[dq, dkv]
 
 
 class PointToPoint(Algorithm):

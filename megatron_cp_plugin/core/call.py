@@ -208,12 +208,15 @@ class Call:
         mask: of the whole sequence.
         scale: factor of the scores.
         kernel: computes the tiles.
+        dq, dkv: whether the gradient of q, and those of k and v, are wanted; the same on all ranks.
     """
 
     shape: Shape
     mask: Mask
     scale: float
     kernel: SoftmaxKernel
+    dq: bool = True
+    dkv: bool = True
 
     @cached_property
     def packed(self) -> bool:

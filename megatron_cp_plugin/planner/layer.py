@@ -209,5 +209,5 @@ def passes(
     return Passes(
         inputs,
         lambda: compiled.forward.attend(q, k, v),
-        lambda saved: compiled.backward.differentiate(dout, saved),
+        lambda saved: compiled.backward().differentiate(dout, saved),
     )

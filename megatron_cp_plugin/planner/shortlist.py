@@ -258,7 +258,7 @@ class _Step:
         def steps() -> None:
             for _ in range(count):
                 saved = self._compiled.forward.attend(q, k, v)[2]
-                self._compiled.backward.differentiate(dout, saved)
+                self._compiled.backward().differentiate(dout, saved)
                 del saved
 
         return steps

@@ -59,7 +59,7 @@ SAID = {
     "no length": "all ranks need one seq_len, got 16 on rank 0 and None on rank 1: pass the global",
     "documents": "all ranks need one cu_seqlens, got [0, 5, 16] on rank 0 and [0, 7, 16] on rank 1",
     "KV heads": "all ranks need one shape of q, k, v beside tokens, got ((1, 4, 8), (1, 4, 8), (1,",
-    "training": "all ranks need one requires_grad, got True on rank 0 and False on rank 1: ",
+    "training": "all ranks need one requires_grad of q, got True on rank 0 and False on rank 1: ",
     "sink": "all ranks need one sink, got None on rank 0 and (torch.float64, 4) on rank 1",
     "option": "all ranks need one options, got () on rank 0 and (('chunks', 2),) on rank 1: make",
     "function": "all ranks need one function, got 'attention' on rank 0 and 'linear_attention' on",

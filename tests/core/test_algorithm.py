@@ -76,7 +76,15 @@ def test_calls_that_are_alike_are_compiled_once() -> None:
     assert other is not first
     assert compiled(zigzag, documents=(5, 9)) is other
     assert first.forward is first.forward
-    assert first.backward is first.backward
+
+
+def test_a_backward_is_made_for_each_set_of_gradients_that_is_wanted() -> None:
+    call = compiled(made_by("zigzag"))
+    whole, keys = call.backward(), call.backward(dq=False)
+    assert whole is not keys
+    assert call.backward() is whole
+    assert call.backward(dq=False) is keys
+    assert set(call.backwards) == {(True, True), (False, True)}
 
 
 def test_an_algorithm_goes_with_its_last_reference() -> None:

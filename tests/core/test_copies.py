@@ -56,7 +56,7 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, **options) -> float:
     compiled = Compiled(algorithm, Call(SHAPE, Mask(), 1.0, Kernel()))
     with Operators(see):
         saved = compiled.forward.attend(q, k, v)[2]
-        compiled.backward.differentiate(dout, saved)
+        compiled.backward().differentiate(dout, saved)
     return elements / q.numel()
 
 

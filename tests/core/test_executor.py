@@ -49,9 +49,9 @@ def test_gradients_are_in_no_receive_buffer(
         compiled = Compiled(
             algorithm, Call(Shape.of(q, k, v, 24), Mask(False, documents=documents), 1.0, kernel)
         )
-        found = compiled.backward.differentiate(dout, compiled.forward.attend(q, k, v)[2])
+        found = compiled.backward().differentiate(dout, compiled.forward.attend(q, k, v)[2])
         before = [x.clone() for x in found]
-        compiled.backward.differentiate(2 * dout, compiled.forward.attend(k, q, v)[2])
+        compiled.backward().differentiate(2 * dout, compiled.forward.attend(k, q, v)[2])
         assert all(map(torch.equal, found, before))
 
     run_virtual(2, body, peer_access=True)

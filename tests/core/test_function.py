@@ -53,8 +53,16 @@ def test_autocast_leaves_float64():
 WANTED = {"q": (True, False, False), "k": (False, True, False), "kv": (False, True, True)}
 
 
-def gradients(algo, wanted):
-    """Gradients that are wanted, by rank."""
+# Which algorithms send less then; where keys and values travel, gradients of queries do not.
+SAVING = {
+    "q": {"allgather", "attention2d", "distflash", "ring", "ulysses", "usp", "zigzag"},
+    "k": {"attention2d", "distflash", "ulysses", "usp"},
+    "kv": {"attention2d", "distflash", "ulysses", "usp"},
+}
+
+
+def sent_in_backward(algo, wanted, **options):
+    """Gradients that are wanted, and the bytes that rank 1 sends in the backward for them."""
     generator = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(1, 64, heads, 8, generator=generator, dtype=torch.float64)
@@ -65,22 +73,56 @@ def gradients(algo, wanted):
         *inputs, dout = (cp.shard(x, 1, algo=algo, group=topology) for x in whole)
         for x, want in zip(inputs, wanted, strict=True):
             x.requires_grad_(want)
-        cp.attention(*inputs, algo=algo, group=topology).backward(dout)
+        cp.attention(*inputs, algo=algo, group=topology, **options).backward(dout)
         return [x.grad for x in inputs]
 
-    return run_virtual(RANKS, body)
+    with cp.record_communication() as log:
+        results = run_virtual(RANKS, body)
+    return results, log.bytes(rank=1, phase="backward")
 
 
 @pytest.mark.parametrize("only", WANTED)
 @pytest.mark.parametrize("algo", cp.available("softmax"))
 def test_gradients_of_some_inputs(algo, only):
     wanted = WANTED[only]
-    everything = gradients(algo, (True, True, True))
-    for got, expected in zip(gradients(algo, wanted), everything, strict=True):
+    everything, all_bytes = sent_in_backward(algo, (True, True, True))
+    results, sent = sent_in_backward(algo, wanted)
+    for got, expected in zip(results, everything, strict=True):
         for x, y, want in zip(got, expected, wanted, strict=True):
             assert (x is not None) == want
             if want:
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    assert sent <= all_bytes
+    if algo in SAVING["q"]:  # all of this package
+        assert (sent < all_bytes) == (algo in SAVING[only])
+
+
+TOKENS, HEADS, KV_HEADS, DIM, WIDE = 16, 4, 2, 8, 8
+
+
+QUERY, KV = TOKENS * HEADS * DIM * WIDE, 2 * TOKENS * KV_HEADS * DIM * WIDE
+
+
+ROWS = 2 * TOKENS * HEADS * WIDE  # lse and delta
+
+
+@pytest.mark.parametrize(
+    ("options", "only", "hop"),
+    [
+        ({"backward": "kv"}, "q", KV),
+        ({"backward": "kv"}, "kv", 2 * KV),
+        ({"backward": "query"}, "q", 3 * QUERY + ROWS),
+        ({"backward": "query"}, "kv", 2 * QUERY + ROWS),
+        # The fewest bytes: queries only where the gradients of keys and values make up for it.
+        ({"backward": "auto"}, "q", KV),
+        ({"backward": "auto"}, "kv", 2 * KV),
+        ({"backward": "auto", "chunks": 2}, "q", KV),
+    ],
+    ids=str,
+)
+def test_gradients_that_nobody_wants_do_not_go_round_the_ring(options, only, hop):
+    _, sent = sent_in_backward("zigzag", WANTED[only], **options)
+    assert sent == (RANKS - 1) * hop
 
 
 def test_only_sinks_are_trained():

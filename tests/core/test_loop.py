@@ -195,7 +195,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
         compiled = Compiled(algorithm, call)
         with torch.no_grad(), _Written(written[rank]):
             saved = compiled.forward.attend(q, k, v)[2]
-            compiled.backward.differentiate(dout, saved)
+            compiled.backward().differentiate(dout, saved)
 
     run_virtual(size, body, peer_access=True)
     assert early

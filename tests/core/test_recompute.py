@@ -114,7 +114,7 @@ class Layer(nn.Module):
                 return found.forward.attend(*tensors)
 
             forward = SimpleNamespace(attend=attend)
-            return SimpleNamespace(forward=forward, backward=found.backward)
+            return SimpleNamespace(forward=forward, backward=found.backward, backwards={})
 
         algorithm.compiled = counted  # type: ignore[assignment]
         try:

@@ -209,7 +209,7 @@ def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask
                 out, lse, saved = compiled.forward.attend(q, k, v)
                 del lse
                 forward, between, counter.most = counter.most, counter.now, 0
-                gradients = compiled.backward.differentiate(dout, saved)
+                gradients = compiled.backward().differentiate(dout, saved)
                 own = counter.excluding([q, k, v, dout])
                 del out, saved, gradients
         peer = topology.peer_bytes

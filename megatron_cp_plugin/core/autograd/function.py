@@ -143,9 +143,13 @@ def differentiate(
         *saved, margin, out = saved
         dsink = -(torch.sigmoid(-margin) * delta_of(dout, out)).sum((0, 2)).to(ctx.sink_dtype)
         dout = (dout * _sink_weights(margin)).to(dout.dtype)
+    of_q, of_k, of_v = wanted
     if not any(wanted):
         return None, None, None, dsink
-    gradients = ctx.compiled.backward.differentiate(dout, tuple(saved))
+    of_kv = of_k or of_v
+    known = ctx.compiled.backwards.get((of_q, of_kv))
+    executor = known or ctx.compiled.backward(dq=of_q, dkv=of_kv)
+    gradients = executor.differentiate(dout, tuple(saved))
     return (*[x if want else None for x, want in zip(gradients, wanted, strict=True)], dsink)
 
 
@@ -200,8 +204,9 @@ def attend(
             gradient covers this rank's queries.
         recompute_key: as in `computed_once`.
 
-    Under autocast q, k and v are taken in its dtype. All ranks want gradients of any of these, or
-    none does.
+    Under autocast q, k and v are taken in its dtype. Gradients of q, or of k and v, that are not
+    wanted are not sent if the algorithm can do without them (`Compiled.backward`); so all ranks
+    must want the same gradients.
 
     Returns: out [B,S,H,E] in q's dtype. Raises: ContextParallelError if dtypes or numbers of tokens
     do not fit; KernelUnavailableError if the kernel cannot serve them.

@@ -34,6 +34,7 @@ from megatron_cp_plugin.core.plans.plan import (
     Plan,
     Side,
     outside,
+    with_wanted_gradients,
 )
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads, TeamHeads
 from megatron_cp_plugin.errors import ConfigError
@@ -233,7 +234,8 @@ class Executor(RankPart):
             dout: [B,S,H,E] contiguous, in q's dtype.
             saved: of `attend`.
 
-        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v.
+        Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Gradients that
+        the call does not want are arbitrary tensors.
         """
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
@@ -286,6 +288,7 @@ def executor_of(
         steps: its plan; if teams split heads, the plan between teams.
         transport: sends the messages of the steps.
     """
+    steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)

@@ -343,7 +343,7 @@ class Backward(_Summing[GradientSum]):
         self._few = self._program.few
         self._sent_dtype = self._wide if self._program.wide else self.q.dtype
         if self._program.parted:
-            self._open_scatter = self._scatter("dq")
+            self._open_scatter = self._scatter("dq") if self._call.dq else None
             return
         # Otherwise the first partial would hold the result's memory while a float32 sum is made.
         several = part.steps[0].local_heads is not None
@@ -390,25 +390,28 @@ class Backward(_Summing[GradientSum]):
         else:
             q, dout, delta, lse = queries
             statistics = Statistics(lse, delta=delta)
-            dq = self._of_others(task.query, (q,))
+            dq = self._of_others(task.query, (q,), wanted=self._call.dq)
         if keys is None:
             # A block with itself is among the sums of keys.
             _, dkv = self._sums[task.heads.kv.start, KEYS]
         else:
             k, v = keys
-            dkv = self._of_others(task.key, keys)
+            dkv = self._of_others(task.key, keys, wanted=self._call.dkv)
         return Gradients(dq, dkv), dout, q, k, v, statistics
 
     def send_results(self, rows: slice, found: object) -> None:
-        assert self._open_scatter is not None
-        assert isinstance(found, Gradients)
-        self._open_scatter.add(rows, tuple(found.dq.final(self._sent_dtype)))
+        if self._open_scatter is not None:
+            assert isinstance(found, Gradients)
+            self._open_scatter.add(rows, tuple(found.dq.final(self._sent_dtype)))
 
-    def _of_others(self, block: BlockId, like: Tensors) -> GradientSum:
-        """The gradient sum of another rank's block."""
-        if block not in self._found:
-            self._found[block] = GradientSum(*like, few=self._few)
-        return self._found[block]
+    def _of_others(self, block: BlockId, like: Tensors, *, wanted: bool) -> GradientSum:
+        """The gradient sum of another rank's block; kept only if `wanted`."""
+        if block in self._found:
+            return self._found[block]
+        new = GradientSum(*like, few=self._few)
+        if wanted:
+            self._found[block] = new
+        return new
 
     def sum_of(self, side: Side, rows: Rows) -> GradientSum:
         like = self.keys if side else self.queries[:1]
@@ -441,12 +444,12 @@ class Backward(_Summing[GradientSum]):
         if scatter is not None:
             posted += scatter.post()
             del scatter
-        else:
+        elif self._call.dq:
             found = self._of_queries.whole
             del self._of_queries
             posted += self._send(found, "dq")
             del found
-        if heads.last:
+        if heads.last and self._call.dkv:
             posted += self._send(self._found_for_keys(heads), "dk", "dv")
         if heads.last:
             self._sums.clear()

@@ -5,7 +5,7 @@ Pure data about all ranks, made before a tensor moves. It is executed, checked, 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -143,6 +143,16 @@ class Sent(NamedTuple):
     messages: int
 
 
+def _positions_of(spans: TokenMap, block: Block) -> Ranges:
+    members = [spans[owner] for owner in block.owners]
+    if len(members) == 1:
+        (owner,) = block.owners
+        whole = block.rows == between(0, spans.lengths[owner])
+        return members[0] if whole else positions_of(members[0], block.rows)
+    width = max(spans.lengths[owner] for owner in block.owners)
+    return positions_of(assemble(members, width).spans, block.rows)
+
+
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def _tiles_of_pairs(
     spans: TokenMap, mask: Mask, rectangular: bool, windows: bool
@@ -229,12 +239,7 @@ class Plan:
 
     def positions(self, block: Block) -> Ranges:
         """Positions of a block's rows, in its order."""
-        members = [self.spans[owner] for owner in block.owners]
-        lengths = [self.spans.lengths[owner] for owner in block.owners]
-        if len(members) > 1:
-            return positions_of(assemble(members, max(lengths)).spans, block.rows)
-        whole = block.rows == between(0, *lengths)
-        return members[0] if whole else positions_of(members[0], block.rows)
+        return _positions_of(self.spans, block)
 
     def pairs(self, compute: Compute) -> Fraction:
         """Number of (query, key) pairs that are computed, over all heads."""
@@ -259,6 +264,17 @@ class Plan:
             kind = (move.target, move.result, move.messages, move.tokens, move.heads, move.wide)
             found[move.source][kind] += 1
         return found
+
+
+@lru_cache(maxsize=64)
+def with_wanted_gradients(plan: Plan, *, dq: bool, dkv: bool) -> Plan:
+    """The plan without moves of gradients that are not wanted; a forward's plan itself."""
+    if plan.phase == "forward" or (dq and dkv):
+        return plan
+    wanted = dq, dkv
+    moves = (move for move in plan.moves if not move.result or wanted[move.side])
+    times = (time for time in plan.times if not time.result or wanted[time.side])
+    return replace(plan, moves=tuple(moves), times=frozenset(times))
 
 
 def row_bytes(name: str, shape: Shape, heads: HeadGroup, wide: bool) -> int:
