@@ -3,6 +3,7 @@ are the same whatever ran before, and the examples of random tests the same at e
 others are asked for.
 """
 
+import gc
 import logging
 import os
 import random
@@ -100,10 +101,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Around each test pytest adds its handlers to every logger that does not propagate, of which
-    torch has a hundred.
-    """
     torch.compile = _compile
+    if not torch.cuda.is_available():  # whose memory garbage would keep
+        # Imports are no garbage: to look through them again and again takes a tenth of the time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+    # Around each test pytest adds its handlers to every logger that does not propagate, of which
+    # torch has a hundred.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch"):
             logging.getLogger(name).propagate = True
