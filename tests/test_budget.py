@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_880,
-    "core": 12_870,
+    "core": 12_880,
     "algorithms": 1_750,
     "kernels": 3_340,
     "integration": 8_410,

@@ -193,6 +193,7 @@ class _Partials:
     """
 
     _waiting: list[Partial]
+    _end = 0  # no partial that waits has rows from here on
     empty = True
     borrowed = False
 
@@ -208,6 +209,8 @@ class _Partials:
         first, _ = self._waiting[0]
         if isinstance(rows, RowIndex) or isinstance(first, RowIndex):
             return 2
+        if rows.start >= self._end:
+            return 0
         slices = [own for own, _ in self._waiting if isinstance(own, slice)]
         if {rows.step, *[own.step for own in slices]} - _ADJACENT:
             return 2
@@ -231,6 +234,10 @@ class _Partials:
                 adjacent.append((rows, tensors))
             else:
                 found.append((rows, [tensors]))
+        extents = pairwise(sorted([(rows.start, rows.stop) for rows, _ in adjacent]))
+        apart = [stop <= start for (_, stop), (start, _) in extents]
+        if all(apart):
+            return [*found, *[(rows, [tensors]) for rows, tensors in adjacent]]
         bounds = sorted({bound for rows, _ in adjacent for bound in (rows.start, rows.stop)})
         for start, stop in pairwise(bounds):
             parts = [
@@ -278,6 +285,8 @@ class Accumulator(_Partials):
         self.empty = False
         if self._waiting and self._meets(rows):
             self._merge_waiting()
+        if isinstance(rows, slice):
+            self._end = max(self._end, rows.stop)
         self._waiting.append((rows, (out, lse)))
 
     def settle(self) -> None:
@@ -426,6 +435,8 @@ class GradientSum(_Partials):
         elif self._few:
             if self._waiting and self._meets(rows) > 1:
                 self._settle()
+            if isinstance(rows, slice):
+                self._end = max(self._end, rows.stop)
             self._waiting.append((rows, gradients))
         else:
             self._add(rows, gradients)
