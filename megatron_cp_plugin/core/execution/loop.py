@@ -243,10 +243,11 @@ class Pass(ABC):
             del parts
         for block in step.spent:
             del self._held[block]
-        *before, last = step.inputs or (None,)
-        if last is not None and (last.slow or not self.lent):
-            before, last = [*before, last], None
-        for exchange in before:
+        inputs: Sequence[Exchange] = step.inputs
+        last = None
+        if self.lent and inputs and not inputs[-1].slow:
+            *inputs, last = inputs
+        for exchange in inputs:
             self._post(exchange, result=False)
         if self.lent:
             self._pack(step, last)

@@ -99,7 +99,7 @@ class Bands:
         goes_on = q_start[steps[1:]] == q_stop[steps[:-1]]
         for edge in (k_start, diagonal):
             goes_on &= edge[steps[1:]] == edge[steps[:-1]]
-        first, last = runs(~goes_on, len(steps)) if len(steps) else (steps, steps)
+        first, last = runs(~goes_on, len(steps))
         many = last - first >= _LEAST_STEPS - 1
         run, number = expanded((last - first + 1)[many])
         of_stairs = steps[first[many][run] + number]
