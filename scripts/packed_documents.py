@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 from pathlib import Path
 from random import Random
@@ -30,7 +30,7 @@ from megatron_cp_plugin import spans
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
-from megatron_cp_plugin.core.plans.plan import PHASES
+from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError
@@ -191,17 +191,19 @@ def trees(seq_len: int, seed: int) -> Mask:
 
 def bytes_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[int]:
     """What each rank sends in both passes."""
-    plans = [algorithm.plan(shape, mask, phase) for phase in PHASES]
-    ranks = range(algorithm.topology.size)
-    return [sum(plan.sent(rank, shape).bytes for plan in plans) for rank in ranks]
+    found = [0] * algorithm.topology.size
+    for move in chain(*(algorithm.plan(shape, mask, phase).moves for phase in PHASES)):
+        of_token = (row_bytes(x, shape, move.heads, move.wide) for x in chain(*move.messages))
+        found[move.source] += shape.batch * move.tokens * sum(of_token)
+    return found
 
 
 def work_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[float]:
-    """Pairs of a query and a key, for all heads, that each rank computes in the forward."""
+    """Pairs of a query and a key, times their heads, that each rank computes in the forward."""
     plan = algorithm.plan(shape, mask)
     found = [0.0] * algorithm.topology.size
     for compute in plan.computes:
-        found[compute.rank] += float(plan.pairs(compute))
+        found[compute.rank] += float(plan.tiles(compute).areas.sum()) * compute.heads.heads
     return found
 
 

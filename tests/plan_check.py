@@ -16,7 +16,16 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import HeadGroup, Shape
-from megatron_cp_plugin.core.plans.plan import OF_KEYS, PHASES, Block, Compute, Move, Plan, Side
+from megatron_cp_plugin.core.plans.plan import (
+    OF_KEYS,
+    PHASES,
+    Block,
+    Compute,
+    Move,
+    Plan,
+    Side,
+    row_bytes,
+)
 from megatron_cp_plugin.core.ranges import Ranges, between
 from megatron_cp_plugin.core.tiles import Mask, Tile, TileTable
 from tests.span_masks import pairs_of, seen_by
@@ -37,8 +46,20 @@ class Traffic(NamedTuple):
 
 def traffic_of(algorithm: Algorithm, shape: Shape, mask: Mask, rank: int) -> Traffic:
     """What a rank sends, according to the plans of both passes."""
-    forward, backward = (algorithm.plan(shape, mask, one).sent(rank, shape) for one in PHASES)
+    forward, backward = (sent_by(algorithm.plan(shape, mask, one), rank, shape) for one in PHASES)
     return Traffic(*forward, *backward)
+
+
+def sent_by(
+    plan: Plan, rank: int, shape: Shape, nodes: Sequence[int] | None = None
+) -> tuple[int, int]:
+    """Bytes and messages of a rank. Args: nodes: of each rank; if given, only to other nodes."""
+    moves = [move for move in plan.moves if move.source == rank]
+    if nodes is not None:
+        moves = [move for move in moves if nodes[move.target] != nodes[rank]]
+    rows = ((row_bytes(name, shape, x.heads, x.wide), x) for x in moves for name in _tensors(x))
+    total = sum(row * move.tokens for row, move in rows)
+    return shape.batch * total, sum(len(move.messages) for move in moves)
 
 
 At = tuple[int, str, int, int]  # rank, tensor, owner of its tokens, share of the heads

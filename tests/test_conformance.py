@@ -254,7 +254,8 @@ def assert_plan_is_kept(
 
     plan, *others = run_virtual(size, compare, 60.0, ranks_per_node, peer_access=peer_access)
     assert all((p.computes, p.moves) == (plan.computes, plan.moves) for p in others)
-    assert sum(map(plan.pairs, plan.computes)) == visible_pairs(shape.seq_len, mask)
+    pairs = sum(int(plan.tiles(one).areas.sum()) * one.heads.heads for one in plan.computes)
+    assert pairs == visible_pairs(shape.seq_len, mask) * plan.heads.heads * plan.shares
 
 
 def assert_conforms(

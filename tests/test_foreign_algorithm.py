@@ -34,7 +34,7 @@ from tests.foreign_linear import Doubling
 from tests.halves import Halves
 from tests.linear_bytes import stated
 from tests.pairwise import pairwise
-from tests.plan_check import check
+from tests.plan_check import check, sent_by
 from tests.test_conformance import Case, assert_conforms
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -101,7 +101,7 @@ def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: st
         assert memory.saved == 2 * sum(map(len, spans)) * 4 * (8 + 1) * 8  # out and lse
         assert memory.saved <= memory.forward
         assert memory.saved < memory.backward
-        sent = [plan.sent(rank, shape).bytes for plan in (forward, backward)]
+        sent = [sent_by(plan, rank, shape)[0] for plan in (forward, backward)]
         assert sum(sent) == log.bytes(rank=rank)
     drawn = picture(case.algo, size, seq_len=seq_len, mask=seen, options=dict(case.options))
     pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
@@ -117,7 +117,7 @@ def test_bytes_of_the_example(travels: str) -> None:
     q, kv, row = heads * dim * 2, 2 * kv_heads * dim * 2, heads * 4
     each = {"keys": (kv, 2 * kv), "queries": (q + q + row, 2 * q + 2 * row + q)}[travels]
     for plan, expected in zip(plans(case, size, shape, Mask(False)), each, strict=True):
-        assert [plan.sent(rank, shape).bytes for rank in range(size)] == (
+        assert [sent_by(plan, rank, shape)[0] for rank in range(size)] == (
             [(size - 1) * tokens * expected] * size
         )
 

@@ -283,8 +283,6 @@ def between(start: int, stop: int) -> Rows:
 
 def row_count(rows: Rows) -> int:
     """Number of rows."""
-    if len(rows) == 1:
-        return rows[0][1] - rows[0][0]
     return sum(stop - start for start, stop in rows)
 
 
@@ -317,8 +315,6 @@ def united(edges: Numbers, gap: int) -> Rows:
 
 def clipped(rows: Rows, start: int, stop: int) -> Rows:
     """The rows that are in [start, stop)."""
-    if rows and start <= rows[0][0] and rows[-1][1] <= stop:
-        return rows
     ranges = ((max(first, start), min(last, stop)) for first, last in rows)
     return tuple((first, last) for first, last in ranges if first < last)
 
@@ -329,8 +325,8 @@ def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
     blocks.
     """
     found = []
-    for (first, last), row in _placed_ranges(here):
-        for (low, high), other in _placed_ranges(there):
+    for (first, last), row in _places(here):
+        for (low, high), other in _places(there):
             start, stop = max(first, low), min(last, high)
             if start < stop:
                 mine = slice(row + start - first, row + stop - first)
@@ -338,17 +334,15 @@ def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
     return tuple(found)
 
 
-def _placed_ranges(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
+def _places(rows: Rows) -> Iterator[tuple[tuple[int, int], int]]:
     """Ranges, and where each begins in the packed block."""
-    before = 0
-    for start, stop in rows:
-        yield (start, stop), before
-        before += stop - start
+    lengths = (stop - start for start, stop in rows)
+    return zip(rows, accumulate(lengths, initial=0), strict=False)
 
 
 def positions_of(spans: Ranges, rows: Rows) -> Ranges:
     """Positions of some rows of a block."""
-    return spans.at(*rows[0]) if len(rows) == 1 else _cut_blocks([(spans, rows)])[1]
+    return _cut_blocks([(spans, rows)])[1]
 
 
 def _cut_blocks(blocks: Sequence[tuple[Ranges, Rows]]) -> tuple[Ranges, Ranges, Numbers]:

@@ -182,7 +182,7 @@ def _cell(
         part = "" if shared == 1 else "½" if shared == 2 else f"1/{shared} "
         keys.setdefault((part, compute.queries.owners), []).extend(compute.keys.owners)
     text = ", ".join(f"{part}q{_ranks(q)} k{_ranks(k)}{heads}" for (part, q), k in keys.items())
-    return Cell(text, float(sum(map(plan.pairs, computes))))
+    return Cell(text, float(share * sum(int(plan.tiles(one).areas.sum()) for one in computes)))
 
 
 def _ranks(owners: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES, Compute, Plan
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
-from tests.plan_check import check, traffic_of
+from tests.plan_check import check, sent_by, traffic_of
 
 CAUSAL = Mask(causal=True)
 # Figure 1 (b): queries and keys by worker and step, counted from 1; "" waits.
@@ -56,6 +56,14 @@ def idle_fraction(plan: Plan) -> Fraction:
     return Fraction(waiting, plan.size**2)
 
 
+def work_of(plan: Plan) -> dict[int, int]:
+    """Pairs of a query and a key that each rank computes."""
+    work: dict[int, int] = defaultdict(int)
+    for compute in plan.computes:
+        work[compute.rank] += int(plan.tiles(compute).areas.sum())
+    return work
+
+
 def test_eight_ranks_do_what_figure_1_shows() -> None:
     rows = [line.split() for line in FIGURE_1.strip().splitlines()]
     drawn = [
@@ -79,8 +87,7 @@ def test_idle_fraction_is_that_of_the_paper(size: int) -> None:
 def test_a_shared_last_step_leaves_nobody_waiting(size: int) -> None:
     plan = plan_of(size, last_step="shared")
     assert idle_fraction(plan) == 0
-    work = [sum(plan.pairs(c) for c in plan.computes if c.rank == rank) for rank in range(size)]
-    assert len(set(work)) == 1
+    assert len(set(work_of(plan).values())) == 1
 
 
 def has_helpers(plan: Plan) -> bool:
@@ -143,9 +150,7 @@ def test_ranks_have_equal_work_in_layout_thd(size: int, heads: str, causal: bool
         plan = made.for_documents(mask.resolved).plan(shape, mask, phase)
         check(plan)
         assert all(compute.step < plan.steps - 1 for compute in plan.computes)  # results come home
-        work: dict[int, Fraction] = defaultdict(Fraction)
-        for compute in plan.computes:
-            work[compute.rank] += plan.pairs(compute)
+        work = work_of(plan)
         assert len(work) == size
         assert len(set(work.values())) == 1
 
@@ -167,5 +172,5 @@ def test_bytes_by_hand_in_layout_thd(size: int, heads: str) -> None:
                 sent[k] += seen
                 sent[q] += seen * (phase == "backward")  # dK and dV
         plan = made.plan(shape, mask, phase)
-        assert [plan.sent(rank, shape).bytes for rank in range(size)] == sent
+        assert [sent_by(plan, rank, shape)[0] for rank in range(size)] == sent
         assert phase == "backward" or not has_helpers(plan)

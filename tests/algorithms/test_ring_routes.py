@@ -9,7 +9,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
-from tests.plan_check import check, traffic_of
+from tests.plan_check import check, sent_by, traffic_of
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 8])
@@ -24,8 +24,8 @@ def test_a_block_goes_once_to_each_other_node(nodes: int) -> None:
         algorithm = create("zigzag", world.topology(0), {"route": route})
         plan = algorithm.plan(shape, Mask())
         nodes_of = world.topology(0).nodes
-        blocks[route] = {plan.sent(rank, shape, nodes_of).bytes // block for rank in range(size)}
-        total = {plan.sent(rank, shape).bytes // block for rank in range(size)}
+        blocks[route] = {sent_by(plan, rank, shape, nodes_of)[0] // block for rank in range(size)}
+        total = {sent_by(plan, rank, shape)[0] // block for rank in range(size)}
         # Whoever is the first of a node to have a block sends it on twice.
         assert max(total) <= size - 1 + nodes
     assert blocks == {"ring": {0, size - 1}, "double": {nodes - 1}}
@@ -101,7 +101,7 @@ def test_blocks_that_many_ranks_of_a_node_need_cross_once() -> None:
     for route in ("straight", "auto"):
         options = {"layout": "documents", "route": route}
         plan = create("zigzag", topology, options).for_documents(mask.resolved).plan(shape, mask)
-        most[route] = max(plan.sent(rank, shape, topology.nodes).bytes for rank in range(16))
+        most[route] = max(sent_by(plan, rank, shape, topology.nodes)[0] for rank in range(16))
     assert 2 * most["auto"] <= most["straight"]
 
 

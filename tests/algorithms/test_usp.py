@@ -8,6 +8,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
+from tests.plan_check import sent_by
 
 HEADS, KV_HEADS, DIM = 12, 6, 8
 
@@ -29,7 +30,7 @@ def test_bytes_between_teams_are_those_of_the_grid(rows: int) -> None:
     ):
         plan = made.plan(shape, Mask(causal=False), phase)
         for rank in range(12):
-            sent = plan.sent(rank, shape, nodes).bytes
+            sent = sent_by(plan, rank, shape, nodes)[0]
             assert sent == of_token * (away * of_query + keys * of_keys)
 
 
@@ -44,7 +45,7 @@ def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) ->
     def busiest(algo: str, **options: object) -> int:
         made = create(algo, topology, options)
         plans = [made.plan(shape, Mask(), phase) for phase in PHASES]
-        sent = (sum(p.sent(n, shape, topology.nodes).bytes for p in plans) for n in range(32))
+        sent = (sum(sent_by(p, n, shape, topology.nodes)[0] for p in plans) for n in range(32))
         return max(sent)
 
     model = {"gradients": "model"}

@@ -16,7 +16,7 @@ from megatron_cp_plugin.core.plans.plan import PHASES, QUERIES, Block, Side
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create
 from tests.halves import HalvesPlacement
-from tests.plan_check import PlanError, check, traffic_of
+from tests.plan_check import PlanError, check, sent_by, traffic_of
 
 
 def algorithm(name: str, size: int, **options: object) -> Algorithm:
@@ -63,7 +63,7 @@ def test_nodes_of_any_numbering() -> None:
     inside = [move for move in plan.moves if nodes[move.source] == nodes[move.target]]
     assert {move.side for move in inside} == {QUERIES}
     shape = Shape(1, 40, 4, 4, 8)
-    assert plan.sent(0, shape, nodes).bytes == 3 * 5 * 2 * 4 * 8 * 2 < plan.sent(0, shape).bytes
+    assert sent_by(plan, 0, shape, nodes)[0] == 3 * 5 * 2 * 4 * 8 * 2 < sent_by(plan, 0, shape)[0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])

@@ -42,11 +42,9 @@ def narrowed(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     return x if x.shape[dim] == length else x.narrow(dim, start, length)
 
 
-def token_dim(x: Tensor, before: int = 0) -> int:
-    """Dimension of tokens in [B,S,heads,D] or [B,heads,S]. Args: before: number of dimensions in
-    front.
-    """
-    return before + (1 if x.dim() == 4 else 2)
+def token_dim(x: Tensor) -> int:
+    """Dimension of tokens in [B,S,heads,D] or [B,heads,S]."""
+    return 1 if x.dim() == 4 else 2
 
 
 def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:

@@ -56,8 +56,10 @@ class Batch:
     @cached_property
     def packing(self) -> Packing:
         """The sequences."""
-        sides = (_places(x, apart=self.apart) for x in (self.rows, self.cols))
-        return Packing(np.stack(tuple(sides)))
+        sides = self.rows, self.cols
+        if self.apart:  # with what is between sequences
+            return Packing(np.stack([x.extents - x.start.min() for x in sides]))
+        return Packing(np.stack([x.packed.extents for x in sides]))
 
     def sides(self, device: torch.device) -> tuple[BatchRows, BatchRows]:
         """Rows of queries and of keys; the same for all layers of a micro-batch."""
@@ -78,11 +80,6 @@ def _on_device(batch: Batch, device: torch.device) -> tuple[BatchRows, BatchRows
     sides: tuple[BatchRows, BatchRows]
     sides = tree_unflatten([placed.get(id(x), x) for x in leaves], structure)
     return sides
-
-
-def _places(ranges: Ranges, *, apart: bool) -> Numbers:
-    """[2,n]: starts and stops of the sequences in the tensors that a kernel is given."""
-    return ranges.extents - ranges.start.min() if apart else ranges.packed.extents
 
 
 def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:

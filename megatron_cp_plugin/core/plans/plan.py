@@ -3,11 +3,8 @@
 Pure data about all ranks, made before a tensor moves. It is executed, checked, counted and drawn.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -136,23 +133,6 @@ class Kept(NamedTuple):
     rows: Rows | None = None
 
 
-class Sent(NamedTuple):
-    """What a rank sends."""
-
-    bytes: int
-    messages: int
-
-
-def _positions_of(spans: TokenMap, block: Block) -> Ranges:
-    members = [spans[owner] for owner in block.owners]
-    if len(members) == 1:
-        (owner,) = block.owners
-        whole = block.rows == between(0, spans.lengths[owner])
-        return members[0] if whole else positions_of(members[0], block.rows)
-    width = max(spans.lengths[owner] for owner in block.owners)
-    return positions_of(assemble(members, width).spans, block.rows)
-
-
 @lru_cache(maxsize=16)  # both passes of a micro-batch have the same
 def _tiles_of_pairs(
     spans: TokenMap, mask: Mask, rectangular: bool, windows: bool
@@ -239,31 +219,12 @@ class Plan:
 
     def positions(self, block: Block) -> Ranges:
         """Positions of a block's rows, in its order."""
-        return _positions_of(self.spans, block)
-
-    def pairs(self, compute: Compute) -> Fraction:
-        """Number of (query, key) pairs that are computed, over all heads."""
-        part = Fraction(compute.heads.heads, self.heads.heads * self.shares)
-        return int(self.tiles(compute).areas.sum()) * part
-
-    def sent(self, rank: int, shape: Shape, nodes: Sequence[int] | None = None) -> Sent:
-        """What a rank sends. Args: nodes: of each rank; if given, only to other nodes."""
-        total = messages = 0
-        for (target, _, parts, tokens, heads, wide), count in self._by_source[rank].items():
-            if nodes is None or nodes[target] != nodes[rank]:
-                names = (name for message in parts for name in message)
-                row = sum(row_bytes(name, shape, heads, wide) for name in names)
-                total += count * tokens * row
-                messages += count * len(parts)
-        return Sent(shape.batch * total, messages)
-
-    @cached_property
-    def _by_source(self) -> tuple[Counter[tuple], ...]:
-        found: tuple[Counter[tuple], ...] = tuple(Counter() for _ in range(self.size))
-        for move in self.moves:
-            kind = (move.target, move.result, move.messages, move.tokens, move.heads, move.wide)
-            found[move.source][kind] += 1
-        return found
+        members = [self.spans[owner] for owner in block.owners]
+        whole = members[0]
+        if len(members) > 1:
+            whole = assemble(members, max(spans.total for spans in members)).spans
+        every = block.rows == between(0, whole.total)
+        return whole if every else positions_of(whole, block.rows)
 
 
 @lru_cache(maxsize=64)
