@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 3_880,
-    "core": 12_880,
+    "core": 12_830,
     "algorithms": 1_750,
     "kernels": 3_340,
     "integration": 8_410,
-    "planner": 5_900,
+    "planner": 5_890,
     "harness": 2_190,
     "scripts": 7_020,
-    "tests": 37_500,
+    "tests": 37_530,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
