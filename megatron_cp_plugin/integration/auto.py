@@ -6,11 +6,10 @@ included, is as if the chosen algorithm had been named.
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +18,9 @@ import torch.distributed as dist
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import MEAN_DOCUMENT, ContextParallelConfig
+from megatron_cp_plugin.core.agree import gathered
 from megatron_cp_plugin.core.call import Shape
+from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous
@@ -33,7 +34,9 @@ from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.planner.choose import GIB, CallSite, Choice, Combination, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import (
+    SPARE,
     check_agreement,
+    chosen_by_first,
     documents_like,
     kernel_on,
     machine_here,
@@ -42,11 +45,7 @@ from megatron_cp_plugin.planner.explain import sentence, table
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.memory import memory
 from megatron_cp_plugin.planner.model import Model, Split
-from megatron_cp_plugin.planner.shortlist import Measured, measure, shortlist
-
-_SPARE = 0.1  # share of a GPU's memory, for everything that is not counted
-
-log = logging.getLogger(__name__)
+from megatron_cp_plugin.planner.shortlist import measure, shortlist
 
 
 class Resolved(NamedTuple):
@@ -142,8 +141,11 @@ def fastest(
     """
     if len(resolved.contenders) == 1:
         return resolved.flags, None
-    kernel = resolved.flags.kernel
-    found = measured_over_job(tuple(resolved.contenders), resolved.kinds, kernel, group, device)
+    kernel, gather = resolved.flags.kernel, _over_the_job
+    with _further_topology(group) as topology:
+        found = measure(
+            tuple(resolved.contenders), resolved.kinds, topology, kernel, device, gather
+        )
     if found is None:
         return resolved.flags, None
     flags = resolved.contenders[found.best]
@@ -155,29 +157,20 @@ def fastest(
     return flags, f"{found}; to pin the fastest one: {' '.join(words)}"
 
 
-def measured_over_job(
-    combinations: Sequence[Combination],
-    kinds: Sequence[Kind],
-    kernel: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> Measured | None:
-    """As `shortlist.measure`, with the times of the job's slowest groups; a collective operation.
+def _over_the_job[T](mine: T) -> list[T]:
+    """Every rank's object; a collective operation of all ranks of the job."""
+    assert dist.group.WORLD is not None
+    return gathered(mine, dist.group.WORLD)
 
-    Returns: None if a group has measured nothing, or not the same candidates.
-    """
+
+@contextmanager
+def _further_topology(group: dist.ProcessGroup) -> Iterator[Topology]:
+    """The ranks of a group, for channels that are used once."""
     topology = ProcessGroupTopology(group)
     try:
-        found = measure(combinations, kinds, topology, kernel, device)
+        yield topology
     finally:
         topology.destroy_further_groups()
-    every: list[Measured | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    groups = [one for one in every if one is not None]
-    if len(groups) < len(every) or len({one.combinations for one in groups}) > 1:
-        return None
-    slowest = map(max, zip(*(one.seconds for one in groups), strict=True))
-    return Measured(groups[0].combinations, tuple(slowest))
 
 
 def resolve_model(
@@ -196,57 +189,24 @@ def resolve_model(
     Raises:
         ContextParallelError: On all ranks, if nothing serves the model, or ranks ask otherwise.
     """
-    given = dict(asked.options)
-    layout, machine = asked.layout, given.get("machine")
-    kinds = kinds_of_model(model, asked)
-    # By a tensor: the CPU platform answers for torch.cuda as if there were a GPU.
-    device = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (repr((kinds, asked)), socket.gethostname(), gpu))
-    check_agreement([question for question, _, _ in every])
-    answer: tuple[Combination, ...] | ContextParallelError | None = None
-    if dist.get_rank() == 0:
-        hosts = [every[rank][1] for rank in dist.get_process_group_ranks(group)]
-        try:
-            found, how = machine_here(None if machine is None else str(machine), gpu)
-            site = CallSite(
-                found,
-                tuple(map(hosts.index, hosts)),
-                kernel_on(found, asked.kernel),
-                found.memory_gib * GIB * (1 - _SPARE),
-            )
-            choice = choose(
-                kinds,
-                site,
-                layouts=(layout.name,),
-                runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
-                refusal=of_several,
-            )
-            assumed = _assumed(asked.mean_document)
-            log.info("%s (machine found %s%s)", sentence(choice), how, assumed)
-            answer = (choice.best,)
-            if machine is None and gpu is not None:
-                answer = shortlist(choice, kinds, of_several)
-        except ContextParallelError as error:
-            answer = error
-    answers = [answer]
-    dist.broadcast_object_list(answers)
-    if isinstance(answers[0], ContextParallelError):
-        raise answers[0]
-    assert answers[0] is not None  # rank 0 has one
-    best = answers[0][0]
-    if len(answers[0]) > 1:
-        measured = measured_over_job(answers[0], kinds, asked.kernel, group, device)
-        if measured is not None:
-            best = measured.best
-            if dist.get_rank() == 0:
-                given_options = "".join(f", {key}={value!r}" for key, value in best.options)
-                pin = f'install("{best.algo}"{given_options})'
-                log.info("%s; to pin the fastest one: %s", measured, pin)
-    algo, options = best.algo, best.options
-    options = tuple(sorted((dict(options) | {"layout": layout.name}).items()))
-    return replace(asked, algo=algo, options=options, by_auto=True)
+    layout = asked.layout.name
+    with _further_topology(group) as topology:
+        best = chosen_by_first(
+            kinds_of_model(model, asked),
+            topology,
+            asked.kernel,
+            dict(asked.options).get("machine"),
+            # By a tensor: the CPU platform answers for torch.cuda as if there were a GPU.
+            torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device,
+            gather=_over_the_job,
+            first=dist.get_rank() == 0,
+            assumed=_assumed(asked.mean_document),
+            layouts=(layout,),
+            runs_again=asked.recompute_attention and Settings(model).recomputes is not None,
+            refusal=of_several,
+        )
+    options = tuple(sorted((dict(best.options) | {"layout": layout}).items()))
+    return replace(asked, algo=best.algo, options=options, by_auto=True)
 
 
 def of_several(combination: Combination) -> str | None:
@@ -302,9 +262,7 @@ def check_same_choice(flags: PluginFlags) -> None:
         ContextParallelError: On all ranks, if some have chosen otherwise.
     """
     mine = f"{flags.algo} {dict(flags.options)} {', '.join(flags.layers)}".strip()
-    every = [""] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    check_agreement(every)
+    check_agreement(_over_the_job(mine))
 
 
 def _said(choice: Choice, flags: PluginFlags, settings: Settings, how: str) -> Iterator[str]:
@@ -369,9 +327,9 @@ def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | N
     """Bytes of a GPU that are left for attention, roughly; None: nothing is left by this count."""
     shape = kind.shape
     if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
-        return machine.memory_gib * GIB * (1 - _SPARE)
+        return machine.memory_gib * GIB * (1 - SPARE)
     others = sum(memory_of(settings, shape).values())
-    left = machine.memory_gib * (1 - _SPARE) - others
+    left = machine.memory_gib * (1 - SPARE) - others
     return left * GIB if left > 0 else None
 
 

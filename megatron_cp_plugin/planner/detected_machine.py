@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import exp, log, log2, sqrt
+from typing import Any
 
 import torch
 
@@ -20,10 +21,10 @@ from megatron_cp_plugin.core.tiles import Mask, visible_pairs
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
-from megatron_cp_plugin.planner.choose import CallSite, Combination, Kind, choose
+from megatron_cp_plugin.planner.choose import GIB, CallSite, Combination, Kind, choose
 from megatron_cp_plugin.planner.explain import sentence
 from megatron_cp_plugin.planner.machine import Machine
-from megatron_cp_plugin.planner.shortlist import measure, shortlist, timer_on
+from megatron_cp_plugin.planner.shortlist import Gather, measure, shortlist, timer_on
 from megatron_cp_plugin.registry import AUTO, layout_of
 
 _OF_GPU = {
@@ -38,6 +39,7 @@ _KERNEL = "flash4"
 _DRAWS = 32  # of documents
 _MEASURED, _OF_CALL = 8, 3  # draws for a run, and for calls of one kind, which are more alike
 _KEPT = 256  # choices of a group
+SPARE = 0.1  # share of a GPU's memory, for everything that is not counted
 _EQUAL = 0.05  # log2 of the ratio of two means of documents of equal length, the last one cut
 
 _log = logging.getLogger(__name__)
@@ -169,78 +171,96 @@ def choose_for(
 ) -> tuple[str, Options]:
     """Algorithm and options for one attention call; a collective operation, once for each shape.
 
-    On GPUs the best candidates of the simulation are measured, unless a machine is named.
+    Args: given: options of `AUTO`: layout, machine.
 
-    Args:
-        topology: The ranks that compute attention together.
-        shape: Of the call.
-        mask: Of the call.
-        kernel: Name of the one that computes.
-        given: Options of `AUTO`: layout, machine.
-        device: Of the call's tensors.
-
-    Raises: ConfigError: Another option is given, or nothing serves. ContextParallelError: The ranks
-        have not chosen the same.
+    Raises: ConfigError if another option is given; as `chosen_by_first`.
     """
-    layout, machine = layout_of(AUTO, given), given.get("machine")
+    layout = layout_of(AUTO, given)
     example = example_of(mask, shape.seq_len, layout, topology.size)
-    named = None if machine is None else str(machine)
-    question = shape, example, kernel, layout.name, named, device
+    question = shape, example, kernel, layout.name, given.get("machine"), device
     # With the topology, so that no process group is held that nobody uses any more.
     choices = topology.choices
     if question not in choices:
         if len(choices) >= _KEPT:
             choices.clear()
-        choices[question] = _chosen(topology, *question)
+        masks = tuple(replace(example.mask, documents=one) for one in example.drawn)
+        best = chosen_by_first(
+            [Kind("attention", shape, example.mask, measured=masks)],
+            topology,
+            kernel,
+            given.get("machine"),
+            device,
+            gather=topology.gather,
+            first=topology.rank == 0,
+            assumed=example.words,
+            layouts=(layout.name,),
+        )
+        choices[question] = best.algo, best.options
     return choices[question]
 
 
-def _chosen(
+def chosen_by_first(
+    kinds: Sequence[Kind],
     topology: Topology,
-    shape: Shape,
-    example: Example,
     kernel: str,
-    layout: str,
-    name: str | None,
+    machine: object,
     device: torch.device,
-) -> tuple[str, Options]:
+    *,
+    gather: Gather,
+    first: bool,
+    assumed: str,
+    **how: Any,
+) -> Combination:
+    """The choice of one rank for all; a collective operation of all these ranks.
+
+    On GPUs the best candidates of the simulation are measured, unless a machine is named.
+
+    Args:
+        topology: the ranks that compute attention together.
+        machine: its name; None: by the GPU of the rank that chooses.
+        gather: gathers the objects of all ranks that need one choice.
+        first: whether this rank is the first of them, which chooses.
+        assumed: of the masks, for the log.
+        how: further arguments of `choose`.
+
+    Raises: ContextParallelError on all ranks, if nothing serves, or ranks ask otherwise.
+    """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ContextParallelError(
             f"a CUDA graph cannot compare the ranks' choices, got algo {AUTO} for a new shape "
             "while it was captured: make the same call once before"
         )
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    question = shape, example.mask, kernel, layout, name
-    asked = topology.gather((question, gpu))
-    check_agreement([repr(question) for question, _ in asked])
+    name = None if machine is None else str(machine)
+    check_agreement(gather(repr((kinds, kernel, name, how["layouts"]))))
     nodes, peer_access = topology.nodes, topology.peer_access
-    masks = tuple(replace(example.mask, documents=one) for one in example.drawn)
-    kind = Kind("attention", shape, example.mask, measured=masks)
     answer: tuple[Combination, ...] | ContextParallelError | None = None
-    if topology.rank == 0:
+    if first:
         try:
-            machine, how = machine_here(name, asked[0][1])
+            gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+            found, why = machine_here(name, gpu)
             if not peer_access:
-                machine = replace(machine, copy=None)
-            site = CallSite(machine, nodes, kernel_on(machine, kernel))
-            choice = choose([kind], site, layouts=(layout,))
-            _log.info("%s (machine found %s%s)", sentence(choice), how, example.words)
+                found = replace(found, copy=None)
+            memory_bytes = found.memory_gib * GIB * (1 - SPARE)
+            site = CallSite(found, nodes, kernel_on(found, kernel), memory_bytes)
+            choice = choose(kinds, site, **how)
+            _log.info("%s (machine found %s%s)", sentence(choice), why, assumed)
             measures = name is None and timer_on(device) is not None
-            answer = shortlist(choice, [kind]) if measures else (choice.best,)
+            refusal = how.get("refusal", lambda combination: None)
+            answer = shortlist(choice, kinds, refusal) if measures else (choice.best,)
         except ContextParallelError as error:
             answer = error
-    answer = topology.gather(answer)[0]
+    answer = gather(answer)[0]
     if isinstance(answer, ContextParallelError):
         raise answer
-    assert answer is not None  # rank 0 has one
-    best = answer[0]
-    measured = measure(answer, [kind], topology, kernel, device) if len(answer) > 1 else None
-    if measured is not None:
-        best = measured.best
-        if topology.rank == 0:
-            options = "".join(f", {key}={value!r}" for key, value in best.options)
-            _log.info('%s; to pin the fastest one: algo="%s"%s', measured, best.algo, options)
-    return best.algo, best.options
+    assert answer is not None  # the first rank has one
+    if len(answer) == 1:
+        return answer[0]
+    measured = measure(answer, kinds, topology, kernel, device, gather)
+    best = answer[0] if measured is None else measured.best
+    if first and measured is not None:
+        options = "".join(f", {key}={value!r}" for key, value in best.options)
+        _log.info('%s; to pin the fastest one: algo="%s"%s', measured, best.algo, options)
+    return best
 
 
 def check_agreement(asked: Sequence[str]) -> None:

@@ -43,6 +43,7 @@ _ROUNDS = 5, 15  # least and largest number of series of a step; the host may de
 _SPARE = 1.2  # memory that must be free, in times of the computed peak
 
 Timer = Callable[[Callable[[], object]], float]
+Gather = Callable[[Any], list[Any]]  # of objects of all ranks, by rank
 
 
 class Measured(NamedTuple):
@@ -126,22 +127,22 @@ def measure(
     topology: Topology,
     kernel: str,
     device: torch.device,
+    gather: Gather,
 ) -> Measured | None:
-    """Measures a shortlist; a collective operation of the group.
+    """Measures a shortlist; a collective operation.
 
     Args:
         combinations: With their peak memory, the same on all ranks.
-        kinds: Of the model's layers.
         topology: The ranks that compute attention together.
         kernel: As of `cp.attention`.
-        device: Of this rank.
+        gather: Gathers the objects of the ranks of all such groups, which measure side by side.
 
-    Returns: Times of the combinations that fit into the free memory; None if a rank has no GPU, or
-        fewer than two fit.
+    Returns: Times on the slowest rank of the combinations that fit into the free memory; None if a
+        rank has no GPU, or fewer than two fit.
     """
     timer = timer_on(device)
     free = _free_bytes(device)
-    able = topology.gather((timer is not None, free))
+    able = gather((timer is not None, free))
     if timer is None or not all(one for one, _ in able):
         return None
     room = min(bytes_free for _, bytes_free in able)
@@ -159,7 +160,7 @@ def measure(
             for mask in kind.measured or (kind.mask,)
         ]
     with torch.no_grad(), holding(UNRECORDED, True):
-        times = iter(_in_turns([one for own in steps.values() for one in own], topology, timer))
+        times = iter(_in_turns([one for own in steps.values() for one in own], gather, timer))
     seconds = {key: mean(next(times) for _ in own) for key, own in steps.items()}
     topology.drop_peer_channels()
     if device.type == "cuda":
@@ -186,19 +187,19 @@ def _needed(combination: Combination, kinds: Sequence[Kind], size: int) -> float
     return most
 
 
-def _in_turns(steps: Sequence[_Step], topology: Topology, timer: Timer) -> list[float]:
+def _in_turns(steps: Sequence[_Step], gather: Gather, timer: Timer) -> list[float]:
     """Seconds of each step on the slowest rank, of its median series; a collective operation."""
     for step in steps:
         step.ready()()  # kernels are compiled, buffers made
     # The same numbers on all ranks: each step is a collective operation.
-    alone = _slowest([step.seconds(1, timer) for step in steps], topology)
+    alone = _slowest([step.seconds(1, timer) for step in steps], gather)
     calls = [ceil(_SERIES / seconds) for seconds in alone]
     least, most = _ROUNDS
     series: list[list[float]] = [[] for _ in steps]
     rounds = min(most, max(least, int(_SECONDS / sum(map(mul, calls, alone)))))
     for number in chain.from_iterable(order_of(turn, len(steps)) for turn in range(rounds)):
         series[number].append(steps[number].seconds(calls[number], timer))
-    return _slowest(list(map(median, series)), topology)
+    return _slowest(list(map(median, series)), gather)
 
 
 def order_of(turn: int, count: int) -> list[int]:
@@ -212,9 +213,9 @@ def order_of(turn: int, count: int) -> list[int]:
     return order[::-1] if count % 2 and turn % 2 else order
 
 
-def _slowest(seconds: list[float], topology: Topology) -> list[float]:
+def _slowest(seconds: list[float], gather: Gather) -> list[float]:
     """The longest of each number of seconds over all ranks; a collective operation."""
-    return list(map(max, zip(*topology.gather(seconds), strict=True)))
+    return list(map(max, zip(*gather(seconds), strict=True)))
 
 
 class _Step:

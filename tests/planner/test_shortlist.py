@@ -83,7 +83,7 @@ def measured(
 
     def job(topology: Topology) -> Measured | None:
         clock.of_rank(topology.rank)
-        return measure(listed, of_model, topology, "reference", CPU)
+        return measure(listed, of_model, topology, "reference", CPU, topology.gather)
 
     found = run_virtual(size, job)
     assert len(set(found)) == 1
@@ -274,7 +274,7 @@ def test_nothing_is_measured_unless_all_ranks_can(
     def job(topology: Topology) -> Measured | None:
         ranks[get_ident()] = topology.rank
         clock.of_rank(topology.rank)
-        return measure(listed, of_call, topology, "reference", CPU)
+        return measure(listed, of_call, topology, "reference", CPU, topology.gather)
 
     assert run_virtual(2, job) == [None, None]
     assert not clock.calls
