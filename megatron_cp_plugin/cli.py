@@ -113,7 +113,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from megatron_cp_plugin.doctor import examine, leave, verdict
 
-    findings = examine(*_heads(arguments), arguments.head_dim)
+    findings = examine(*arguments.heads, arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
@@ -122,27 +122,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.failed for finding in findings))
 
 
-def _heads(arguments: argparse.Namespace) -> tuple[int, int]:
-    """The numbers of query heads and of KV heads. Raises: ConfigError if no attention has them."""
-    heads, kv_heads = arguments.heads
-    dims = arguments.head_dim if isinstance(arguments.head_dim, list) else [arguments.head_dim]
-    for name, number in ("heads", heads), *(("head-dim", dim) for dim in dims):
-        if number < 1:
-            raise ConfigError(f"--{name} must be more than 0, got {number}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"KV heads in --heads must divide the {heads} heads, got {kv_heads}")
-    return heads, kv_heads
-
-
 def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.communication.process_groups import topology_of
     from megatron_cp_plugin.doctor import join, leave
     from megatron_cp_plugin.planner.calibrate import calibrate
 
-    heads, kv_heads = _heads(arguments)
     device, path = join(), arguments.output
     topology = topology_of(None)
-    machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
+    machine = calibrate(path.stem, topology, device, *arguments.heads, arguments.head_dim)
     if topology.rank == 0:
         machine.save(path)
         print(f"wrote {path}")
@@ -154,13 +141,6 @@ def _need(arguments: argparse.Namespace, who: str, *names: str) -> None:
     for name in names:
         if getattr(arguments, name) is None:
             raise ConfigError(f"{who}, got no {flag_of(name)}: add it")
-
-
-def _check_positive(arguments: argparse.Namespace, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag_of(name)} must be more than 0, got {value}")
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
@@ -208,9 +188,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     _need(arguments, needs, "size", "seq_len", "heads", "machine")
     from megatron_cp_plugin.core.call import Shape
 
-    heads = _heads(arguments)
-    _check_positive(arguments, "size", "seq_len", "batch")
-    shape = Shape(arguments.batch, arguments.seq_len, *heads, arguments.head_dim)
+    shape = Shape(arguments.batch, arguments.seq_len, *arguments.heads, arguments.head_dim)
     mask = _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"
@@ -224,7 +202,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _plan_model(arguments: argparse.Namespace) -> int:
     _need(arguments, "--model needs --tokens, --gpus and --machine", "tokens", "gpus", "machine")
-    _check_positive(arguments, "tokens", "gpus", "batch")
     for name in ("size", "seq_len", "heads"):
         if getattr(arguments, name):
             flag = flag_of(name)

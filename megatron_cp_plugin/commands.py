@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron_cp_plugin.document_lengths import lengths_of
 from megatron_cp_plugin.integration.args import OneLineParser
-from megatron_cp_plugin.terminal import heads_of, option_of, tokens_of
+from megatron_cp_plugin.terminal import count_of, heads_of, option_of, tokens_of
 
 _TYPES: dict[str, Callable[[str], Any]] = {
+    "count": count_of,
     "heads": heads_of,
-    "int": int,
     "lengths": lengths_of,
     "option": option_of,
     "path": Path,

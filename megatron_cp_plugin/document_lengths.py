@@ -80,20 +80,18 @@ def lengths_of(text: str) -> Lengths:
 
     Raises: ArgumentTypeError if it is none of these.
     """
-    kind, *numbers = text.split(":")
-    if kind == "lognormal" and len(numbers) == 2:
-        mean, sigma = tokens_of(numbers[0]), _number(numbers[1])
-        if mean and sigma is not None and sigma >= 0:
-            return LogNormal(mean, sigma)
     if text.endswith((".csv", ".json")):
         return read_histogram(Path(text))
+    kind, *numbers = text.split(":")
     try:
-        mean = tokens_of(text)
-    except ArgumentTypeError:
-        mean = 0
-    if not mean:
-        raise ArgumentTypeError(f"{_TAKEN}, got {text!r}")
-    return Exponential(mean)
+        if kind == "lognormal":
+            mean, sigma = numbers
+            found = LogNormal(tokens_of(mean), float(sigma))
+            if found.sigma >= 0:
+                return found
+        return Exponential(tokens_of(text))
+    except (ArgumentTypeError, ValueError):
+        raise ArgumentTypeError(f"{_TAKEN}, got {text!r}") from None
 
 
 def random_documents(

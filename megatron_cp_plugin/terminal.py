@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
@@ -15,10 +16,17 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _NARROWEST, _WIDEST = 16, 100  # columns
 
 
+def count_of(text: str) -> int:
+    """A number above 0. Raises: ArgumentTypeError if it is none."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"takes a whole number above 0, got {text!r}")
+    return int(text)
+
+
 def tokens_of(text: str) -> int:
     """128K -> 131072, 1M -> 1048576. Raises: ArgumentTypeError if it is no such number."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text.strip().replace("_", ""))
-    if found is None:
+    if found is None or not int(found[1]):
         raise argparse.ArgumentTypeError(
             f"takes a number of tokens, such as 131072 or 128K, got {text!r}"
         )
@@ -26,13 +34,16 @@ def tokens_of(text: str) -> int:
 
 
 def heads_of(text: str) -> tuple[int, int]:
-    """32:8 -> (32, 8), 32 -> (32, 32). Raises: ArgumentTypeError if it is neither."""
-    found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"takes query heads, or query heads:KV heads, such as 32 or 32:8, got {text!r}"
-        )
-    return int(found[1]), int(found[2] or found[1])
+    """32:8 -> (32, 8), 32 -> (32, 32). Raises: ArgumentTypeError if no attention has them."""
+    heads, _, kv_heads = text.partition(":")
+    with suppress(argparse.ArgumentTypeError):
+        found = count_of(heads), count_of(kv_heads or heads)
+        if found[0] % found[1] == 0:
+            return found
+    raise argparse.ArgumentTypeError(
+        "takes query heads, or query heads:KV heads, which divide them, such as 32 or 32:8, got "
+        f"{text!r}"
+    )
 
 
 def option_of(text: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.harness.train import CommandLine, main, start
+from megatron_cp_plugin.harness.train import CommandLine, main
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import OneLineParser, add_arguments, split_flags
 
@@ -77,12 +77,6 @@ def test_commands_that_start_their_own_ranks(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="compare starts its own ranks, got those of torchrun"):
         CommandLine.read("compare", ["--config", run_file])
-
-
-@pytest.mark.parametrize("count", ["0", "-1"])
-def test_a_number_of_processes_that_cannot_be(count: str) -> None:
-    with pytest.raises(ConfigError, match=f"--nproc-per-node must be 1 or more, got {count}"):
-        start(["--nproc-per-node", count, *USP], "nothing")
 
 
 REFERRING = "megatron: {seq_length: 64}\ncontext_parallel: {algo: zigzag, chunked_loss: '%s'}"

@@ -99,8 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = parser_of("prepare-data").parse_args(argv)
         need("megatron", "prepare-data", "megatron")
-        if given.document_bytes is not None and given.document_bytes < 1:
-            raise ConfigError(f"--document-bytes must be 1 or more, got {given.document_bytes}")
         check_folder("--output", given.output.parent)
         files = find_files(given.paths, given.suffix) if given.paths else stdlib_files()
         documents, tokens = write_dataset(files, given.output, given.document_bytes)

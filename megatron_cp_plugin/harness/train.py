@@ -62,8 +62,6 @@ def start(argv: Sequence[str], *program: str) -> int:
     line.check()
     ranks = line.ranks if known.nproc_per_node is None else known.nproc_per_node
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if ranks < 1:
-        raise ConfigError(f"--nproc-per-node must be 1 or more, got {ranks}")
     if gpus and ranks > gpus and line.flags.platform != "cpu":
         raise ConfigError(
             f"{ranks} ranks need as many GPUs, got {gpus}: start it with torchrun on several "

@@ -125,12 +125,8 @@ def picture(
             f"{', '.join(registry.available('softmax'))}"
         )
     mask, options = mask or Mask(), options or {}
-    if size < 1:
-        raise ConfigError(f"size must be 1 or more, got {size}: give the number of ranks")
     if seq_len is None:
         seq_len = registry.layout_of(algo, options).multiple(size) * _TOKENS_PER_CHUNK
-    if seq_len < 1:
-        raise ConfigError(f"seq-len must be 1 or more, got {seq_len}: give the global tokens")
     title = ", ".join([algo, *(f"{name}={value}" for name, value in options.items())])
     ranks = "1 rank" if size == 1 else f"{size} ranks"
     subtitle = f"{ranks} · {_words_of(mask)} · {seq_len} tokens · {phase}"

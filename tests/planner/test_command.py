@@ -33,10 +33,10 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: 
     ("words", "said"),
     [
         (LAYER.replace("--machine h200", ""), "got no --machine: add it"),
-        (f"{LAYER} --seq-len 0", "--seq-len must be more than 0, got 0"),
+        (f"{LAYER} --seq-len 0", "--seq-len takes a number of tokens, such as"),
         (f"{LAYER} --mask full --window 3", "needs causal attention"),
         (LAYER.replace("h200", "h300"), "there is no machine 'h300'"),
-        (LAYER.replace("8:2", "8:0"), "KV heads in --heads must divide the 8 heads, got 0"),
+        (LAYER.replace("8:2", "8:0"), "which divide them, such as 32 or 32:8, got '8:0'"),
         (
             "plan --size 4",
             "plan needs --machine, --size, --seq-len and --heads, or --model, got no --s",
@@ -60,7 +60,7 @@ def test_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path, documents: 
         ),
         (
             "plan --model llama3-8b --tokens 8K --gpus 2 --batch -4 --machine h100",
-            "--batch must be more than 0, got -4",
+            "--batch takes a whole number above 0, got '-4'",
         ),
         (
             "plan --model llama3-8b --tokens 8K --gpus 7 --machine h100",

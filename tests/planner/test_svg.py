@@ -130,7 +130,6 @@ def test_each_token_is_held_once(algo: str, options: dict[str, object]) -> None:
     [
         ("ring", 64, None, "--tokens draws at most 32 ranks, got 64: leave --tokens out"),
         ("ring", 4, 4096, "--tokens draws each token, at most 512, got 4096: make --seq-len"),
-        ("ring", 0, None, "size must be 1 or more, got 0: give the number of ranks"),
     ],
 )
 def test_what_is_not_drawn(algo: str, size: int, seq_len: int | None, said: str) -> None:
