@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels.choice import kernels
 from megatron_cp_plugin.kernels.linear import linear_kernels
@@ -57,15 +56,11 @@ def capabilities() -> Iterator[Capability]:
         yield Capability(name, kind, tuple(dict.fromkeys(layouts)), serves, windows)
 
 
-def _serves(
-    name: str, *, heads: int = 2 * RANKS, kv_heads: int = 2 * RANKS, causal: bool = True
-) -> bool:
+def _serves(name: str, **problem: Any) -> bool:
     cls = registry.algorithm_class(name)
+    asked = {"heads": 2 * RANKS, "kv_heads": 2 * RANKS, "causal": True} | problem
     try:
-        if issubclass(cls, Algorithm):
-            cls.check(cls.Options(), size=RANKS, heads=heads, kv_heads=kv_heads, causal=causal)
-        else:
-            cls.check(cls.Options(), size=RANKS, heads=heads)
+        cls.check(cls.Options(), size=RANKS, **asked)
     except ConfigError:
         return False
     return True

@@ -113,7 +113,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from megatron_cp_plugin.doctor import examine, leave, verdict
 
-    findings = examine(*arguments.heads, arguments.head_dim)
+    heads, kv_heads = arguments.heads
+    findings = examine(heads, kv_heads, arguments.head_dim)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
@@ -129,7 +130,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     device, path = join(), arguments.output
     topology = topology_of(None)
-    machine = calibrate(path.stem, topology, device, *arguments.heads, arguments.head_dim)
+    heads, kv_heads = arguments.heads
+    machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
     if topology.rank == 0:
         machine.save(path)
         print(f"wrote {path}")
@@ -188,7 +190,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     _need(arguments, needs, "size", "seq_len", "heads", "machine")
     from megatron_cp_plugin.core.call import Shape
 
-    shape = Shape(arguments.batch, arguments.seq_len, *arguments.heads, arguments.head_dim)
+    heads, kv_heads = arguments.heads
+    shape = Shape(arguments.batch, arguments.seq_len, heads, kv_heads, arguments.head_dim)
     mask = _mask(arguments)
     title = f"one layer, {shape.heads}:{shape.kv_heads} heads, {shape.seq_len} tokens, "
     title += "1 rank" if arguments.size == 1 else f"{arguments.size} ranks"

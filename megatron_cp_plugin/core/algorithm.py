@@ -89,6 +89,10 @@ class Registered(ABC):
         choice = getattr(options, "layout", None)
         return cls.layout if choice is None else NAMED[choice]
 
+    @classmethod  # noqa: B027  (most serve all)
+    def check(cls, options: Options, *, size: int, heads: int, kv_heads: int, causal: bool) -> None:
+        """Raises: ConfigError if the algorithm does not support this; needs no process group."""
+
 
 class Algorithm(Registered):
     """Softmax attention over a sequence that is split among the ranks of a topology.
@@ -136,12 +140,6 @@ class Algorithm(Registered):
         other = self.__class__(self.topology, self.options)
         other.layout, other._checked = layout, self._checked
         return other
-
-    @classmethod
-    def check(
-        cls, options: Registered.Options, *, size: int, heads: int, kv_heads: int, causal: bool
-    ) -> None:
-        """Raises: ConfigError if the algorithm does not support this; needs no process group."""
 
     def _compile(
         self,

@@ -46,10 +46,7 @@ def check_algorithms(settings: Settings) -> None:
     for name in config.algorithms:
         algorithm = registry.algorithm_class(name)
         options = registry.read_options(name, dict(config.options_of(name)))
-        if issubclass(algorithm, Algorithm):
-            algorithm.check(options, size=config.size, heads=heads, kv_heads=kv_heads, causal=True)
-        else:
-            algorithm.check(options, size=config.size, heads=heads)
+        algorithm.check(options, size=config.size, heads=heads, kv_heads=kv_heads, causal=True)
 
 
 def _check_kernel(settings: Settings) -> str | None:

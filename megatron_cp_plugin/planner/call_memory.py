@@ -19,13 +19,12 @@ from torch import Tensor
 
 from megatron_cp_plugin.algorithms.work_placement import WorkPlacement
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
-from megatron_cp_plugin.planner.layer import AnyAlgorithm, Layer, passes
+from megatron_cp_plugin.planner.layer import AnyAlgorithm, AnyShape, Layer, passes
 from megatron_cp_plugin.planner.meta import OnMeta, run_on_meta
 from megatron_cp_plugin.planner.sizes import SizesWithin
 
@@ -50,9 +49,7 @@ class Peak(NamedTuple):
     peer: int
 
 
-def peak_of(
-    algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask, kernel: SoftmaxKernel
-) -> Peak:
+def peak_of(algorithm: AnyAlgorithm, shape: AnyShape, mask: Mask, kernel: SoftmaxKernel) -> Peak:
     """The peak memory of a rank in one attention layer.
 
     Args:

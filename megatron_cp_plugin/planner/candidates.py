@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.layer import checked
+from megatron_cp_plugin.planner.layer import AnyShape, checked
 
 Options = tuple[tuple[str, object], ...]
 
@@ -58,7 +58,7 @@ def label(algo: str, options: Options) -> str:
 
 
 def candidates(
-    shape: Shape | LinearShape,
+    shape: AnyShape,
     mask: Mask,
     topology: Topology,
     layouts: tuple[str, ...] | None = None,
@@ -99,7 +99,7 @@ def candidates(
 def _made(
     cls: registry.AnyClass,
     options: Any,
-    shape: Shape | LinearShape,
+    shape: AnyShape,
     mask: Mask,
     topology: Topology,
 ) -> tuple[Layout, tuple[Placement, ...]]:
@@ -107,12 +107,10 @@ def _made(
 
     Raises: ContextParallelError if it cannot serve this.
     """
-    if isinstance(shape, LinearShape):
-        assert issubclass(cls, LinearAlgorithm)
-        cls.check(options, size=topology.size, heads=shape.heads)
-        return cls.layout_for(options), ()
-    assert issubclass(cls, Algorithm)
     algorithm = checked(cls(topology, options), shape, mask)
+    if isinstance(algorithm, LinearAlgorithm):
+        return algorithm.layout, ()
+    assert isinstance(shape, Shape)
     return algorithm.layout, tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
 
 

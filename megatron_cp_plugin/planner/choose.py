@@ -31,7 +31,7 @@ from megatron_cp_plugin.planner.candidates import (
 )
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
-from megatron_cp_plugin.planner.layer import Layer
+from megatron_cp_plugin.planner.layer import AnyShape, Layer
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.simulate import simulate
 
@@ -54,7 +54,7 @@ class Kind:
     """
 
     name: str
-    shape: Shape | LinearShape
+    shape: AnyShape
     mask: Mask
     count: int = 1
     measured: tuple[Mask, ...] = ()

@@ -37,6 +37,7 @@ from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.sizes import LinearSizes
 
 AnyAlgorithm = Algorithm | LinearAlgorithm
+AnyShape = Shape | LinearShape
 # By bytes of an element.
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -54,7 +55,7 @@ class Layer:
 
     algo: str
     options: tuple[tuple[str, object], ...]
-    shape: Shape | LinearShape
+    shape: AnyShape
     mask: Mask
     nodes: tuple[int, ...]
     peer_access: bool
@@ -71,11 +72,9 @@ class Layer:
         """
         shape, options = self.shape, dict(self.options)
         topology = DryRunGroup(rank, self.nodes, peer_access=self.peer_access, plans_all=plans_all)
-        if isinstance(shape, LinearShape):
-            linear = registry.create_linear(self.algo, topology, options)
-            linear.check(linear.options, size=self.size, heads=shape.heads)
-            return linear
-        return checked(registry.create(self.algo, topology, options), shape, self.mask)
+        linear = isinstance(shape, LinearShape)
+        create = registry.create_linear if linear else registry.create
+        return checked(create(self.algo, topology, options), shape, self.mask)
 
     def of_fewer(self, count: int) -> Layer:
         """The same layer on the first ranks, with equally many tokens each.
@@ -130,15 +129,12 @@ class Layer:
         return int(str(dict(self.options).get(option, 1)))
 
 
-def checked(algorithm: Algorithm, shape: Shape, mask: Mask) -> Algorithm:
+def checked(algorithm: AnyAlgorithm, shape: AnyShape, mask: Mask) -> AnyAlgorithm:
     """The algorithm, in the documents' layout. Raises: ConfigError if it cannot serve this."""
-    algorithm.check(
-        algorithm.options,
-        size=algorithm.topology.size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        causal=mask.causal,
-    )
+    size, heads = algorithm.topology.size, {"heads": shape.heads, "kv_heads": shape.kv_heads}
+    algorithm.check(algorithm.options, size=size, **heads, causal=mask.causal)
+    if isinstance(algorithm, LinearAlgorithm):
+        return algorithm
     if mask.special and not algorithm.windows:
         raise ConfigError(f"{algorithm.name} does not support {mask.special}: leave it out")
     return algorithm.for_documents(mask.resolved)
@@ -148,14 +144,15 @@ def planned(
     algo: str, size: int, shape: Shape, mask: Mask, options: Mapping[str, object]
 ) -> Algorithm:
     """A softmax algorithm that makes plans, on one node. Raises: ConfigError as `Layer.on`."""
-    topology = DryRunGroup(0, (0,) * size, peer_access=False)
-    return checked(registry.create(algo, topology, options), shape, mask)
+    nodes = (0,) * size
+    algorithm = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access=False).on(0)
+    assert isinstance(algorithm, Algorithm)
+    return algorithm
 
 
-def input_sizes(shape: Shape | LinearShape, tokens: int) -> list[tuple[int, int, int, int]]:
+def input_sizes(shape: AnyShape, tokens: int) -> list[tuple[int, int, int, int]]:
     """Of q, k, v and dout, each [B,tokens,heads,dim]."""
-    kv_heads = shape.kv_heads if isinstance(shape, Shape) else shape.heads
-    heads = shape.heads, kv_heads, kv_heads, shape.heads
+    heads = shape.heads, shape.kv_heads, shape.kv_heads, shape.heads
     dims = shape.head_dim, shape.head_dim, shape.value_dim, shape.value_dim
     return [(shape.batch, tokens, n, d) for n, d in zip(heads, dims, strict=True)]
 
@@ -175,7 +172,7 @@ class Passes(NamedTuple):
 
 def passes(
     algorithm: AnyAlgorithm,
-    shape: Shape | LinearShape,
+    shape: AnyShape,
     mask: Mask,
     kernel: SoftmaxKernel,
     rate: float = 1.0,

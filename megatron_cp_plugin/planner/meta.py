@@ -14,11 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import Event, Memory, recording
-from megatron_cp_plugin.planner.layer import AnyAlgorithm, passes
+from megatron_cp_plugin.planner.layer import AnyAlgorithm, AnyShape, passes
 from megatron_cp_plugin.planner.sizes import SizesOnly
 
 
@@ -54,7 +52,7 @@ class Trace(NamedTuple):
     backward: tuple[Event, ...]
 
 
-def trace_of(algorithm: AnyAlgorithm, shape: Shape | LinearShape, mask: Mask) -> Trace:
+def trace_of(algorithm: AnyAlgorithm, shape: AnyShape, mask: Mask) -> Trace:
     """The operations of a rank in both passes.
 
     Args: algorithm: on a `DryRunGroup`.

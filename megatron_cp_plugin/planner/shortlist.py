@@ -22,7 +22,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import UNRECORDED, holding
-from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.planner.candidates import Options
@@ -33,7 +32,7 @@ from megatron_cp_plugin.planner.choose import (
     too_large,
     with_memory,
 )
-from megatron_cp_plugin.planner.layer import DTYPES, input_sizes
+from megatron_cp_plugin.planner.layer import DTYPES, AnyShape, input_sizes
 
 _FEWEST, _MOST = 4, 6  # candidates
 _NEAR = 1.3  # times the best simulated time: slower candidates are taken only to reach the minimum
@@ -224,7 +223,7 @@ class _Step:
     def __init__(
         self,
         algorithm: Algorithm,
-        shape: Shape | LinearShape,
+        shape: AnyShape,
         mask: Mask,
         kernel: str,
         device: torch.device,

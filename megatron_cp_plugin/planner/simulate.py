@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import lcm
 
-from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.event_simulation import PassTime, Timeline, play
-from megatron_cp_plugin.planner.layer import Layer
+from megatron_cp_plugin.planner.layer import AnyShape, Layer
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.meta import Trace, trace_of
 
@@ -23,7 +21,7 @@ from megatron_cp_plugin.planner.meta import Trace, trace_of
 def simulate(
     algo: str,
     options: Mapping[str, object],
-    shape: Shape | LinearShape,
+    shape: AnyShape,
     mask: Mask,
     machine: Machine,
     nodes: Sequence[int],

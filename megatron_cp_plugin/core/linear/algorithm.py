@@ -68,6 +68,11 @@ class LinearShape:
     element_bytes: int = 2
     wide_bytes: int = 4
 
+    @property
+    def kv_heads(self) -> int:
+        """All heads."""
+        return self.heads
+
 
 class LinearTensors(NamedTuple):
     """A rank's tensors of one attention; contiguous.
@@ -99,10 +104,6 @@ class LinearAlgorithm(Registered):
     """
 
     collective: ClassVar[bool] = False
-
-    @classmethod
-    def check(cls, options: Registered.Options, *, size: int, heads: int) -> None:
-        """Raises: ConfigError if the algorithm cannot serve this; needs no processes."""
 
     @abstractmethod
     def forward(

@@ -118,7 +118,8 @@ def attend_linearly(
     _check_call(q, k, v, initial_state, algorithm, seq_len, documents)
     wide = accumulation_dtype(q.dtype)
     states = max(k.shape[2], v.shape[2])
-    heads = max(q.shape[2], states)
+    heads, size = max(q.shape[2], states), algorithm.topology.size
+    algorithm.check(algorithm.options, size=size, heads=heads, kv_heads=states, causal=causal)
     gates = Gates(gate, beta).each(lambda x: x.to(wide))
     if gates.some and (decay is not None or not causal):
         raise ContextParallelError(
@@ -229,7 +230,6 @@ def _check_call(
             f"got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
     rank, size = algorithm.topology.rank, algorithm.topology.size
-    algorithm.check(algorithm.options, size=size, heads=max(q.shape[2], state[1]))
     layout = algorithm.layout.for_documents(documents) if documents else algorithm.layout
     lengths = [len(span) for span in layout.spans(rank, size, seq_len)]
     if q.shape[1] != sum(lengths):
