@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_module(command: str, *words: str) -> int:
     with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
         if command == "check":
-            need("megatron", "check", "megatron", "omegaconf", "yaml")
+            need("check", "megatron", "omegaconf", "yaml")
             # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
         name = COMMANDS[command]["module"]
@@ -91,7 +91,7 @@ def _capabilities(arguments: argparse.Namespace) -> int:
 
 def _hooks(arguments: argparse.Namespace) -> int:
     if arguments.check:
-        need("megatron", "hooks --check", "megatron")
+        need("hooks --check", "megatron")
         with warnings.catch_warnings():
             # Megatron warns at every import of packages that are not installed.
             warnings.simplefilter("ignore")
@@ -126,12 +126,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.core.communication.process_groups import topology_of
     from megatron_cp_plugin.doctor import join, leave
-    from megatron_cp_plugin.planner.calibrate import calibrate
+    from megatron_cp_plugin.planner.calibrate import Calibration
 
     device, path = join(), arguments.output
     topology = topology_of(None)
-    heads, kv_heads = arguments.heads
-    machine = calibrate(path.stem, topology, device, heads, kv_heads, arguments.head_dim)
+    dims = *arguments.heads, arguments.head_dim
+    machine = Calibration(topology, device, *dims).machine(path.stem)
     if topology.rank == 0:
         machine.save(path)
         print(f"wrote {path}")

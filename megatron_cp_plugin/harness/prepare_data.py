@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (0 written, 2 bad input)."""
     try:
         given = parser_of("prepare-data").parse_args(argv)
-        need("megatron", "prepare-data", "megatron")
+        need("prepare-data", "megatron")
         check_folder("--output", given.output.parent)
         files = find_files(given.paths, given.suffix) if given.paths else stdlib_files()
         documents, tokens = write_dataset(files, given.output, given.document_bytes)

@@ -56,7 +56,7 @@ def start(argv: Sequence[str], *program: str) -> int:
         argv: Flags of `megatron-cp train`.
         program: Each rank runs `python -m *program *argv`.
     """
-    need("megatron", "megatron-cp train", "megatron", "omegaconf", "yaml")
+    need("megatron-cp train", "megatron", "omegaconf", "yaml")
     known, words = parser_of("train").parse_known_args(argv)
     line = CommandLine.of(words)
     line.check()
@@ -156,7 +156,7 @@ class CommandLine:
         Raises:
             ConfigError: It chooses no algorithm of the plugin, or cannot be read.
         """
-        need("megatron", f"megatron-cp {command}", "megatron", "omegaconf", "yaml")
+        need(f"megatron-cp {command}", "megatron", "omegaconf", "yaml")
         if "RANK" in os.environ:
             raise ConfigError(
                 f"{command} starts its own ranks, got those of torchrun: call it without"

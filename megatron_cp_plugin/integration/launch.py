@@ -81,7 +81,7 @@ def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
 
     Raises: ContextParallelError for a value of a flag that is not allowed.
     """
-    need("megatron", "training with Megatron", "megatron")
+    need("training with Megatron", "megatron")
     say_nothing_of_cuda()
     path, words = split_run_file(argv) if run_file else (None, list(argv))
     if not HELPS.isdisjoint(words):
@@ -157,7 +157,7 @@ def read_run_file(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    need("megatron", "--config", "omegaconf", "yaml")
+    need("--config", "omegaconf", "yaml")
     from megatron_cp_plugin.integration.yaml_config import as_written
 
     return as_written(path)
@@ -174,7 +174,7 @@ def own_flags(path: str | None, words: Sequence[str]) -> tuple[PluginFlags, list
     if path is None:
         flags.check()
         return flags, rest
-    need("megatron", "--config", "omegaconf", "yaml")
+    need("--config", "omegaconf", "yaml")
     from megatron_cp_plugin.integration.yaml_config import own_arguments
 
     given = own_arguments(path, words)

@@ -80,24 +80,14 @@ _ON_CPU = Sizes(
 )
 
 
-def calibrate(
-    name: str, topology: Topology, device: torch.device, heads: int, kv_heads: int, head_dim: int
-) -> Machine:
-    """Measures the machine that this rank runs on; a collective operation of all ranks.
+class Calibration:
+    """Measures the machine that this rank runs on."""
 
-    Args:
-        name: of the machine.
-        heads, kv_heads, head_dim: with which attention kernels are measured.
+    def __init__(self, topology: Topology, device: torch.device, *dims: int) -> None:
+        """Args: dims: heads, KV heads and head dim with which attention kernels are measured.
 
-    Raises: ConfigError if nodes have unequally many ranks.
-    """
-    return _Calibration(topology, device, (heads, kv_heads, head_dim)).machine(name)
-
-
-class _Calibration:
-    def __init__(
-        self, topology: Topology, device: torch.device, dims: tuple[int, int, int]
-    ) -> None:
+        Raises: ConfigError if nodes have unequally many ranks.
+        """
         self.topology, self.device, self.dims = topology, device, dims
         self.cuda = device.type == "cuda"
         self.sizes = _ON_GPU if self.cuda else _ON_CPU
@@ -117,6 +107,7 @@ class _Calibration:
         self.turn, self.ranks_per_gpu = sharing.index(topology.rank), len(sharing)
 
     def machine(self, name: str) -> Machine:
+        """Measures it; a collective operation of all ranks."""
         of_gpu: tuple[tuple[str, Kernels], dict[str, float], float, float, float] | None = None
         for turn in range(self.ranks_per_gpu):  # those that share a GPU one after another
             if turn == self.turn:

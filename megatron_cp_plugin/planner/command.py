@@ -220,7 +220,7 @@ def write_run_file(
 
     Args: linear_model: the kind of layers of linear attention.
     """
-    need("megatron", "--yaml", "yaml")
+    need("--yaml", "yaml")
     import yaml
 
     chosen: dict[str, object] = {"algo": algo, **dict(options)}

@@ -227,7 +227,7 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Writes the machine as YAML."""
-        need("megatron", "a machine's file", "yaml")
+        need("a machine's file", "yaml")
         import yaml
 
         text = yaml.safe_dump(self.values(), sort_keys=False, width=100, default_flow_style=None)
@@ -239,7 +239,7 @@ class Machine:
 
         Raises: ConfigError if there is none, or something in it is missing or unknown.
         """
-        need("megatron", "a machine's file", "yaml")
+        need("a machine's file", "yaml")
         import yaml
 
         path = Path(name) if str(name).endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"

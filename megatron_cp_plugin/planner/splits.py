@@ -29,9 +29,13 @@ _CLOSER = 6  # whose attention is simulated, and not only estimated
 class Proposal(NamedTuple):
     """A way to split a model, with the time of a step."""
 
-    split: Split
-    choice: Choice
     step: TrainingStep
+    choice: Choice
+
+    @property
+    def split(self) -> Split:
+        """How the model is split."""
+        return self.step.split
 
     @property
     def rate(self) -> float:
@@ -73,29 +77,29 @@ def proposals(job: Job, most: int) -> list[Proposal]:
             f"--batch: use {_nearest(job)}"
         )
     open_ = sorted((_small_enough(job, one) for one in ways), key=_time)
-    fitting = [(best, split) for best, split in open_ if best.fits(job.machine)]
+    fitting = [best for best in open_ if best.fits(job.machine)]
     if not fitting:
-        raise _too_large(job, [best for best, _ in open_])
-    found: list[tuple[TrainingStep, Split]] = []
-    for best, split in _worth_it(fitting):
-        if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1][0].seconds:
+        raise _too_large(job, open_)
+    found: list[TrainingStep] = []
+    for best in _worth_it(fitting):
+        if len(found) >= most and best.seconds > sorted(found, key=_time)[most - 1].seconds:
             break
-        seconds = _choice_for(job, split, choices, quick=True).best.seconds
-        found.append((_training_step(job, split, seconds), split))
+        seconds = _choice_for(job, best.split, choices, quick=True).best.seconds
+        found.append(_training_step(job, best.split, seconds))
     found.sort(key=_time)
     closer: dict[tuple[int, int], Choice] = {}
     made, with_attention = [], list[TrainingStep]()
-    for _, split in found[: 2 * most]:
+    for split in (one.split for one in found[: 2 * most]):
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
             choice = _choice_for(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
             taken = _training_step(job, split, choice.best.seconds, gib)
             if not taken.fits(job.machine) and not split.chunked_loss:
-                split = replace(split, chunked_loss=True)
-                taken = _training_step(job, split, choice.best.seconds, gib)
+                chunked = replace(split, chunked_loss=True)
+                taken = _training_step(job, chunked, choice.best.seconds, gib)
             with_attention.append(taken)
             if taken.fits(job.machine):
-                made.append(Proposal(split, choice, taken))
+                made.append(Proposal(taken, choice))
     if not made:
         raise _too_large(job, with_attention)
     made.sort(key=lambda one: (-one.rate, one.split.tensor * one.split.pipeline))
@@ -111,18 +115,18 @@ def _too_large(job: Job, found: Sequence[TrainingStep]) -> ConfigError:
     )
 
 
-def _worth_it(found: Iterable[tuple[TrainingStep, Split]]) -> Iterator[tuple[TrainingStep, Split]]:
+def _worth_it(found: Iterable[TrainingStep]) -> Iterator[TrainingStep]:
     """Drops proposals that another split of the experts, or sharding or not sharding parameters,
     would improve in time and memory.
 
     Args: found: the fastest first.
     """
     least: dict[Split, float] = {}
-    for best, split in found:
-        alike = replace(split, expert=1, chunked_loss=False, sharded=False)
+    for best in found:
+        alike = replace(best.split, expert=1, chunked_loss=False, sharded=False)
         if best.gib < least.get(alike, inf):
             least[alike] = best.gib
-            yield best, split
+            yield best
 
 
 def _nearest(job: Job) -> str:
@@ -134,19 +138,18 @@ def _nearest(job: Job) -> str:
     return " and ".join(found)
 
 
-def _small_enough(job: Job, split: Split) -> tuple[TrainingStep, Split]:
+def _small_enough(job: Job, split: Split) -> TrainingStep:
     """A lower bound of a step's time; the loss is chunked if the whole logits do not fit."""
     seconds = _least(job, split)
     whole = _training_step(job, split, seconds)
     if whole.fits(job.machine):
-        return whole, split
-    split = replace(split, chunked_loss=True)
-    return _training_step(job, split, seconds), split
+        return whole
+    return _training_step(job, replace(split, chunked_loss=True), seconds)
 
 
-def _time(one: tuple[TrainingStep, Split]) -> tuple[float, int, int, bool]:
-    found, split = one
-    return found.seconds, split.tensor * split.pipeline, split.context, split.sharded
+def _time(one: TrainingStep) -> tuple[float, int, int, bool]:
+    split = one.split
+    return one.seconds, split.tensor * split.pipeline, split.context, split.sharded
 
 
 def _ways(job: Job) -> Iterator[Split]:

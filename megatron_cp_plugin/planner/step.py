@@ -36,12 +36,14 @@ class TrainingStep:
     """The time and memory of a step.
 
     Attributes:
+        split: how the model is split.
         seconds: of a step.
         tokens: of it, on all ranks.
         parts: seconds of its parts.
         memory: GiB of the GPU that needs most, by purpose.
     """
 
+    split: Split
     seconds: float
     tokens: int
     parts: Mapping[str, float]
@@ -83,6 +85,7 @@ def step(
     check_split(model, split, tokens)
     parts = _times(model, split, tokens, machine, attention)
     return TrainingStep(
+        split,
         sum(parts.values()),
         tokens * split.data * split.micro_batches,
         parts,

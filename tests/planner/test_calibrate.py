@@ -5,7 +5,7 @@ import torch
 
 from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.calibrate import calibrate, fit_rate, fit_speed
+from megatron_cp_plugin.planner.calibrate import Calibration, fit_rate, fit_speed
 from megatron_cp_plugin.planner.machine import KernelSpeed, Machine, Rate, machines
 
 
@@ -37,7 +37,7 @@ def test_the_speed_of_a_kernel_is_found(square):
 
 def test_two_nodes_of_two_are_measured(tmp_path):
     made = run_virtual(
-        4, lambda t: calibrate("four", t, torch.device("cpu"), 2, 1, 8), ranks_per_node=2
+        4, lambda t: Calibration(t, torch.device("cpu"), 2, 1, 8).machine("four"), ranks_per_node=2
     )
     machine = made[0]
     assert machine.gpus_per_node == 2
@@ -56,7 +56,7 @@ def test_two_nodes_of_two_are_measured(tmp_path):
 
 def test_unequal_nodes_are_refused():
     def body(topology):
-        return calibrate("three", topology, torch.device("cpu"), 2, 1, 8)
+        return Calibration(topology, torch.device("cpu"), 2, 1, 8).machine("three")
 
     with pytest.raises(ConfigError, match="as many ranks on one node as on another, got 2, 1"):
         run_virtual(3, body, ranks_per_node=2)
