@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
-    Args:
-        argv: Command line without the program's name; default: the process's.
-
     Returns:
         The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if something
         cannot be done.

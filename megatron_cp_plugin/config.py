@@ -116,10 +116,7 @@ class RunSettings:
 class ContextParallelConfig(RunSettings):
     """Which algorithm splits the sequence, over how many ranks, with which kernel.
 
-    Attributes:
-        algo: a name of `available()`.
-        size: context_parallel_size.
-        for_spans: for an example of span masks.
+    Attributes: for_spans: for an example of span masks.
     """
 
     algo: str

@@ -74,10 +74,7 @@ def findings(
 ) -> Iterator[tuple[str, str]]:
     """What a launch would say, as topics and texts.
 
-    Args:
-        words: Flags of Megatron and of the plugin, and perhaps `--config`.
-        machine_name: As of `machine_named`.
-        gpus: Number of processes; None: the fewest that the flags need.
+    Args: gpus: number of processes; None: the fewest that the flags need.
 
     Raises: ContextParallelError: The launch would refuse them so.
     """

@@ -93,10 +93,6 @@ def runs_of(line: CommandLine, reference: str) -> dict[str, Run]:
 def compare_log_probs(line: CommandLine, known: Any) -> int:
     """Runs all jobs, and prints the differences.
 
-    Args:
-        line: The flags of the run.
-        known: Flags of `compare`.
-
     Returns: 0, or 1 where rounding does not explain a difference.
 
     Raises:

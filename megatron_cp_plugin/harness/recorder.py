@@ -51,13 +51,7 @@ _SETTINGS = (
 
 
 class Recorder:
-    """Writes one rank's recording.
-
-    Args:
-        folder: Where to write; made if missing.
-        algo: Name of the context-parallel algorithm in use.
-        allow_untested: Whether the version of Megatron may be one that nobody ran.
-    """
+    """Writes one rank's recording."""
 
     def __init__(self, folder: str | Path, algo: str, allow_untested: bool = False) -> None:
         self._allow_untested = allow_untested

@@ -52,9 +52,7 @@ def train(argv: Sequence[str]) -> None:
 def start(argv: Sequence[str], *program: str) -> int:
     """Starts ranks and waits for them; returns the exit code of the first that failed.
 
-    Args:
-        argv: Flags of `megatron-cp train`.
-        program: Each rank runs `python -m *program *argv`.
+    Args: program: each rank runs `python -m *program *argv`.
     """
     need("megatron-cp train", "megatron", "omegaconf", "yaml")
     known, words = parser_of("train").parse_known_args(argv)
@@ -103,9 +101,7 @@ def start(argv: Sequence[str], *program: str) -> int:
 def logged(log: Path, program: Sequence[str], said: Mapping[str, str]) -> list[str]:
     """Runs `python -m *program`; returns the lines that it prints, which go to a file.
 
-    Args:
-        log: the file, which has the name of the run.
-        said: more environment variables.
+    Args: said: more environment variables.
 
     Raises: ContextParallelError if it failed.
     """
@@ -221,8 +217,6 @@ class CommandLine:
         """Writes the run file, if there is one, with another section of the plugin.
 
         Args: dropped: settings of Megatron that it lacks then.
-
-        Returns: flags.
         """
         if not self.content:
             return []

@@ -52,11 +52,9 @@ class Resolved(NamedTuple):
     """A run's choice by simulation.
 
     Attributes:
-        flags: The flags that name the chosen algorithms.
         said: A line about the choice.
         contenders: Combinations to measure once there are process groups, with the flags that name
             them; the chosen one first, and alone if a machine was named.
-        kinds: Kinds of the model's layers.
     """
 
     flags: PluginFlags
@@ -67,10 +65,6 @@ class Resolved(NamedTuple):
 
 def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolved:
     """Chooses the algorithms of a run, from settings that all of its ranks know.
-
-    Args:
-        args: Megatron's namespace, as parsed.
-        device: where the run computes.
 
     Raises: ContextParallelError if the arguments are not enough for a choice; or, if no algorithm
     is accepted, the refusal of the fastest.
@@ -181,10 +175,7 @@ def resolve_model(
     World rank 0 chooses for all, one algorithm for all layers; a collective operation of all ranks
     of the job.
 
-    Args:
-        asked: With auto, and a number of tokens; the layout of its options stays.
-        model: The model's TransformerConfig.
-        group: The context-parallel group.
+    Args: asked: with auto, and a number of tokens; the layout of its options stays.
 
     Raises:
         ContextParallelError: On all ranks, if nothing serves the model, or ranks ask otherwise.
@@ -217,10 +208,7 @@ def of_several(combination: Combination) -> str | None:
 
 
 def kinds_of_model(model: Any, asked: ContextParallelConfig) -> list[Kind]:
-    """The kinds of attention layers of a model whose batches a program cuts.
-
-    Args: model, asked: as of `resolve_model`.
-    """
+    """The kinds of attention layers of a model whose batches a program cuts."""
     assert asked.tokens is not None
     multiple = asked.layout.multiple(asked.size)
     tokens = -(-asked.tokens // multiple) * multiple
@@ -334,12 +322,7 @@ def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | N
 
 
 def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float]:
-    """GiB of the GPU that needs most, without attention, as in `planner.memory`.
-
-    Args:
-        settings: With the sizes of the model and of the job.
-        shape: Of its attention over the tokens of a sample.
-    """
+    """GiB of the GPU that needs most, without attention, as in `planner.memory`."""
     model, experts = _model(settings, shape), settings.num_experts or 0
     ranks = settings.tensor * settings.ranks
     data = max(1, settings.world_size // ranks // settings.stages)

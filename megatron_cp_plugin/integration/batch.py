@@ -60,7 +60,6 @@ class Batches:
     """Cuts the batches of one run.
 
     Attributes:
-        runtime: Runtime, with the run's layout.
         spans: Spans of the last batch; None: it had none.
         later: What the GPU finds out about batches that were cut, for the model's call.
     """
@@ -88,7 +87,6 @@ class Batches:
                 What tells of documents stays as it is. `attention_spans`, and
                 `attention_positions`, if any: As of `documents.attention_spans`, for the next call
                 of the model; every pipeline stage needs them.
-            group: The context-parallel group.
 
         Returns:
             The same dict, without these two.
@@ -130,9 +128,8 @@ class Batches:
     def spans_of(self, tensors: Iterable[Any]) -> DocumentMask | None:
         """Returns the spans of the batch that tensors come from; None: it had none.
 
-        Args:
-            tensors: That a model is given. Of others than `shard` gave, such as those of a pipeline
-                stage without tokens, it is the batch that came last.
+        Args: tensors: that a model is given. Of others than `shard` gave, such as those of a
+            pipeline stage without tokens, it is the batch that came last.
         """
         marks = (getattr(tensor, _MARK, None) for tensor in tensors)
         found = (mark.cut.mask for mark in marks if isinstance(mark, _Mark))
@@ -142,10 +139,8 @@ class Batches:
         """Returns the cutting that a tensor comes from; None: it was not cut here, or has changed
         since.
 
-        Args:
-            key: The expected key, such as "tokens".
-            tensor: A tensor from `shard`, or a copy of one from its last call, which is found by
-                comparing elements (on a GPU the host waits).
+        Args: tensor: from `shard`, or a copy of one from its last call, which is found by comparing
+            elements (on a GPU the host waits).
         """
         mark = getattr(tensor, _MARK, None)
         if isinstance(mark, _Mark):

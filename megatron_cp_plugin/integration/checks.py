@@ -103,10 +103,8 @@ def describe_heads(settings: Settings) -> str | None:
 
 
 def describe_recompute(settings: Settings) -> str | None:
-    """Returns one line on what is kept and how much memory it takes.
-
-    Returns:
-        None where Megatron recomputes no attention.
+    """Returns one line on what is kept and how much memory it takes; None: Megatron recomputes no
+    attention.
     """
     s, granularity = settings, settings.recomputes
     if granularity is None:

@@ -209,9 +209,7 @@ class ChunkedLogits:
     def log_probs(self, labels: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies, [...] as labels.
 
-        Args:
-            labels: [...], ids of the whole vocabulary.
-            entropy: Whether entropies are wanted.
+        Args: labels: [...], ids of the whole vocabulary.
         """
         if labels.shape != self.shape[:-1]:
             raise ContextParallelError(

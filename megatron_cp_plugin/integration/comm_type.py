@@ -66,8 +66,6 @@ class CommType:
     ) -> None:
         """Checks what was given against the algorithm in use.
 
-        Args: algo, layers, options: of the run, all sources taken together.
-
         Raises: ConfigError: the two say different things, or the sizes are missing or too many.
         """
         inner = [str(value) for name, value in options if name == "ulysses"]

@@ -70,13 +70,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of Megatron that the plugin reads.
-
-    Attributes:
-        name: As an attribute.
-        places: Where it is.
-        since: The first version that has it; None: all.
-    """
+    """A setting of Megatron that the plugin reads, and the first version that has it; None: all."""
 
     name: str
     places: tuple[Place, ...]

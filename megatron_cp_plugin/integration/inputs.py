@@ -239,10 +239,7 @@ class Inputs(ABC):
         return self
 
     def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A hook that runs after a model's forward pass; on a GPU the host waits for its beginning.
-
-        Raises: As of `SameCall`.
-        """
+        """Runs after a model's forward pass; on a GPU the host waits for its beginning."""
         topology, self._topology = self._topology, None
         if topology is not None:
             with SameCall(topology, "the end of the model") as made:

@@ -165,8 +165,6 @@ class LauncherInstaller(Installer):
     def validate_args(self, original: Callable[..., Any], args: Any, defaults: Any = None) -> Any:
         """Checks arguments as parsed, for the plugin and by Megatron's own `original`.
 
-        Returns: Megatron's arguments, validated.
-
         Raises: ContextParallelError: They are refused.
         """
         compat.check_args(args)

@@ -49,10 +49,7 @@ _RUN_FILE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a training script as the main program of this process, and ends the process.
-
-    Args: argv: The script and its flags; default: those of this process.
-    """
+    """Runs a training script as the main program of this process, and ends the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     with whole_program():
         if words and words[0] in HELPS:
@@ -72,10 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def prepare(argv: Sequence[str], run_file: bool = False) -> list[str]:
     """Makes this process ready for a Megatron training script; call it before Megatron is imported.
 
-    Args:
-        argv: Command line with flags of Megatron and of the plugin, program name excluded.
-        run_file: The script is this package's own: it takes `--config FILE`, and needs what the
-            wheel of Megatron lacks even without an algorithm of the plugin.
+    Args: run_file: the script is this package's own: it takes `--config FILE`, and needs what the
+        wheel of Megatron lacks even without an algorithm of the plugin.
 
     Returns: the command line for Megatron.
 

@@ -31,11 +31,8 @@ def roll_tensor(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Takes the place of Megatron's function of this name.
 
-    Args:
-        original: Megatron's.
-        runtime: The run's layout.
-        args, kwargs: A tensor [..., S] of this rank's tokens, such as ids, labels or the loss mask;
-            shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
+    Args: args, kwargs: a tensor [..., S] of this rank's tokens, such as ids, labels or the loss
+        mask; shifts and dims, both -1; cp_group; packed_seq_params, None or a `DocumentMask`.
 
     Returns: The next token's values, 0 for the last token of the sequence or of a sample; and the
         sum of the result over all ranks, divided by their number. A loss mask, which is known by
@@ -82,13 +79,8 @@ def process_mtp_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any)
     one rank, where ranks have unequally many. Here all of them share the mean over the sequence,
     and each gives it an equal part of the weight, as where gradients are averaged.
 
-    Args:
-        original: Megatron's.
-        args, kwargs: Labels and loss mask [B,S] of this rank's tokens, input_ids [B,S] where there
-            are no labels, the model's config, cp_group and packed_seq_params.
-
-    Returns:
-        As Megatron's.
+    Args: args, kwargs: labels and loss mask [B,S] of this rank's tokens, input_ids [B,S] where
+        there are no labels, the model's config, cp_group and packed_seq_params.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()

@@ -36,12 +36,7 @@ class RecurrentSequence:
     """
 
     def __init__(self, runtime: Runtime, group: Any, tokens: int, packed: Any) -> None:
-        """Args:
-        runtime: The run's layout.
-        group: The context-parallel group of the run.
-        tokens: Of this rank.
-        packed: A `DocumentMask`, or None.
-        """
+        """Args: packed: a `DocumentMask`, or None."""
         group = getattr(packed, "group", None) or group
         self._algorithm, self._rank = runtime.recurrent_algorithm(group), group.rank()
         self.seq_len = tokens * group.size()

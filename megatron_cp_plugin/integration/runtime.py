@@ -42,7 +42,6 @@ class Runtime:
     """Serves batch slicing, position embeddings and attention of one run from one layout.
 
     Attributes:
-        config: The run's configuration.
         mask: Mask of the micro-batch whose forward runs; None: tokens see all earlier ones. Not
             valid in computations that the backward may repeat.
     """
@@ -73,11 +72,7 @@ class Runtime:
         nothing for a group that has been set up for such a model; a model with other heads may need
         further groups.
 
-        Args:
-            group: The context-parallel group.
-            shape: Of the model's attention, see `Algorithm.make_channels`.
-            new_group: As `torch.distributed.new_group`, for a list of world ranks.
-            recurrent: Whether the model has layers of `recurrent_algorithm`.
+        Args: shape: of the model's attention, see `Algorithm.make_channels`.
         """
         if (group, shape) in self._served or group.size() == 1:
             return

@@ -42,13 +42,7 @@ class Settings:
         config: ContextParallelConfig | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Reads settings.
-
-        Args:
-            source: Megatron's arguments or model configuration.
-            config: The run's configuration, for properties that depend on it.
-            device: Where the run computes.
-        """
+        """Args: source: Megatron's arguments or model configuration."""
         self._source = source
         self._config = config
         self.device: Any = device

@@ -28,14 +28,7 @@ _ERROR, _EXPERTS_ERROR = 0.05, 0.3
 def plan_layer(
     title: str, name: str, size: int, shape: Shape, mask: Mask, path: Path | None
 ) -> None:
-    """Prints which algorithm is the fastest for a layer, and why.
-
-    Args:
-        title: what it is, which is printed first.
-        name: of a machine.
-        size: number of ranks.
-        path: of a run file to write.
-    """
+    """Prints which algorithm is the fastest for a layer, and why; writes a run file if asked."""
     machine = machine_named(name)
     site = CallSite(
         machine, machine.nodes(size), kernel_on(machine, AUTO), machine.memory_gib * GIB
@@ -56,9 +49,7 @@ def plan_model(
 ) -> None:
     """Prints how to split a model among GPUs.
 
-    Args:
-        name: of a machine.
-        batch: sequences of a step; None: as make some millions of tokens.
+    Args: batch: sequences of a step; None: as make some millions of tokens.
     """
     if model not in MODELS:
         raise ConfigError(

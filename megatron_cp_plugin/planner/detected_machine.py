@@ -54,11 +54,7 @@ def machine_named(name: str) -> Machine:
 
 
 def machine_here(name: str | None, gpu: str | None) -> tuple[Machine, str]:
-    """The machine, and how it was found.
-
-    Args:
-        name: as in `machine_named`; None: by the GPU.
-        gpu: its name; None: there is none.
+    """The machine of that name, else of the GPU, and how it was found.
 
     Raises: ConfigError if there is none of that name.
     """

@@ -108,13 +108,7 @@ def picture(
 ) -> Picture:
     """Plans one pass of an algorithm.
 
-    Args:
-        algo: A name of `available()`.
-        size: Number of context-parallel ranks.
-        seq_len: Global tokens; default: some hundreds a rank.
-        mask: Default: causal.
-        options: Of the algorithm; values may be text.
-        phase: Which pass.
+    Args: seq_len: global tokens; None: some hundreds a rank.
 
     Raises:
         ConfigError: The algorithm, an option or a value is unknown, or has no such mask.

@@ -119,12 +119,7 @@ class DryRunGroup(Topology):
     ) -> None:
         """Stands for one rank.
 
-        Args:
-            rank: in the group.
-            nodes: the node of each rank of the group.
-            peer_access: whether the ranks of one node reach each other's memory.
-            ranks: global, of the group; None: these are all.
-            plans_all: see Topology.
+        Args: ranks: global, of the group; None: these are all.
         """
         super().__init__(rank, len(nodes))
         self.plans_all = plans_all

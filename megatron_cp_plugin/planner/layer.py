@@ -46,11 +46,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 class Layer:
     """An algorithm for a layer, and the nodes of its ranks.
 
-    Attributes:
-        options: as `registry.create`.
-        shape: of the whole problem.
-        nodes: of each rank.
-        peer_access: the ranks of one node reach each other's memory.
+    Attributes: peer_access: the ranks of one node reach each other's memory.
     """
 
     algo: str

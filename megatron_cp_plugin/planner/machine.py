@@ -118,8 +118,6 @@ class Machine:
     """GPUs of one or several nodes.
 
     Attributes:
-        name: of the file.
-        source: where the figures are from.
         gpus_per_node: ranks, if several share a GPU.
         ranks_per_gpu: which share its time.
         memory_gib: of a GPU.

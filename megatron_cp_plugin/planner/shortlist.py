@@ -84,11 +84,6 @@ def shortlist(
     """Four to six combinations: the best of each algorithm and layout, then the next best.
 
     One combination if nothing is to be measured: on one rank, and with layers of linear attention.
-
-    Args:
-        choice: Of the simulation.
-        kinds: Of the model's layers.
-        refusal: As of `choose`.
     """
     if len(choice.site.nodes) == 1 or not all(isinstance(one.shape, Shape) for one in kinds):
         return (choice.best,)
@@ -131,10 +126,8 @@ def measure(
     """Measures a shortlist; a collective operation.
 
     Args:
-        combinations: With their peak memory, the same on all ranks.
-        topology: The ranks that compute attention together.
-        kernel: As of `cp.attention`.
-        gather: Gathers the objects of the ranks of all such groups, which measure side by side.
+        combinations: with their peak memory, the same on all ranks.
+        gather: of the ranks of all groups, which measure side by side.
 
     Returns: Times on the slowest rank of the combinations that fit into the free memory; None if a
         rank has no GPU, or fewer than two fit.

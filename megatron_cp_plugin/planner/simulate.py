@@ -41,10 +41,6 @@ def simulate(
     all.
 
     Args:
-        algo, options: as `registry.create`.
-        shape: of the whole problem.
-        mask: of softmax attention.
-        nodes: the node of each rank.
         kernel: one of the machine's; default: its first.
         captured: in a CUDA graph, so that the host launches nothing.
 

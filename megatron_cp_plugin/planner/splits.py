@@ -64,8 +64,6 @@ class Job:
 def proposals(job: Job, most: int) -> list[Proposal]:
     """The fastest ways that fit, the fastest first.
 
-    Args: most: largest number of proposals.
-
     Raises: ConfigError if nothing fits.
     """
     ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()

@@ -36,10 +36,7 @@ class TrainingStep:
     """The time and memory of a step.
 
     Attributes:
-        split: how the model is split.
-        seconds: of a step.
         tokens: of it, on all ranks.
-        parts: seconds of its parts.
         memory: GiB of the GPU that needs most, by purpose.
     """
 
