@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 3_860,
+    "package root": 3_850,
     "core": 12_830,
     "algorithms": 1_750,
     "kernels": 3_340,
-    "integration": 8_360,
-    "planner": 5_890,
-    "harness": 2_180,
+    "integration": 8_300,
+    "planner": 5_840,
+    "harness": 2_160,
     "scripts": 7_020,
     "tests": 37_530,
 }
