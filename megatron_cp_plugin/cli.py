@@ -128,7 +128,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     device, path = join(), arguments.output
     topology = topology_of(None)
     dims = *arguments.heads, arguments.head_dim
-    machine = Calibration(topology, device, *dims).machine(path.stem)
+    machine = Calibration(topology, device, dims).machine(path.stem)
     if topology.rank == 0:
         machine.save(path)
         print(f"wrote {path}")

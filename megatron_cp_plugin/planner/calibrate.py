@@ -83,7 +83,9 @@ _ON_CPU = Sizes(
 class Calibration:
     """Measures the machine that this rank runs on."""
 
-    def __init__(self, topology: Topology, device: torch.device, *dims: int) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, dims: tuple[int, int, int]
+    ) -> None:
         """Args: dims: heads, KV heads and head dim with which attention kernels are measured.
 
         Raises: ConfigError if nodes have unequally many ranks.

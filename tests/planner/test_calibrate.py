@@ -37,7 +37,9 @@ def test_the_speed_of_a_kernel_is_found(square):
 
 def test_two_nodes_of_two_are_measured(tmp_path):
     made = run_virtual(
-        4, lambda t: Calibration(t, torch.device("cpu"), 2, 1, 8).machine("four"), ranks_per_node=2
+        4,
+        lambda t: Calibration(t, torch.device("cpu"), (2, 1, 8)).machine("four"),
+        ranks_per_node=2,
     )
     machine = made[0]
     assert machine.gpus_per_node == 2
@@ -56,7 +58,7 @@ def test_two_nodes_of_two_are_measured(tmp_path):
 
 def test_unequal_nodes_are_refused():
     def body(topology):
-        return Calibration(topology, torch.device("cpu"), 2, 1, 8).machine("three")
+        return Calibration(topology, torch.device("cpu"), (2, 1, 8)).machine("three")
 
     with pytest.raises(ConfigError, match="as many ranks on one node as on another, got 2, 1"):
         run_virtual(3, body, ranks_per_node=2)
