@@ -60,7 +60,7 @@ from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, T
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.peer import push
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve, resolver
@@ -368,7 +368,7 @@ class Limit:
         return (
             partial(kernel.forward, call),
             partial(kernel.backward, call, dout, statistics),
-            visible_pairs(tokens, mask),
+            mask.bands.area(tokens),
         )
 
     def in_turns(self, case: Case, step: Callable[[], object]) -> tuple[float, float]:
@@ -385,7 +385,7 @@ class Limit:
 
 def _pairs_of_rank(case: Case) -> float:
     """Visible pairs of a query and a key, of a rank in the mean."""
-    return case.batch * visible_pairs(case.seq_len, case.mask(case.seq_len)) / case.ranks
+    return case.batch * case.mask(case.seq_len).bands.area(case.seq_len) / case.ranks
 
 
 def busiest(name: str, options: dict[str, Any], case: Case) -> int:

@@ -20,7 +20,7 @@ from timing import join, take_gpu, time_ms
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.masks.slices import Slice, Slices
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.process_exit import one_line_errors
@@ -112,8 +112,8 @@ def main() -> None:
     join(device.type)
     bench, size = Bench(args, device), dist.get_world_size()
     for mask, (tokens, spans) in masks(args.scale).items():
-        share = visible_pairs(tokens, Mask.of(Slices.of(spans, tokens)))
-        limit = bench.alone(tokens) * share / visible_pairs(tokens, Mask()) / size
+        share = Slices.of(spans, tokens).bands.area(tokens)
+        limit = bench.alone(tokens) * share / Mask().bands.area(tokens) / size
         say({"mask": mask, "name": f"one GPU / {size}: {bench.kernel.name}", "ms": limit})
         for algo in args.algos.split(","):
             try:

@@ -20,7 +20,7 @@ from rich.table import Table
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.layer import planned
 from megatron_cp_plugin.terminal import tokens_of
 
@@ -91,7 +91,7 @@ def row(rollouts: Sequence[Rollout], args: argparse.Namespace) -> list[str]:
     for number, pack in enumerate(packs):
         shape = Shape(1, len(pack.tokens), args.size, args.size, 128)
         mask = Mask.of(Slices.of(pack.spans, shape.seq_len), None)
-        seen = visible_pairs(shape.seq_len, mask)
+        seen = mask.bands.area(shape.seq_len)
         dealt[number % args.ranks] += TOKEN_WORK * shape.seq_len + seen
         pairs += seen
         for layout, sums in of_ranks.items():

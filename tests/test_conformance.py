@@ -23,7 +23,7 @@ from megatron_cp_plugin.core.communication.record import CommunicationLog
 from megatron_cp_plugin.core.layout import Contiguous, Layout, document_starts, shard, unshard
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import Plan
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of, option_names
 from tests.oracle import Expected, expected_attention, relative_error
 from tests.pairwise import pairwise
@@ -255,7 +255,7 @@ def assert_plan_is_kept(
     plan, *others = run_virtual(size, compare, 60.0, ranks_per_node, peer_access=peer_access)
     assert all((p.computes, p.moves) == (plan.computes, plan.moves) for p in others)
     pairs = sum(int(plan.tiles(one).areas.sum()) * one.heads.heads for one in plan.computes)
-    assert pairs == visible_pairs(shape.seq_len, mask) * plan.heads.heads * plan.shares
+    assert pairs == mask.bands.area(shape.seq_len) * plan.heads.heads * plan.shares
 
 
 def assert_conforms(

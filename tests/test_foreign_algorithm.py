@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.plan import PHASES, Plan
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.choice import kernel_called
 from megatron_cp_plugin.planner.call_memory import peak_of
 from megatron_cp_plugin.planner.candidates import candidates
@@ -105,7 +105,7 @@ def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: st
         assert sum(sent) == log.bytes(rank=rank)
     drawn = picture(case.algo, size, seq_len=seq_len, mask=seen, options=dict(case.options))
     pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
-    assert pairs == pytest.approx(visible_pairs(seq_len, seen))
+    assert pairs == pytest.approx(seen.bands.area(seq_len))
 
 
 @pytest.mark.parametrize("travels", ["keys", "queries"])

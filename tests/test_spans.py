@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, Zigzag
 from megatron_cp_plugin.core.masks.slices import KINDS, Slices
 from megatron_cp_plugin.core.masks.tile_batches import packed_calls
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.tiles import Mask, plan_tiles, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.random_tests import TILE_KINDS, examples
 from tests.span_masks import (
@@ -89,7 +89,7 @@ def test_tiles_cover_every_pair_once(
     whole = dense(spans, seq_len, lengths)
     assert wanted.max() <= 1
     assert mask.causal == (not whole.triu(1).any())
-    assert visible_pairs(seq_len, mask) == wanted.sum()
+    assert mask.bands.area(seq_len) == wanted.sum()
     assert mask.bands.keys_of(seq_len).tolist() == wanted.sum(1).tolist()
     queries, keys = (
         [layout.for_documents(mask.resolved).spans(rank, size, seq_len) for rank in range(size)]
@@ -214,7 +214,7 @@ def test_pairs_that_are_named_twice_are_found(source: Random, seq_len: int) -> N
     spans = [(*edges(), *edges(), source.choice(KINDS)) for _ in range(source.randint(1, 4))]
     named = dense(spans, seq_len)
     if named.max() <= 1:
-        assert visible_pairs(seq_len, Mask.of(Slices.of(spans, seq_len))) == named.sum()
+        assert Slices.of(spans, seq_len).bands.area(seq_len) == named.sum()
         return
     with pytest.raises(ContextParallelError, match="may name a query and a key once") as error:
         Slices.of(spans, seq_len)

@@ -19,7 +19,7 @@ from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.layout import Layout, TokenMap
 from megatron_cp_plugin.core.placement import BlockPlacement, Place
 from megatron_cp_plugin.core.ranges import row_count
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import register
 
@@ -144,7 +144,7 @@ def best_route(
             if nodes[owner] != nodes[other]:
                 rows[owner, other] = row_count(met)
     most = max(rows.sum(0).max(), rows.sum(1).max())
-    least = max((local - 1) * seq_len, visible_pairs(seq_len, mask) / _CROSSING)
+    least = max((local - 1) * seq_len, mask.bands.area(seq_len) / _CROSSING)
     return relay if most * size > least else "straight"
 
 

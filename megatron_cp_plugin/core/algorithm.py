@@ -254,14 +254,11 @@ class Algorithm(Registered):
         Args: rank: only the part of this rank, see `plan_of`.
         """
         placement = self.placement(shape, mask, phase)
-        setting = shape.seq_len, mask, phase, rank
-        if isinstance(placement, HeadPlacement):
-            return plan_of(placement, *setting)
-        return self._checked_plan(placement, *setting)
+        return self._checked_plan(placement, shape.seq_len, mask, phase, rank)
 
     def _checked_plan(
         self,
-        placement: BlockPlacement,
+        placement: Placement,
         seq_len: int,
         mask: Mask,
         phase: Phase,
@@ -272,16 +269,16 @@ class Algorithm(Registered):
         Placements of other packages are checked; this package's tests check its own.
         """
         foreign = not type(placement).__module__.startswith(f"{_PACKAGE}.")
-        steps = foreign and not placement.assembled
-        if steps and phase not in self._checked:
+        if not foreign or isinstance(placement, HeadPlacement) or placement.assembled:
+            return plan_of(placement, seq_len, mask, phase, rank)
+        if phase not in self._checked:
             # The first plan is checked for all ranks, so that all ranks refuse a plan that is wrong
             # on one.
             check_placement(self.name, placement, seq_len, mask)
             check_steps(self.name, plan_of(placement, seq_len, mask, phase))
         plan = plan_of(placement, seq_len, mask, phase, rank)
-        if steps:
-            check_steps(self.name, plan)
-            self._checked.add(phase)
+        check_steps(self.name, plan)
+        self._checked.add(phase)
         return plan
 
 

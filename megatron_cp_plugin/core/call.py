@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import SoftmaxKernel
 from megatron_cp_plugin.core.partial import accumulation_dtype
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def flop_of_rank(shape: Shape, mask: Mask, size: int) -> int:
     flop, tokens = shape.flop(size), shape.seq_len
     if not mask.special or not tokens:
         return flop
-    return min(flop, 2 * flop * visible_pairs(tokens, mask) // (tokens * (tokens + 1)))
+    return min(flop, 2 * flop * mask.bands.area(tokens) // (tokens * (tokens + 1)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.communication.devices import contiguous_copy
 from megatron_cp_plugin.core.communication.record import RECORDINGS, Operation, count
-from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
+from megatron_cp_plugin.errors import CommunicationError
 
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
@@ -268,16 +268,9 @@ class Topology(ABC):
         """Whether every rank's GPU can write to every other's memory. A collective operation."""
 
     def peer_channel(self, name: str, slots: int) -> Communicator:
-        """As `channel`, but with copy engines and `slots` receive buffers: see
-        core.communication.peer.
-
-        Raises: ContextParallelError without `peer_access`.
+        """As `channel`, but with copy engines and `slots` receive buffers, where there is
+        `peer_access`: see core.communication.peer.
         """
-        if not self.peer_access:
-            raise ContextParallelError(
-                "transport peer needs GPUs of one node with access to each other's memory, got "
-                "ranks without it: use transport auto or group"
-            )
         if (name, slots) not in self._peer_channels:
             # Evaluation may come before training, which writes to the same memory.
             with torch.inference_mode(False):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.balance import deal, room
 from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Documents, Layout, Zigzag, positions
-from megatron_cp_plugin.core.masks.slices import Slices, starts_and_slices
+from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
@@ -30,22 +31,18 @@ class Balanced(Layout):
     """Equally many tokens and equal work on every rank; documents stay whole, or on few ranks, see
     `core.balance`. Without documents and spans this is the zigzag layout.
 
-    Attributes:
-        documents: as of `document_starts`.
-        slices: who sees whom inside these.
+    Attributes: documents: as of `for_documents`.
     """
 
-    documents: tuple[int, ...] = ()
-    slices: Slices | None = None
+    documents: Documents = ()
     name = "documents"
     follows_documents = True
 
     def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
-        if self.documents or self.slices:
+        if self.documents:
             # By what was made before: a hash of all documents for each rank takes long.
             if (size, seq_len) not in self._made:
-                of_mask = self.slices or self.documents
-                self._made[size, seq_len] = _balanced(of_mask, seq_len, size)
+                self._made[size, seq_len] = _balanced(self.documents, seq_len, size)
             return self._made[size, seq_len][rank]
         return _ZIGZAG.spans(rank, size, seq_len)
 
@@ -54,7 +51,7 @@ class Balanced(Layout):
         return {}
 
     def length(self, rank: int, size: int, seq_len: int) -> int:
-        if self.documents or self.slices:
+        if self.documents:
             return room(rank, size, seq_len)
         return _ZIGZAG.length(rank, size, seq_len)
 
@@ -62,7 +59,7 @@ class Balanced(Layout):
         return _ZIGZAG.multiple(size)
 
     def for_documents(self, documents: Documents) -> "Balanced":
-        return Balanced(*starts_and_slices(documents)) if documents else self
+        return Balanced(documents) if documents else self
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,8 @@ class PaddedDocuments(Layout):
         return _ZIGZAG.multiple(size) if size > 1 else 1
 
     def for_documents(self, documents: Documents) -> "PaddedDocuments":
-        starts, _ = starts_and_slices(documents)
-        return PaddedDocuments(starts) if starts else self
+        starts = documents.documents if isinstance(documents, Slices) else documents
+        return PaddedDocuments(cast(tuple[int, ...], starts)) if starts else self
 
 
 _ZIGZAG = Zigzag()
@@ -131,12 +128,11 @@ def _chunks_of_each(
 
 
 @lru_cache(maxsize=64)
-def _balanced(of_mask: Documents, seq_len: int, size: int) -> tuple[Ranges, ...]:
-    """The spans of every rank. Args: of_mask: as of `Layout.for_documents`, not empty."""
-    documents, slices = starts_and_slices(of_mask)
-    if slices:
-        return _balanced_under(slices, seq_len, size)
-    bounds = (0, *documents, seq_len)
+def _balanced(documents: Documents, seq_len: int, size: int) -> tuple[Ranges, ...]:
+    """The spans of every rank. Args: documents: as of `Layout.for_documents`, not empty."""
+    if isinstance(documents, Slices):
+        return _balanced_under(documents, seq_len, size)
+    bounds = (0, *cast(tuple[int, ...], documents), seq_len)
 
     def visible(start: int, stop: int) -> int:
         """Keys that rows see, all of one document, under a causal mask."""

@@ -492,8 +492,3 @@ def _cover(stairs: _Stairs, rectangular: bool) -> _Tiles:
     q_stop = row[run] + np.where(is_below, triangle[run], rows[run])
     q, kv = Ranges.between(row[run], q_stop), Ranges.between(start, stop)
     return pair[run], TileTable(q, kv, kind != 1, is_below, np.zeros(len(run), np.int64))
-
-
-def visible_pairs(seq_len: int, mask: Mask) -> int:
-    """Number of (query, key) pairs of the whole sequence that the mask lets through."""
-    return mask.bands.area(seq_len)

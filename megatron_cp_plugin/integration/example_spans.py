@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 
 EXAMPLE_SPANS = "--cp-example-spans"
@@ -50,5 +50,5 @@ def mask_of(path: str, seq_len: int, documents: tuple[int, ...], window: int | N
 
 def words(path: str, mask: Mask, seq_len: int) -> str:
     """What a choice takes span masks for. Args: path: of the example, which gave the mask."""
-    share = visible_pairs(seq_len, mask) / seq_len**2
+    share = mask.bands.area(seq_len) / seq_len**2
     return f"; spans as in {Path(path).name}, with {share:.1%} of all pairs"

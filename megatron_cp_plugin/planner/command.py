@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.planner.candidates import Options
@@ -60,7 +60,7 @@ def plan_model(
     sequences = batch or max(1, STEP_TOKENS // tokens)
     job = Job(MODELS[model], tokens, gpus, machine, kernel_on(machine, AUTO), mask, sequences)
     found = proposals(job, _PROPOSALS)
-    best, flop = found[0], job.model.flop(tokens, visible_pairs(tokens, mask))
+    best, flop = found[0], job.model.flop(tokens, mask.bands.area(tokens))
     error = _EXPERTS_ERROR if job.model.experts else _ERROR
     within = sum(one.rate >= best.rate * (1 - error) for one in found)
     print(

@@ -17,7 +17,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.planner.candidates import Options
@@ -95,7 +95,7 @@ class Example:
 def example_of(mask: Mask, seq_len: int, layout: Layout, size: int) -> Example:
     """The example that stands for a call's mask."""
     if mask.slices is not None:
-        share = max(1, visible_pairs(seq_len, mask)) / seq_len**2
+        share = max(1, mask.bands.area(seq_len)) / seq_len**2
         words = (
             f"; spans as of the first such call, {len(mask.slices)} slices with {share:.1%} of all "
             "pairs"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.planner.choose import GIB, CallSite, Choice, Kind, choose
 from megatron_cp_plugin.planner.dry_run import RecordedKernel
@@ -186,7 +186,7 @@ def _least(job: Job, split: Split) -> float:
     shape = job.model.shape(job.tokens, split.tensor)
     if isinstance(shape, LinearShape):
         return 0.0
-    pairs = visible_pairs(job.tokens, job.mask)
+    pairs = job.mask.bands.area(job.tokens)
     sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim
     tiles = (
         RecordedKernel(p, 1, job.tokens, job.tokens, pairs, *sizes, job.mask.causal) for p in PHASES

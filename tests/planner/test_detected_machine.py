@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_cp_plugin.core.layout import Contiguous, document_starts
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner import detected_machine
 from megatron_cp_plugin.planner.detected_machine import example_of, machine_here
@@ -29,7 +29,7 @@ def test_documents_stand_for_others_like_them(lengths: list[int]) -> None:
     total = sum(lengths)
     mask = Mask(documents=document_starts((0, *accumulate(lengths)), total))
     example = example_of(mask, total, Contiguous(), 4)
-    pairs = [visible_pairs(total, one) for one in (mask, example.mask)]
+    pairs = [one.bands.area(total) for one in (mask, example.mask)]
     assert 0.5 < pairs[1] / pairs[0] < 2
     moved = Mask(documents=document_starts((0, *accumulate(reversed(lengths))), total))
     assert example_of(moved, total, Contiguous(), 4) == example

@@ -11,7 +11,7 @@ from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.drawing import Picture, _ranks, picture, text
 from megatron_cp_plugin.planner.svg import scores_of
@@ -60,7 +60,7 @@ def test_all_that_travels_and_is_computed_is_shown(algo: str, mask: str, phase: 
     size, seq_len = 4, SEQ_LEN
     drawn = picture(algo, size, seq_len=seq_len, mask=MASKS[mask], phase=phase)
     pairs = sum(cell.pairs for step in drawn.steps for cell in step if cell)
-    assert pairs == pytest.approx(visible_pairs(seq_len, MASKS[mask]))
+    assert pairs == pytest.approx(MASKS[mask].bands.area(seq_len))
     shown = {
         (rank, step, line[0], end)
         for (rank, step), lines in cells_of(drawn).items()

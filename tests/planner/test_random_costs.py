@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.tiles import visible_pairs
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.choice import kernel_called, kernel_names
 from megatron_cp_plugin.planner.call_memory import peak_of
@@ -48,7 +47,7 @@ def test_any_layer(data: st.DataObject) -> None:
         event(f"refused: {str(error)[:70]}")
         return
     assert 0 <= drawn.idle_share < 1
-    pairs = visible_pairs(seq_len, mask)
+    pairs = mask.bands.area(seq_len)
     assert 0 <= memory.saved <= min(memory.forward, memory.backward)
     cells = [cell.pairs for step in drawn.steps for cell in step if cell]
     assert sum(cells) == pytest.approx(pairs)

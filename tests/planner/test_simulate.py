@@ -8,7 +8,7 @@ from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.tiles import Mask, visible_pairs
+from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner import simulate as simulator
 from megatron_cp_plugin.planner.layer import planned
@@ -39,7 +39,7 @@ def test_ranks_send_what_the_plan_says(algo, heads):
 def test_without_a_network_only_kernels_count():
     free = machine(inside=Links(Rate(0, 1e30)))
     shape = Shape(1, 8192, 4, 4, 16)
-    flop = 2 * 32 * visible_pairs(8192, Mask()) * 4
+    flop = 2 * 32 * Mask().bands.area(8192) * 4
     for algo in ("zigzag", "ulysses", "allgather", "attention2d", "distflash", "usp"):
         found = simulate(algo, {}, shape, Mask(), free, (0,) * 4)
         assert found.forward.seconds == pytest.approx(flop / 4 / FLOPS, rel=0.01), algo
@@ -49,7 +49,7 @@ def test_without_a_network_only_kernels_count():
 def test_an_unbalanced_ring_takes_as_long_as_its_busiest_rank():
     free = machine(inside=Links(Rate(0, 1e30)))
     shape = Shape(1, 8192, 4, 4, 16)
-    whole = 2 * 32 * visible_pairs(8192, Mask()) * 4 / FLOPS
+    whole = 2 * 32 * Mask().bands.area(8192) * 4 / FLOPS
     found = simulate("ring", {"backward": "kv"}, shape, Mask(), free, (0,) * 4)
     assert found.forward.seconds == pytest.approx(whole * 7 / 16, rel=0.01)
 

@@ -1,10 +1,8 @@
 """A rank's GPU: copies from the host, streams, and graphs."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, wraps
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +83,7 @@ def copy_into(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
-class SideStream:
+class SideStream(torch.cuda.StreamContext):
     """Within this context kernels are queued on a stream beside the current one.
 
     Kernels inside see work queued before `SideStream(device)`; work queued between that and `join`
@@ -93,22 +91,14 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _side_stream(device) if device.type == "cuda" else None
-        self._context: AbstractContextManager[Any] = nullcontext()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._context = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+        super().__init__(_side_stream(device) if device.type == "cuda" else None)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def join(self) -> None:
         """The current stream waits for the kernels that were queued inside."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def capturing(x: Tensor) -> bool:

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import index
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_cp_plugin.core.layout import Documents
 from megatron_cp_plugin.core.masks.bands import FAR, Bands
 from megatron_cp_plugin.core.ranges import Numbers, expanded
 from megatron_cp_plugin.errors import ContextParallelError, brief, nearest
@@ -110,13 +109,6 @@ class Slices(tuple[Slice, ...]):
         """Whether no query sees a key of a later position."""
         q_start, _, _, k_stop, _, high = self.bands.table
         return bool((np.minimum(high, k_stop - 1 - q_start) <= 0).all())
-
-
-def starts_and_slices(documents: Documents) -> tuple[tuple[int, ...], Slices | None]:
-    """What a layout follows: where documents begin, and slices, if there are any."""
-    if isinstance(documents, Slices):
-        return documents.documents, documents
-    return cast(tuple[int, ...], documents), None
 
 
 @lru_cache(maxsize=64)  # all layers and passes of a micro-batch have the same
