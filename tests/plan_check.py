@@ -50,12 +50,10 @@ def traffic_of(algorithm: Algorithm, shape: Shape, mask: Mask, rank: int) -> Tra
     return Traffic(*forward, *backward)
 
 
-def sent_by(
-    plan: Plan, rank: int, shape: Shape, nodes: Sequence[int] | None = None
-) -> tuple[int, int]:
+def sent_by(plan: Plan, rank: int, shape: Shape, nodes: Sequence[int] = ()) -> tuple[int, int]:
     """Bytes and messages of a rank. Args: nodes: of each rank; if given, only to other nodes."""
     moves = [move for move in plan.moves if move.source == rank]
-    if nodes is not None:
+    if nodes:
         moves = [move for move in moves if nodes[move.target] != nodes[rank]]
     rows = ((row_bytes(name, shape, x.heads, x.wide), x) for x in moves for name in _tensors(x))
     total = sum(row * move.tokens for row, move in rows)
