@@ -1,9 +1,9 @@
 """A program on megatron.core that cuts packed batches by itself: cut_batches_job.py WAY [FLAGS].
 
 It knows nothing of the plugin but the lines that put it in force, by WAY: install, models (several,
-of other KV heads), recurrent (gated delta nets), dynamic (batches choose their ranks), pipeline (of
-two stages), algorithms, or launcher, which takes FLAGS. It prints what a model and its gradients
-are off by, compared with each document alone through Megatron's own attention, as JSON.
+of other KV heads, or gated delta nets), dynamic (batches choose their ranks), pipeline (of two
+stages), algorithms, or launcher, which takes FLAGS. It prints what a model and its gradients are
+off by, compared with each document alone through Megatron's own attention, as JSON.
 """
 
 import gc
@@ -106,14 +106,6 @@ RECURRENT = {
     "linear_num_value_heads": 6,
     "activation_func": functional.silu,
 }
-MAMBA = {
-    "num_layers": 4,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 8,
-    "mamba_state_dim": 8,
-    "mamba_num_groups": 3,
-    "normalization": "RMSNorm",
-}
 SIX_HEADS = {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8}
 # Of each kind of model what `make_config` takes.
 KINDS: dict[str, dict[str, Any]] = {
@@ -125,11 +117,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "layers that gather": {},
     "2 KV heads": SIX_HEADS | {"num_query_groups": 2},
     "6 KV heads": SIX_HEADS | {"num_query_groups": 6},
-    "gated delta nets": RECURRENT,
     "gated delta nets, one more token": RECURRENT | {"mtp_num_layers": 1},
     "gated delta nets of 4 heads": RECURRENT
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-    "Mamba": MAMBA,
 }
 # By ways to install the plugin: algorithms, layouts and kinds of models, one after another in the
 # same processes; with "spans" the first half of each document sees itself whole.
@@ -141,11 +131,10 @@ INSTALLED: dict[str, list[tuple[str, str, str]]] = {
         ("zigzag", "thd", "one more token: spans"),
         ("zigzag", "thd", "layers that gather"),
     ],
-    "models": [("usp", "thd", "2 KV heads"), ("attention2d", "thd", "6 KV heads")],
-    "recurrent": [
+    "models": [
+        ("usp", "thd", "2 KV heads"),
+        ("attention2d", "thd", "6 KV heads"),
         ("zigzag", "thd", "gated delta nets, one more token"),
-        ("distflash", "thd", "gated delta nets"),
-        ("zigzag", "thd", "Mamba"),
     ],
 }
 
@@ -157,7 +146,7 @@ def prepare(way: str) -> None:
     from megatron_cp_plugin.integration import cpu
     from tests.integration.gated_delta_net_job import use_stand_in
 
-    if way not in ("install", "models"):
+    if way != "install":
         cpu.activate()
         use_stand_in()
 
@@ -173,17 +162,7 @@ def made(kind: str, size: int, groups: Any, **more: Any) -> Any:
         from tests.integration.gated_delta_net_job import block
 
         return make_model(config, groups, block(Namespace(transformer=config)))
-    if kind != "Mamba":
-        return make_model(config, groups)
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from tests.integration.mamba_job import stack
-
-    hybrid_block.TENorm = WrappedTorchNorm  # type: ignore[misc]
-    of_model = {"hybrid_layer_pattern": "M*-M", "position_embedding_type": "rope"}
-    return HybridModel(config, stack, VOCABULARY, 256, pg_collection=groups, **of_model)
+    return make_model(config, groups)
 
 
 class References(dict[str, "Reference"]):
@@ -610,37 +589,6 @@ def said_by(call: Callable[..., object], *args: Any, **settings: Any) -> str:
     return ""
 
 
-def refusals(model: Any, rank: int, size: int) -> dict[str, str]:
-    """What a model says of batches that contradict themselves."""
-    batch = Batch((13, 5), rank, size)
-    ids = batch.cut(batch.ids)
-
-    def changed(**settings: Any) -> Any:
-        packed = batch.packed(real=False)
-        for name, value in settings.items():
-            setattr(packed, name, value)
-        return packed
-
-    bounds = batch.packed(real=False).cu_seqlens_q
-    odd = torch.tensor([0, 5, int(bounds[-1])], dtype=torch.int32)
-    both = {"cu_seqlens_q_padded": odd, "cu_seqlens_kv_padded": odd}
-    local = {"cu_seqlens_q_padded": bounds // size, "cu_seqlens_kv_padded": bounds // size}
-    tries: dict[str, dict[str, Any]] = {
-        "not padded": {"cu_seqlens_q": odd, "cu_seqlens_kv": odd, "max_seqlen_q": 99, **both},
-        "whole batch": {},
-        "another mode": {"cp_partition_mode": "contiguous"},
-        "local lengths": local,
-        "longest too short": {"max_seqlen_q": 3},
-        "other ranks": {"local_cp_size": 2 * size},
-    }
-    said = {}
-    for name, settings in tries.items():
-        given = ids.repeat(1, size) if name == "whole batch" else ids
-        more = {"packed_seq_params": changed(**settings)}
-        said[name] = said_by(model, given, torch.zeros_like(given), None, **more)
-    return said
-
-
 def with_gathering_layer(config: Any) -> Any:
     """The spec of all layers, the first of which is as slime has them of its own."""
     from dataclasses import replace
@@ -686,8 +634,7 @@ def what_is_said(size: int, groups: Any) -> dict[str, Any]:
         say.addFilter(lambda record: bool(logged.append(record.getMessage())) or True)
         for _ in range(2):
             make_model(make_config(size, cp_comm_type="a2a"), groups)
-        model = make_model(make_config(size), groups)
-        refused = refusals(model, groups.cp.rank(), size) | {
+        refused = {
             "two choices": other,
             "two algorithms": said_by(cp_megatron.install, "ring"),
             "another size": said_by(make_model, make_config(size + 1), groups),
@@ -962,25 +909,6 @@ def of_all_stages(groups: Any, **settings: Any) -> Reference:
     return Reference(whole)
 
 
-def refused_stages(size: int, groups: Any) -> dict[str, str]:
-    """What the last stage says if it does not get what the first one does; in a first call."""
-    batch, other = (
-        Batch(lengths, groups.cp.rank(), size) for lengths in ((16 * size,), (8 * size, 8 * size))
-    )
-    whole = batch.packed(real=False)
-    tries = {
-        "none": (whole, None),
-        "some": (None, whole),
-        "others": (whole, other.packed(real=False)),
-        "the same": (whole, whole),
-    }
-    said = {}
-    for name, given in tries.items():
-        model, of_stage = Pipeline(size, groups), given[groups.pp.rank()]
-        said[name] = said_by(model.step, [(batch, of_stage)], log_probs=True)
-    return said
-
-
 def beside_pipeline_parallelism(way: str, size: int) -> dict[str, Any]:
     """Two stages, then four, interleaved; all batches are micro-batches of one step."""
     from megatron.core import parallel_state
@@ -995,9 +923,6 @@ def beside_pipeline_parallelism(way: str, size: int) -> dict[str, Any]:
                 more = WHOLE_LAYERS if algo == "zigzag" else {}
                 model = Pipeline(size, groups, chunks=chunks, **more)
                 found[f"{algo}, {chunks}"] = compare_stages(reference, model, layout)
-        if chunks == 1:
-            with installed("zigzag", "thd"):
-                found["refused"] = refused_stages(size, groups)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     return found
 

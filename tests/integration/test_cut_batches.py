@@ -28,12 +28,11 @@ def check(errors: dict[str, dict[str, float]], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["models", "recurrent"])
-def test_installed(way: str, tmp_path: Path) -> None:
-    """Other KV heads, which need other teams and grids; gated delta nets and Mamba, whose states
-    pass through the chunks of each document.
+def test_models(tmp_path: Path) -> None:
+    """Other KV heads, which need other teams and grids; gated delta nets, whose states pass through
+    the chunks of each document.
     """
-    assert_equal(run(tmp_path, way, "3", ranks=3), way)
+    assert_equal(run(tmp_path, "models", "3", ranks=3), "models")
 
 
 def assert_equal(found: list[dict[str, Any]], way: str) -> None:
@@ -58,12 +57,6 @@ def test_install(tmp_path: Path) -> None:
         assert "Context parallelism is only supported by TEDotProductAttention" in without
         assert all("\n" not in line for line in refused.values())
         for name, words in {
-            "not padded": f"divisible by 2 * context_parallel_size = {2 * size}, got 5 tokens in",
-            "whole batch": "need the lengths of all documents as they were split, padding included",
-            "another mode": "with cp_partition_mode zigzag, got contiguous: let the framework",
-            "local lengths": "cu_seqlens_q_padded needs for each document at least its length",
-            "longest too short": "max_seqlen_q needs to be the length of the longest document",
-            "other ranks": f"of their local_cp_size {2 * size}, got one of {size} ranks: pass",
             "another size": f"size of its context-parallel group, {size}, got {size + 1}: set it",
             "two algorithms": "got ring (layout=thd) after zigzag (layout=thd): leave one",
             "two choices": "got auto (layout=thd, tokens=128) after auto (layout=thd, tokens=64, ",
@@ -114,14 +107,7 @@ def test_algorithms(tmp_path: Path) -> None:
 def test_beside_pipeline_parallelism(tmp_path: Path) -> None:
     """Micro-batches of other documents follow one another; zigzag computes attention again."""
     for results in run(tmp_path, "pipeline", "2", ranks=4):
-        is_last, refused = results.pop("is last"), results.pop("refused")
-        assert all(bool(line) == (is_last and name != "the same") for name, line in refused.items())
-        assert all("\n" not in line for line in refused.values())
-        if is_last:
-            assert "on the first stage and None on this one: give every" in refused["none"]
-            assert "got None on the first stage and " in refused["some"]
-            assert "on this one: give every stage the same batch" in refused["others"]
-        seen = 2 * len(BATCHES) if is_last else 0
+        seen = 2 * len(BATCHES) if results.pop("is last") else 0
         assert results.keys() == {f"{algo}, {1 + n % 2}" for n, algo in enumerate(SERVED)}
         for case, off in results.items():
             assert off.pop("seen") == seen

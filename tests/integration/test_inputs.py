@@ -456,8 +456,10 @@ def test_a_layout_that_follows_both() -> None:
         layout = config.layout.for_documents(slices)
         assert tokens.tolist() == [positions(layout, group.rank(), 2, 16).tolist()]
         assert model(tokens, PackedSeqParams("thd", bounds, bounds)).slices(16) == slices
-        with pytest.raises(ContextParallelError, match=r"by 2 documents and .* got others, 1 doc"):
-            model(tokens)
+        for other in (None, torch.tensor([0, 8, 16], dtype=torch.int32)):
+            given = None if other is None else PackedSeqParams("thd", other, other)
+            with pytest.raises(ContextParallelError, match=r"by 2 documents and .* got others, "):
+                model(tokens, given)
 
     on_ranks(2, rank)
 

@@ -90,6 +90,31 @@ def test_sequences_that_the_model_cannot_take_are_refused(
         model(packed_seq_params=replace(PackedSeqParams("thd", bounds, bounds), **values))
 
 
+@pytest.mark.parametrize(
+    ("change", "tokens", "message"),
+    [
+        ({}, 16, "need the lengths of all documents as they were split, padding included: 32 tok"),
+        ({"cp_partition_mode": "contiguous"}, 8, "with cp_partition_mode zigzag, got contiguous:"),
+        ({"max_seqlen_q": 3}, 8, "max_seqlen_q needs to be the length of the longest document, 12"),
+    ],
+)
+def test_packs_that_callers_cut_otherwise_are_refused(
+    change: dict[str, Any], tokens: int, message: str
+) -> None:
+    config = ContextParallelConfig("ring", 2, options=(("layout", "thd"),))
+    bounds = torch.tensor([0, 4, 16], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds)
+    vars(packed).update(change)
+
+    def rank(group: Any) -> None:
+        model = Model()
+        CutInputs(model, Runtime(config, callers=True), group)
+        with pytest.raises(ContextParallelError, match=message):
+            model(torch.zeros(1, tokens), packed_seq_params=packed)
+
+    on_ranks(2, rank)
+
+
 def test_the_model_gets_a_mask_and_the_runtime_is_told() -> None:
     model, batches = served()
     bounds = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
@@ -144,26 +169,6 @@ def test_a_copy_of_a_batch_is_not_compared_while_it_is_captured(
             assert batches.cut_of("tokens", tokens) is not None
             with pytest.raises(ContextParallelError, match="got a copy of tokens, which cannot be"):
                 batches.cut_of("tokens", tokens.clone())
-
-
-def test_a_batch_that_was_cut_by_other_documents_is_refused() -> None:
-    """Whoever cuts batches and whoever calls the model must mean the same documents."""
-    config = ContextParallelConfig("zigzag", 2, options=(("layout", "documents"),))
-    bounds = torch.tensor([0, 6, 16], dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds)
-
-    def rank(group: Any) -> None:
-        model, batches = Model(), Batches(Runtime(config))
-        SplitInputs(model, batches, group)
-        for cut in ([0, 16], [0, 4, 16]):
-            batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.tensor([cut])}
-            with pytest.raises(ContextParallelError, match=r"was split by . documents and 0 sp"):
-                model(batches.shard(batch, group)["tokens"], packed_seq_params=packed)
-        batch = {"tokens": torch.arange(16)[None], "cu_seqlens": bounds[None]}
-        tokens = batches.shard(batch, group)["tokens"]
-        assert model(tokens, packed_seq_params=packed).starts == (6,)
-
-    on_ranks(2, rank)
 
 
 def cut_by(layout: str, bounds: list[int], place: tuple[int, int], *, inside: bool) -> torch.Tensor:
