@@ -378,16 +378,7 @@ def test_a_context_of_a_known_length_shards_no_other_dimension():
     ("settings", "message"),
     [
         ({"algo": "zigzg"}, "unknown context-parallel algorithm 'zigzg' (did you mean 'zigzag'?)"),
-        ({"algo": "zigzag", "chunk": 2}, "zigzag has no option 'chunk' (did you mean 'chunks'?)"),
-        ({"algo": "zigzag", "seq_len": -1}, "seq_len needs a number of tokens, got -1"),
-        ({"algo": "ring", "cu_seqlens": [0, 9, 4]}, "ascending numbers from 0 to seq_len = 4, got"),
-        ({"algo": "ring", "cu_seqlens": []}, "ascending numbers from 0 to seq_len = 0, got []"),
         ({"algo": "ring", "cu_seqlens": [0, 4], "seq_len": 5}, "from 0 to seq_len = 5, got [0, 4]"),
-        (
-            {"algo": "ring", "cu_seqlens": [[0, 4]]},
-            "needs whole numbers from 0 to seq_len = 0, got [[0",
-        ),
-        ({"algo": "ring", "cu_seqlens": torch.tensor(4)}, "to seq_len = 0, got 4: cast them first"),
         ({"algo": "ring", "spans": [(0, 9, 0, 9, "full")], "seq_len": 8}, "spans need 0 <= start"),
         ({"algo": "ring", "group": 3}, "group needs a process group that this rank is in, got 3"),
     ],

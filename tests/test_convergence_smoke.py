@@ -205,9 +205,7 @@ def test_program_passes_equal_runs(program: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        scale_gradient("layers.0.bias", 1.001),
         scale_gradient("layers.0.bias", 1.001, 3),
-        lambda run: set_iteration(run, 2, losses={"lm loss": 1.6}),
         lambda run: set_iteration(run, 2, losses={"lm loss": math.nan}),
     ],
 )

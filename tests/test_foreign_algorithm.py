@@ -108,20 +108,6 @@ def test_conformance_plan_bytes_cost_and_picture(case: Case, size: int, mask: st
     assert pairs == pytest.approx(seen.bands.area(seq_len))
 
 
-@pytest.mark.parametrize("travels", ["keys", "queries"])
-def test_bytes_of_the_example(travels: str) -> None:
-    """P-1 times K and V there and in the backward, dK and dV back; or Q, dO, delta and lse."""
-    size, tokens, heads, kv_heads, dim = 4, 6, 8, 2, 16
-    case = Case("striped_here", (("travels", travels),))
-    shape = Shape(1, tokens * size, heads, kv_heads, dim)
-    q, kv, row = heads * dim * 2, 2 * kv_heads * dim * 2, heads * 4
-    each = {"keys": (kv, 2 * kv), "queries": (q + q + row, 2 * q + 2 * row + q)}[travels]
-    for plan, expected in zip(plans(case, size, shape, Mask(False)), each, strict=True):
-        assert [sent_by(plan, rank, shape)[0] for rank in range(size)] == (
-            [(size - 1) * tokens * expected] * size
-        )
-
-
 def test_the_commands_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     for name, option in (("any", "hosts=owners"), ("striped_here", "travels=queries")):
         assert cli.main(["draw", "--algo", name, "--size", "4", "--option", option]) == 0

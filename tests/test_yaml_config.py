@@ -121,17 +121,11 @@ def test_references_between_values(tmp_path: Path) -> None:
 
 
 def test_context_parallel_section(tmp_path: Path) -> None:
-    text = "context_parallel: {algo: zigzag, kernel: auto, platform: cpu, backward: kv}"
-    assert argv_of(text, tmp_path) == [
-        "--context-parallel-algo",
-        "zigzag",
-        "--cp-kernel",
-        "auto",
-        "--cp-platform",
-        "cpu",
-        "--cp-options",
-        "backward=kv",
-    ]
+    text = "context_parallel: {algo: zigzag, kernel: auto, platform: cpu, backward: kv, "
+    text += "recompute_attention: true, explain: false, chunked_loss: 512}"
+    words = "--context-parallel-algo zigzag --cp-kernel auto --cp-platform cpu "
+    words += "--cp-recompute-attention --cp-chunked-loss 512 --cp-options backward=kv"
+    assert argv_of(text, tmp_path) == words.split()
 
 
 def test_every_algorithm_takes_its_own_options(tmp_path: Path) -> None:

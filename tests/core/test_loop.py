@@ -74,15 +74,6 @@ def test_copy_engines_find_what_they_need(
     compare(*case, size, mask, 5 * size + size // 2)
 
 
-@pytest.mark.parametrize("mask", [Mask(window=7), Mask(documents=(3, 7))], ids=str)
-@pytest.mark.parametrize("size", [3, 4, 5])
-@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"last_step": "owner"}], ids=str)
-def test_helpers_by_work_exchange_with_several_ranks_over_peer_memory(
-    options: dict[str, object], size: int, mask: Mask
-) -> None:
-    compare("distflash", {"transport": "peer", **options}, size, mask, 5 * size + size // 2)
-
-
 def test_helpers_may_send_results_while_their_owner_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

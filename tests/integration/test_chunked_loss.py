@@ -1,6 +1,5 @@
 """Losses in chunks: a run is the same with them, and programs have their log-probabilities."""
 
-import argparse
 import json
 import re
 import sys
@@ -15,14 +14,13 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor, nn
 
 from megatron_cp_plugin import launch
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import describe
 from megatron_cp_plugin.integration.chunked_loss import (
     Head,
@@ -30,7 +28,6 @@ from megatron_cp_plugin.integration.chunked_loss import (
     serve_loss,
     serve_programs,
 )
-from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
 ALGO = ["--context-parallel-algo", "zigzag"]
@@ -65,13 +62,6 @@ def test_the_flag() -> None:
     ):
         flags, rest = split_flags([*words, "--bf16"])
         assert (flags.config(4).chunked_loss, rest) == (wanted, ["--bf16"])
-
-
-def test_the_run_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("context_parallel: {algo: zigzag, chunked_loss: 512}\n")
-    parser = add_megatron_arguments(add_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    assert yaml_to_argv(path, parser) == [*ALGO, "--cp-chunked-loss", "512"]
 
 
 def test_the_line_at_start_up() -> None:

@@ -1,6 +1,5 @@
 """Megatron's activation recomputation with attention that runs once."""
 
-import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,10 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.autograd.host_memory import HostMemory
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.harness.parity import Recording
-from megatron_cp_plugin.integration.args import add_arguments, split_flags
+from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import describe_recompute
 from megatron_cp_plugin.integration.installer import checkpoint
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.integration.yaml_config import yaml_to_argv
 from tests.integration.megatron_job import TINY, run_warm
 
 ALGO = ["--context-parallel-algo", "distflash"]
@@ -89,14 +87,6 @@ def test_the_flag_reaches_the_configuration() -> None:
     flags, _ = split_flags(["--cp-recompute-attention"])
     with pytest.raises(ConfigError, match="--cp-recompute-attention needs an algorithm"):
         flags.check()
-
-
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_the_key_of_a_run_file(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(f"context_parallel: {{algo: distflash, recompute_attention: {value}}}\n")
-    argv = yaml_to_argv(path, add_arguments(argparse.ArgumentParser()))
-    assert argv == [*ALGO, *(["--cp-recompute-attention"] if value == "true" else [])]
 
 
 def test_each_checkpoint_gets_a_function_of_its_own() -> None:

@@ -65,13 +65,6 @@ def test_what_cannot_be_had_is_named() -> None:
         of_one(GQA, 4, refusal=lambda combination: "not today")
 
 
-def test_what_is_refused_later_is_not_taken() -> None:
-    first = of_one(GQA, 4)
-    other = of_one(GQA, 4, refusal=lambda one: "no" if one.algo == first.best.algo else None)
-    assert other.best.algo != first.best.algo
-    assert (first.best.name, "no") in other.refused
-
-
 def test_what_does_not_fit_is_not_taken() -> None:
     kinds = [Kind("attention", Shape(1, 2**17, 32, 32, 128), Mask())]
     free = choose(kinds, site(4))

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.planner.drawing import picture
 from megatron_cp_plugin.planner.layer import planned
 from tests.plan_check import Traffic, traffic_of
@@ -52,23 +51,3 @@ def test_bytes_of_the_pages() -> None:
             unit = shape.seq_len * shape.query_width * shape.element_bytes
             cells.append(f"{(found.forward_bytes + found.backward_bytes) / unit:.2f}")
         assert f"| {name} | {' | '.join(cells)} |" in text
-
-
-def test_a_window_leaves_less_to_send() -> None:
-    whole, windowed = (most_traffic("distflash", 8, SHAPE, mask) for mask in (CAUSAL, WINDOW))
-    assert windowed.forward_bytes < whole.forward_bytes
-    # Of each of a rank's two chunks of 256 tokens the last 63, to one rank of seven.
-    every = most_traffic("allgather", 8, SHAPE, CAUSAL)
-    seen = most_traffic("allgather", 8, SHAPE, WINDOW)
-    assert 7 * 512 * seen.forward_bytes == 126 * every.forward_bytes
-    gathered = most_traffic("allgather", 8, SHAPE, WINDOW, transport="group")
-    assert gathered.forward_bytes == every.forward_bytes
-
-
-def test_documents_leave_less_to_do_and_ranks_waiting() -> None:
-    mask = Mask(documents=random_documents(SHAPE.seq_len, SHAPE.seq_len // 16))
-    whole, packed = (most_traffic("distflash", 8, SHAPE, given) for given in (CAUSAL, mask))
-    assert packed.forward_bytes < whole.forward_bytes / 4
-    assert picture("distflash", 8, seq_len=SHAPE.seq_len, mask=mask).idle_share > 0.2
-    # Every rank has all documents.
-    assert picture("ulysses", 8, seq_len=SHAPE.seq_len, mask=mask).idle_share == 0
