@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.errors import ConfigError, near_multiples
 from megatron_cp_plugin.layers import check_balance, options_by_name
 from megatron_cp_plugin.registry import kind_of, layout_of
 from megatron_cp_plugin.terminal import option_of
+from megatron_cp_plugin.token_losses import CHUNK_TOKENS
 
 LINEAR_MODELS = ("transnormer", "linear_transformer")
 

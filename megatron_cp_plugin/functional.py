@@ -22,9 +22,9 @@ from megatron_cp_plugin.context import (
     not_compiled,
     softmax_algorithm,
 )
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS, token_losses
 from megatron_cp_plugin.core.communication.process_groups import release_topologies
 from megatron_cp_plugin.errors import ContextParallelError, brief
+from megatron_cp_plugin.token_losses import CHUNK_TOKENS, token_losses
 
 
 @not_compiled

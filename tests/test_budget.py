@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 3_850,
-    "core": 12_800,
+    "package root": 4_240,
+    "core": 12_400,
     "algorithms": 1_750,
     "kernels": 3_340,
     "integration": 8_300,
     "planner": 5_840,
     "harness": 2_160,
     "scripts": 7_020,
-    "tests": 37_500,
+    "tests": 37_290,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}

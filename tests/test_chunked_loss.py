@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.token_losses import token_losses
 from tests.integration.ranks import on_ranks
 
 VOCABULARY, HIDDEN = 30, 8  # 1, 2 and 3 ranks have equal parts

@@ -30,7 +30,7 @@ ROOMS = [
     ("call", "placement", "plans"),
     ("execution",),
     ("algorithm",),
-    ("autograd", "chunked_loss"),
+    ("autograd",),
     ("linear",),
 ]
 # What core imports of the rest of the package.

@@ -26,10 +26,10 @@ from typing import Any, Never, Self
 import torch
 from torch import Tensor, nn
 
-from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import compat
 from megatron_cp_plugin.integration.contract import Name
+from megatron_cp_plugin.token_losses import token_losses
 
 # Attributes and functions of tensors that `ChunkedLogits` supports: shapes and splits.
 _DESCRIBED = ("shape", "device", "is_cuda", "ndim", "dim", "size")

@@ -58,7 +58,7 @@ def _logit_statistics_kernel(  # type: ignore[no-untyped-def]
 def logit_statistics(
     logits: Tensor, wanted: Tensor, scale: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, ...]:
-    """As `core.chunked_loss.logit_statistics`, in float32. Args: logits: columns are contiguous."""
+    """As `token_losses.logit_statistics`, in float32. Args: logits: columns are contiguous."""
     rows, vocabulary = logits.shape
     found = tuple(
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2 + entropy)
@@ -121,7 +121,7 @@ def logit_gradients_(
     entropy: Tensor | None = None,
     dentropy: Tensor | None = None,
 ) -> None:
-    """As `core.chunked_loss.logit_gradients_`, in float32. Args: logits: columns are contiguous."""
+    """As `token_losses.logit_gradients_`, in float32. Args: logits: columns are contiguous."""
     rows, vocabulary = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     of_rows = (wanted, lse, dloss, scale, entropy, dentropy)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_cp_plugin.core.call import Shape
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.packages import need
@@ -19,6 +18,7 @@ from megatron_cp_plugin.planner.splits import STEP_TOKENS, Job, Proposal, propos
 from megatron_cp_plugin.planner.step import dispatch
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.terminal import text_table
+from megatron_cp_plugin.token_losses import CHUNK_TOKENS
 
 _PROPOSALS = 10
 # Errors of a step, without experts and with them, from docs/predictions.md.

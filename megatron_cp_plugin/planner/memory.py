@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.planner.model import Model, Split
+from megatron_cp_plugin.token_losses import CHUNK_TOKENS
 
 _GIB = 2**30
 # Of Megatron-FSDP, in elements: layers are gathered ahead up to this size, and gradients

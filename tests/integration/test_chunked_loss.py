@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin import launch
 from megatron_cp_plugin.config import ContextParallelConfig
-from megatron_cp_plugin.core.chunked_loss import CHUNK_TOKENS
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.checks import describe
@@ -28,6 +27,7 @@ from megatron_cp_plugin.integration.chunked_loss import (
     serve_loss,
     serve_programs,
 )
+from megatron_cp_plugin.token_losses import CHUNK_TOKENS
 from tests.integration.megatron_job import SLOWLY, TINY, run_warm
 
 ALGO = ["--context-parallel-algo", "zigzag"]

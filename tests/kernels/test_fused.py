@@ -121,7 +121,7 @@ import torch
 from megatron_cp_plugin.kernels import fused
 
 torch.manual_seed(0)
-from megatron_cp_plugin.core import chunked_loss
+from megatron_cp_plugin import token_losses
 
 for columns in (5, 4096, 9000):
     logits = (torch.randn(4, columns + 3) * 9).bfloat16()[:, :columns]
@@ -131,12 +131,12 @@ for columns in (5, 4096, 9000):
         for entropy in (False, True):
             given = wanted, scale, entropy
             found = fused.logit_statistics(logits, *given)
-            for x, y in zip(found, chunked_loss.logit_statistics(logits, *given), strict=True):
+            for x, y in zip(found, token_losses.logit_statistics(logits, *given), strict=True):
                 torch.testing.assert_close(x, y)
             got, want = logits.clone(), logits.clone()
             of_entropy = (found[2], torch.randn(4)) if entropy else (None, None)
             fused.logit_gradients_(got, wanted, found[0], dloss, scale, *of_entropy)
-            chunked_loss.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
+            token_losses.logit_gradients_(want, wanted, found[0], dloss, scale, *of_entropy)
             torch.testing.assert_close(got, want)
 """
 

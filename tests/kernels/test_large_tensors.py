@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.chunked_loss import token_losses
 from megatron_cp_plugin.core.kernel import Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.partial import delta_of
+from megatron_cp_plugin.token_losses import token_losses
 from tests.kernel_calls import backward_of, forward_of
 from tests.kernels.test_chunked import run
 from tests.kernels.test_kernels import GPU_KERNELS, resolved

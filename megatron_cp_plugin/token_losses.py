@@ -97,12 +97,8 @@ def token_losses(
     losses, entropies, predicted = _ChunkedCrossEntropy.apply(
         tokens, weight, labels.reshape(-1), scale, head
     )
-    shape = labels.shape
-    return TokenLosses(
-        losses.view(shape),
-        entropies.view(shape) if entropy else None,
-        predicted.view(shape) if predict else None,
-    )
+    others = (None if x is None else x.view(labels.shape) for x in (entropies, predicted))
+    return TokenLosses(losses.view(labels.shape), *others)
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:
@@ -205,13 +201,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         scale: Tensor | None,
         head: _Head,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with dtypes_as_given(hidden.device):
             lse, target, entropy, predicted = _statistics(hidden, weight, labels, scale, head)
         ctx.save_for_backward(hidden, weight, labels, scale, lse, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(predicted, *([] if head.entropy else [entropy]))
+        if predicted is not None:
+            ctx.mark_non_differentiable(predicted)
         return lse - target, entropy, predicted
 
     @staticmethod
@@ -221,8 +218,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, dlosses: Tensor | None, dentropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, scale, lse, entropy = ctx.saved_tensors
-        if dlosses is None and dentropy is None:
-            return None, None, None, None, None
         of_rows = [lse, torch.zeros_like(lse) if dlosses is None else dlosses.to(lse.dtype), scale]
         of_rows += [None, None] if dentropy is None else [entropy, dentropy.to(lse.dtype)]
         with dtypes_as_given(hidden.device):
@@ -239,11 +234,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Ingredients of the losses of all tokens, their entropies and predictions.
 
     Returns: [T] each: the logarithm of the sum of exponentials over the whole vocabulary, the logit
-        of the label, the entropy, and the id of the largest logit; the last two are [0] unless
+        of the label, the entropy, and the id of the largest logit; None for the last two unless
         they are wanted.
     """
     vocabulary, tokens = weight.size(0), labels.numel()
@@ -266,7 +261,7 @@ def _statistics(
         found[:, :, chunk] = torch.stack(rows).view(len(rows), head.parts, -1)
     every = head.gathered(found.view(count, tokens))  # [W,2 to 4,T]
     lse, target = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    entropy, predicted = lse.new_empty(0), labels.new_empty(0)
+    entropy = predicted = None
     if head.entropy:  # that of which rank has the id, and those within the ranks
         inside = lse - every[:, 0] + every[:, 2]
         entropy = (torch.exp(every[:, 0] - lse) * inside).sum(0)
