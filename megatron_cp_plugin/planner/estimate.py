@@ -8,7 +8,7 @@ B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, wraps
@@ -19,7 +19,6 @@ import numpy as np
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.communication.record import Operation, Phase
-from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, runs
@@ -123,64 +122,22 @@ class _PairWork:
     @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
     def pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
         """Pairs that meet on a rank and see each other."""
-        return tuple(self._pairs(placement, rank))
-
-    def _pairs(self, placement: BlockPlacement, rank: int) -> Iterator[_Pair]:
-        spans, met = self.spans(placement), list[tuple[int, tuple[int, int, Any, int]]]()
-        known = self._met_of[placement.layout, placement.size]
-        blocks: dict[Hashable, tuple[Sequence[Span], Sequence[Span]]] = {}
+        spans, places, blocks = self.spans(placement), list[Any](), []
         for pair in placement.pairs_of(rank):
             for place in placement.place(*pair):
-                if place.rank != rank:
-                    continue
-                key = *pair, *place[2:]
-                met.append((place.step, key))
-                if key not in known:
+                if place.rank == rank:
                     q, k = (spans(owner) for owner in pair)
                     if not place.whole:
                         q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
-                    blocks[key] = q, k
-        known.update(zip(blocks, self.meet(list(blocks.values())), strict=True))
-        for step, key in met:
-            found = known[key]
-            if found.tiles:
-                yield step, found, *key[:2]
-
-    @cached_property
-    def _met_of(self) -> defaultdict[tuple[Layout, int], dict[Hashable, _Met]]:
-        return defaultdict(dict)
+                    places.append((place.step, *pair))
+                    blocks.append((q, k))
+        met = zip(places, self.meet(blocks), strict=True)
+        return tuple((step, found, *pair) for (step, *pair), found in met if found.tiles)
 
     def meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
-        """Work of a block of queries with a block of keys. Pairs with the same relative position
-        have the same tiles.
-        """
-        keys = [self._places(*pair) for pair in blocks]
-        new = {key: pair for key, pair in zip(keys, blocks, strict=True) if key not in self._kinds}
-        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in new.values()]
-        tiles = plan_pairs(pairs, self.mask, rectangular=True)
-        self._kinds.update(zip(new, map(_met, tiles), strict=True))
-        return [self._kinds[key] for key in keys]
-
-    @cached_property
-    def _kinds(self) -> dict[Hashable, _Met]:
-        return {}
-
-    def _places(self, queries: Sequence[Span], keys: Sequence[Span]) -> Hashable:
-        """Key of the tiles of a pair: lengths, and distances as far as the mask depends on them."""
-        mask, steps = self.mask, {span.step for span in (*queries, *keys)}
-        if mask.documents or mask.slices or len(steps) != 1:
-            return queries, keys
-        (step,), window = steps, mask.window or 0
-        rows = [_extent(q) for q in queries]
-        places = [step, *(count for _, count in rows)]
-        for k in keys:
-            start, columns = _extent(k)
-            places.append(columns)
-            for first, count in rows:
-                places.append(max(-count, min(columns, (first - start) // step)))
-                if window:
-                    places.append(max(-count, min(columns, (first - start - window) // step)))
-        return tuple(places)
+        """Work of blocks of queries with blocks of keys."""
+        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in blocks]
+        return list(map(_met, plan_pairs(pairs, self.mask, rectangular=True)))
 
 
 @lru_cache(maxsize=8)  # the same for as many tokens on any machine and any number of ranks
@@ -502,12 +459,6 @@ class Estimator:
     def _local(self) -> int:
         """Largest number of ranks on a node."""
         return max(Counter(self.nodes).values())
-
-
-def _extent(span: Span) -> tuple[int, int]:
-    """Where it starts, and how many tokens it has."""
-    start = span.start
-    return start, max(0, -((start - span.stop) // span.step))
 
 
 def _whatever_heads(placement: BlockPlacement) -> Hashable:
