@@ -26,26 +26,6 @@ def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
         assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [Mask(), Mask(window=300), Mask(documents=(300, 1000))],
-    ids=["causal", "window", "documents"],
-)
-def test_blocks_that_lie_alike_are_looked_at_once(
-    mask: Mask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same estimates as if each pair of blocks was planned by itself."""
-    shape, nodes = Shape(1, 12 * 96, 12, 4, 64), tuple(rank // 4 for rank in range(12))
-    question = (shape, mask, DryRunGroup(0, nodes, peer_access=False))
-    found = [one.placements for one in candidates(*question)[0]]
-    kernel = next(iter(H200.kernels))
-    alike, each = (Estimator(shape, mask, H200, nodes, False, kernel) for _ in "ab")
-    estimates = [alike.passes(one) for one in found]
-    monkeypatch.setattr(estimate._PairWork, "_places", lambda _, *spans: spans)
-    monkeypatch.setattr(estimate, "_blocks_of", estimate._PairWork)  # with nothing looked at yet
-    assert estimates == [each.passes(one) for one in found]
-
-
 def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     """In the middle of block diffusion; the first and the last rank have half as much to do."""
     tokens = 2**16
