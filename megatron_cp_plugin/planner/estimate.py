@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, wraps
+from functools import cache, cached_property, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,66 +85,6 @@ def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Call
     return keeping
 
 
-@dataclass(frozen=True)
-class _PairWork:
-    """Work of pairs of blocks, independent of the machine, the heads and the nodes."""
-
-    mask: Mask
-    seq_len: int
-
-    @_kept(lambda self, placement: (placement.layout, placement.size))
-    def spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
-        """Positions by owner."""
-        layout, size = placement.layout.for_documents(self.mask.resolved), placement.size
-        return cache(lambda owner: layout.spans(owner, size, self.seq_len))
-
-    @_kept(lambda self, placement: (placement.layout, placement.size))
-    def tokens(self, placement: BlockPlacement) -> Sequence[int]:
-        """Number of tokens of each block, by owner."""
-        spans = self.spans(placement)
-        return [sum(map(len, spans(one))) for one in range(placement.size)]
-
-    @_kept(lambda self, placement, rank: (_whatever_heads(placement), self.owners(placement, rank)))
-    def assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
-        """Tokens of a block with padding, and the tiles of all that a rank gathers."""
-        met = self.owners(placement, rank)
-        spans, tokens = self.spans(placement), self.tokens(placement)
-        width = max(tokens[owner] for owners in met for owner in owners)
-        q, k = (assemble([spans(one) for one in owners], width) for owners in met)
-        return width, self.meet([(q.spans, k.spans)])[0].tiles
-
-    @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
-    def owners(self, placement: BlockPlacement, rank: int) -> _Owners:
-        """Owners of the queries, and of the keys, that meet on a rank."""
-        queries, keys = placement.blocks_of(rank)
-        return tuple(sorted(queries)), tuple(sorted(keys))
-
-    @_kept(lambda self, placement, rank: (_whatever_heads(placement), rank))
-    def pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
-        """Pairs that meet on a rank and see each other."""
-        spans, places, blocks = self.spans(placement), list[Any](), []
-        for pair in placement.pairs_of(rank):
-            for place in placement.place(*pair):
-                if place.rank == rank:
-                    q, k = (spans(owner) for owner in pair)
-                    if not place.whole:
-                        q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
-                    places.append((place.step, *pair))
-                    blocks.append((q, k))
-        met = zip(places, self.meet(blocks), strict=True)
-        return tuple((step, found, *pair) for (step, *pair), found in met if found.tiles)
-
-    def meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
-        """Work of blocks of queries with blocks of keys."""
-        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in blocks]
-        return list(map(_met, plan_pairs(pairs, self.mask, rectangular=True)))
-
-
-@lru_cache(maxsize=8)  # the same for as many tokens on any machine and any number of ranks
-def _blocks_of(mask: Mask, seq_len: int) -> _PairWork:
-    return _PairWork(mask, seq_len)
-
-
 class Estimate(NamedTuple):
     """Estimated times of one pass, of a part of it, or of its messages.
 
@@ -201,6 +141,53 @@ class Estimator:
 
     # -- blocks that meet on ranks
 
+    @_kept(lambda self, placement: (placement.layout, placement.size))
+    def _spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
+        """Positions by owner."""
+        layout, size = placement.layout.for_documents(self.mask.resolved), placement.size
+        return cache(lambda owner: layout.spans(owner, size, self.shape.seq_len))
+
+    @_kept(lambda self, placement: (placement.layout, placement.size))
+    def _tokens(self, placement: BlockPlacement) -> Sequence[int]:
+        """Number of tokens of each block, by owner."""
+        spans = self._spans(placement)
+        return [sum(map(len, spans(one))) for one in range(placement.size)]
+
+    @_kept(lambda self, placement, rank: (_headless(placement), self._owners(placement, rank)))
+    def _assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
+        """Tokens of a block with padding, and the tiles of all that a rank gathers."""
+        met = self._owners(placement, rank)
+        spans, tokens = self._spans(placement), self._tokens(placement)
+        width = max(tokens[owner] for owners in met for owner in owners)
+        q, k = (assemble([spans(one) for one in owners], width) for owners in met)
+        return width, self._meet([(q.spans, k.spans)])[0].tiles
+
+    @_kept(lambda self, placement, rank: (_headless(placement), rank))
+    def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
+        """Owners of the queries, and of the keys, that meet on a rank."""
+        queries, keys = placement.blocks_of(rank)
+        return tuple(sorted(queries)), tuple(sorted(keys))
+
+    @_kept(lambda self, placement, rank: (_headless(placement), rank))
+    def _pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
+        """Pairs that meet on a rank and see each other."""
+        spans, places, blocks = self._spans(placement), list[Any](), []
+        for pair in placement.pairs_of(rank):
+            for place in placement.place(*pair):
+                if place.rank == rank:
+                    q, k = (spans(owner) for owner in pair)
+                    if not place.whole:
+                        q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
+                    places.append((place.step, *pair))
+                    blocks.append((q, k))
+        met = zip(places, self._meet(blocks), strict=True)
+        return tuple((step, found, *pair) for (step, *pair), found in met if found.tiles)
+
+    def _meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
+        """Work of blocks of queries with blocks of keys."""
+        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in blocks]
+        return list(map(_met, plan_pairs(pairs, self.mask, rectangular=True)))
+
     def _by_blocks(self, placement: BlockPlacement, phase: Phase, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
         ranks = {0, placement.size - 1, *self._busiest(placement)}
@@ -211,8 +198,8 @@ class Estimator:
         self, placement: BlockPlacement, phase: Phase, rank: int, members: int
     ) -> Estimate:
         groups, coming, leaving = placement.groups, Estimate(0.0), Estimate(0.0)
-        met = self._blocks.owners(placement, rank)
-        width, sizes = self._blocks.assembled(placement, rank)
+        met = self._owners(placement, rank)
+        width, sizes = self._assembled(placement, rank)
         computing = len(groups) * self._computing(sizes, groups[0], phase)
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
@@ -240,7 +227,7 @@ class Estimator:
         """
         if not self.mask.resolved:
             return ()
-        spans = self._blocks.spans(placement)
+        spans = self._spans(placement)
         work = [
             [
                 sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
@@ -301,7 +288,7 @@ class Estimator:
             host += count * times * self._launching(len(kinds[kind].tiles), messages, phase)
         return Estimate(now + last * backward, computed, inside, between, host)
 
-    @_kept(lambda self, placement, rank, members: (_whatever_heads(placement), rank, members))
+    @_kept(lambda self, placement, rank, members: (_headless(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """The distinct steps of a rank, and their order."""
         kinds: dict[_StepWork, int] = {}
@@ -313,9 +300,9 @@ class Estimator:
         tiles: dict[int, tuple[_Tiles, ...]] = {}
         moved: dict[int, tuple[list[int], list[int]]] = {}  # tokens of queries, and of keys
         seen: tuple[set[int], set[int]] = {rank}, {rank}
-        nodes, whole = self.nodes, self._blocks.tokens(placement) if placement.relay else None
+        nodes, whole = self.nodes, self._tokens(placement) if placement.relay else None
         own_node = nodes[rank * members]
-        for step, found, query, key in self._blocks.pairs(placement, rank):
+        for step, found, query, key in self._pairs(placement, rank):
             if step not in tiles:
                 tiles[step], moved[step] = (), ([0, 0], [0, 0])
             tiles[step] += found.tiles
@@ -452,17 +439,13 @@ class Estimator:
         return sum(row_bytes(name, self.shape, group, wide) for name in names)
 
     @cached_property
-    def _blocks(self) -> _PairWork:
-        return _blocks_of(self.mask, self.shape.seq_len)
-
-    @cached_property
     def _local(self) -> int:
         """Largest number of ranks on a node."""
         return max(Counter(self.nodes).values())
 
 
-def _whatever_heads(placement: BlockPlacement) -> Hashable:
-    """Equal of placements whose blocks meet alike."""
+def _headless(placement: BlockPlacement) -> Hashable:
+    """Equal of placements whose blocks meet alike, whatever their heads."""
     return replace(placement, groups=(), wide_gradients=False)
 
 

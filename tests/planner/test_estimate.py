@@ -5,10 +5,9 @@ import pytest
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner import estimate
 from megatron_cp_plugin.planner.candidates import candidates
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
-from megatron_cp_plugin.planner.estimate import Estimate, Estimator
+from megatron_cp_plugin.planner.estimate import Estimator
 from megatron_cp_plugin.planner.simulate import simulate
 from megatron_cp_plugin.spans import block_diffusion
 from tests.planner.test_choose import H200, site
@@ -37,30 +36,3 @@ def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
     made = simulate("ring", {}, shape, mask, H200, where.nodes)
     assert estimated == pytest.approx(made.seconds, rel=0.35)
-
-
-def test_a_choice_does_not_depend_on_earlier_ones() -> None:
-    """As many tokens on other ranks, with other masks, heads and options: what is kept of them."""
-    documents = Mask(documents=(1000, 5000, 9001))
-    asked = [
-        (size, kv_heads, mask)
-        for size, kv_heads in ((12, 4), (4, 4), (8, 16))
-        for mask in (Mask(), documents)
-    ]
-
-    def estimates(size: int, kv_heads: int, mask: Mask) -> list[tuple[str, list[Estimate]]]:
-        shape, nodes = Shape(1, 12288, 16, kv_heads, 64), site(size, per_node=4).nodes
-        found, _ = candidates(shape, mask, DryRunGroup(0, nodes, peer_access=False))
-        estimator = Estimator(shape, mask, H200, nodes, False, next(iter(H200.kernels)))
-        return [
-            (one.name, estimator.passes(one.placements)) for one in found if len(one.options) < 2
-        ]
-
-    alone = []
-    for one in asked:
-        estimate._blocks_of.cache_clear()
-        alone.append(estimates(*one))
-    for order in (asked, asked[::-1]):
-        estimate._blocks_of.cache_clear()
-        after = {one: estimates(*one) for one in order}
-        assert [after[one] for one in asked] == alone
