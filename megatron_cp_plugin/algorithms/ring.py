@@ -160,10 +160,7 @@ def ring_placement(
 ) -> RingPlacement:
     """A ring of ranks, or of teams. A collective operation the first time.
 
-    Args:
-        algorithm: whose ranks they are.
-        groups: of heads.
-        members: consecutive ranks that are a team.
+    Args: members: consecutive ranks that are a team.
 
     Raises: ConfigError if nodes have unequally many ranks, and the route does not serve that.
     """

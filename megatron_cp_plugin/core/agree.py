@@ -85,8 +85,6 @@ class SameCall:
     rank does not come.
 
     Attributes:
-        topology: the ranks.
-        function: what is called.
         values: what all ranks share, by name, in plain types or `Digest`.
         content: a checksum of what ranks do not share; refused if it is the same on all, see
             `content_of`; 0: none.

@@ -63,8 +63,6 @@ class Registered(ABC):
     Attributes:
         name: set by the registry.
         layout: which tokens each rank holds, for batch slicing, RoPE and attention alike.
-        topology: the ranks.
-        options: as given.
     """
 
     name: str = ""
@@ -119,9 +117,7 @@ class Algorithm(Registered):
 
     @cached_property
     def compiled(self) -> Callable[..., "Compiled"]:
-        """Returns the compiled call for the arguments of `_compile`; calls that are alike share
-        one.
-        """
+        """The compiled call for the arguments of `_compile`; calls that are alike share one."""
         return lru_cache(64)(partial(type(self)._compile, proxy(self)))
 
     @cached_property

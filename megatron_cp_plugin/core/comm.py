@@ -35,9 +35,7 @@ def aligned_bytes(described: Described) -> int:
 class Room:
     """Memory for all tensors that a rank receives in an exchange. One object for equal ones.
 
-    Attributes:
-        like: shapes and dtypes of the tensors.
-        order: the order in which they lie in memory.
+    Attributes: order: the order in which they lie in memory.
     """
 
     like: tuple[Described, ...]
@@ -105,7 +103,6 @@ class Communicator(ABC):
     Attributes:
         rank, size: within the group.
         global_rank: for recordings.
-        channel: its name.
         strided: whether `exchange` sends tensors that are not contiguous.
         lends: later exchanges overwrite the tensors that `buffers` returned.
     """

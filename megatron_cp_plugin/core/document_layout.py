@@ -184,7 +184,6 @@ def describe_mismatch(
         held: global positions of the rank's tokens in their local order, integers [S] or [B,S] on
             any device.
         layout: within the documents, where it follows them.
-        seq_len: global.
 
     Returns: such as "token 0 is at position 128, expected 64: these are the tokens of rank 1 in
     the contiguous layout".

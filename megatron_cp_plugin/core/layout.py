@@ -266,8 +266,7 @@ def unfit(
 def shard(x: Tensor, dim: int, layout: Layout, rank: int, size: int) -> Tensor:
     """The part of a whole tensor that a rank holds, in its local order.
 
-    Args:
-        x: whole tensor, N tokens along `dim`.
+    Args: x: whole tensor, N tokens along `dim`.
 
     Returns: a new contiguous tensor, S tokens along `dim`. Differentiable.
     """
@@ -295,8 +294,6 @@ class ShardNote(NamedTuple):
 
     Attributes:
         layout: within the documents.
-        rank, size: of this part.
-        seq_len: N.
         stride, tokens: of the dimension of tokens.
         version: of the tensor; changes in place count it up.
     """
@@ -311,13 +308,7 @@ class ShardNote(NamedTuple):
 
 
 def remember(x: Tensor, dim: int, layout: Layout, seq_len: int, rank: int, size: int) -> None:
-    """Notes how a tensor was split, for `check_cut` of it and of its views.
-
-    Args:
-        dim: of tokens.
-        layout: within the documents.
-        seq_len: N.
-    """
+    """Notes how a tensor was split, for `check_cut` of it and of its views; see ShardNote."""
     with suppress(RuntimeError):  # no version in inference mode, no memory within torch.func
         of_x = x.stride(dim), x.shape[dim], x._version
         x.untyped_storage().cut = ShardNote(layout, rank, size, seq_len, *of_x)  # type: ignore[attr-defined]
@@ -339,7 +330,6 @@ def check_cut(
 
     Args:
         call: in words.
-        dim: of tokens.
         layout: that the call needs, for its documents.
         layout_of: that layout of a sequence of a length.
 

@@ -220,9 +220,7 @@ def expanded(counts: Numbers) -> tuple[Numbers, Numbers]:
 def runs(apart: Flags, count: int) -> tuple[Numbers, Numbers]:
     """The first and the last element of each run of elements.
 
-    Args:
-        apart: for each element but the first, whether it begins a run.
-        count: of the elements.
+    Args: apart: for each element but the first, whether it begins a run.
     """
     begins = np.ones(count, np.bool_)
     begins[1:] = apart
@@ -270,9 +268,7 @@ _GAPS = 64
 
 
 def longest_gap(tokens: int) -> int:
-    """Longest gap of rows that nobody needs and that are sent with their neighbours. Args: tokens:
-    of the block.
-    """
+    """Longest gap of rows of a block that nobody needs, and that are sent with their neighbours."""
     return tokens // _GAPS
 
 
@@ -321,9 +317,7 @@ def clipped(rows: Rows, start: int, stop: int) -> Rows:
 
 @lru_cache(maxsize=4096)
 def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
-    """Rows that two packed blocks have in common, in pieces: the place of each piece in both
-    blocks.
-    """
+    """Rows that two packed blocks have in common, in pieces: the place of each in both blocks."""
     found = []
     for (first, last), row in _places(here):
         for (low, high), other in _places(there):

@@ -236,7 +236,6 @@ def plan_tiles(
     Args:
         q_spans, kv_spans: global positions of the blocks' rows, ascending and disjoint: tuples, or
             `Ranges`.
-        mask: who sees whom.
         rectangular: the kernel takes causal tiles with more columns than rows (bottom-right
             aligned). Otherwise such a tile becomes a full one and a causal square.
         windows: the kernel takes rectangular tiles and tiles with a `window`. Otherwise such a tile
@@ -394,9 +393,7 @@ def _joined_runs(stairs: _Stairs, cell: Numbers) -> _Stairs:
 
 def _going_on(stairs: _Stairs, cell: Numbers) -> tuple[Flags, Flags]:
     """For all runs but the first: whether the run before reaches its first row, and continues in
-    it.
-
-    Args: cell: as of `_joined_runs`.
+    it. Args: cell: as of `_joined_runs`.
     """
     _, _, rows, first, last, lower, upper = stairs
     goes_on = (cell[1:] == cell[:-1]) & (last > first)[1:]

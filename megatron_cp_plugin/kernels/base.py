@@ -27,9 +27,7 @@ def gpu_reason(
 ) -> str | None:
     """Why a half-precision GPU kernel cannot serve a problem; None if it can.
 
-    Args:
-        head_dims: head dims that the kernel takes.
-        capability: the least compute capability.
+    Args: capability: the least compute capability.
     """
     if problem.device.type != "cuda":
         return f"runs on cuda, got tensors on {problem.device.type}"

@@ -29,9 +29,7 @@ def choose_kernel[K: Kernel](
 ) -> K:
     """The kernel of that name, or for "auto" the first one that serves the problem.
 
-    Args:
-        kind: for messages.
-        kernels: loaders by name, fastest first; one serves every problem.
+    Args: kernels: loaders by name, fastest first; one serves every problem.
 
     Raises: KernelUnavailableError if the name is unknown, or the kernel cannot serve the problem.
     """

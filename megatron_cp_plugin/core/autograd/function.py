@@ -82,10 +82,7 @@ class Attention(torch.autograd.Function):
         compiled: Compiled,
         recompute_key: Hashable | None,
     ) -> Tensor:
-        """Args:
-        sink, recompute_key: as of `attend`.
-        compiled: as `compiled_call` returns it.
-        """
+        """Args: as of `attend`; compiled: as `compiled_call` returns it."""
         q, k, v = aligned(q, k, v)
         token = PHASE.set("forward")
         try:

@@ -49,8 +49,6 @@ class Wire:
         heads: H, of q, K and V.
         latent_dim: L.
         rotary_dim: R, the last of each head's D dimensions, shared by all heads.
-        head_dim: D.
-        value_dim: E.
     """
 
     heads: int
@@ -93,9 +91,7 @@ class Wire:
         return torch.cat((plain, rotary), dim=-1), v.contiguous()
 
     def gradient(self, dk: Tensor, dv: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradient of latents [B,T,L+R], and the gradient of their up-projection [B*T,
-        H*(D-R+E)].
-        """
+        """The gradients of latents [B,T,L+R], and of their up-projection [B*T,H*(D-R+E)]."""
         plain, rotary = dk.split([self.head_dim - self.rotary_dim, self.rotary_dim], dim=-1)
         made = torch.cat((plain, dv), dim=-1).flatten(2)
         dtype = accumulation_dtype(dk.dtype)

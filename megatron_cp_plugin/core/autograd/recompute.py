@@ -76,9 +76,7 @@ class Checkpointed:
         self._kept: dict[Hashable, deque[_Kept]] = {}
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Runs the function: the first run keeps the results of `computed_once`, the second uses
-        them.
-        """
+        """Runs the function: the first run keeps what `computed_once` gives, the second uses it."""
         token = _running.set((*_running.get(), self))
         try:
             return self._function(*args, **kwargs)

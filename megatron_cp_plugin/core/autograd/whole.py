@@ -21,7 +21,6 @@ def whole_of(x: Tensor, dim: int, layout: Layout, seq_len: int, topology: Topolo
     Args:
         x: this rank's part, S tokens along `dim`.
         layout: within the documents.
-        seq_len: N.
 
     Returns: N tokens along `dim`, the same on all ranks.
     """

@@ -92,18 +92,12 @@ class Assembly:
 
     Attributes:
         spans: positions of the assembled block, ascending.
-        tokens: number of tokens.
         members: number of ranks.
         width: S, to which every rank's block is padded.
     """
 
     def __init__(self, spans: Ranges, owner: Numbers, members: int, width: int) -> None:
-        """Args:
-        spans: of one rank's block after another.
-        owner: [n], whose they are.
-        members: number of ranks.
-        width: as of `assemble`.
-        """
+        """Args: spans: of one rank's block after another. owner: [n], whose they are."""
         self.members, self.width, self.spans = members, width, spans.united
         local = offsets_of_each(owner, spans.lengths)  # where each span is in its rank's block
         order = np.argsort(spans.start, kind="stable")
@@ -132,9 +126,7 @@ class Assembly:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """For each assembled row, in ascending order: the member that has it, and the row's place
-        there.
-        """
+        """For each assembled row, ascending: the member that has it, and the row's place there."""
         segment, within = expanded(self._places.lengths)
         local = self._places.start[segment] + within
         return torch.from_numpy(self._member[segment]), torch.from_numpy(local)

@@ -110,7 +110,6 @@ class _Blocks(NamedTuple):
     """Spans without steps of several blocks, in ascending order.
 
     Attributes:
-        number: of blocks.
         owner: number of each span's block.
         starts, stops: positions of each span.
         shift: difference between positions and rows of the block.
@@ -130,10 +129,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of_spans(cls, number: int, owner: Numbers, spans: Ranges) -> Self:
-        """Args:
-        number: of blocks.
-        owner: of each span the number of its block, ascending.
-        """
+        """Args: owner: of each span the number of its block, ascending."""
         shift = spans.start - offsets_of_each(owner, spans.lengths)
         order = np.argsort(spans.start)
         return cls(number, *(x[order] for x in (owner, spans.start, spans.stop, shift)))

@@ -97,9 +97,7 @@ def shared_board(
 ) -> Board | None:
     """A board of these ranks; None if they do not share memory. A collective operation.
 
-    Args:
-        seconds: as of `Board`.
-        gather: every rank's value, by rank.
+    Args: gather: every rank's value, by rank.
     """
     path, board = _FOLDER / f"megatron_cp_plugin-{uuid4().hex}", None
     if rank == 0:

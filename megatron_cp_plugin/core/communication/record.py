@@ -40,8 +40,7 @@ class Transfer:
 
     Attributes:
         rank: global rank that counts it.
-        channel: name of the channel.
-        messages, bytes: how many messages, and their payload.
+        bytes: the payload of all messages.
     """
 
     rank: int

@@ -68,9 +68,7 @@ class VirtualWorld:
         self._mailbox(address).put(message.detach().clone())
 
     def take(self, address: Address) -> Tensor:
-        """Returns the next message. Raises: TimeoutError if none comes, or another rank fails
-        meanwhile.
-        """
+        """The next message. Raises: TimeoutError if none comes, or another rank has failed."""
         deadline = monotonic() + self._timeout_s
         while monotonic() < deadline and not self.failed.is_set():
             try:
@@ -182,9 +180,7 @@ class _VirtualCommunicator(Communicator):
         )
 
     def _next(self) -> int:
-        """Number of the next operation: operations may be waited for in any order, so messages
-        carry it.
-        """
+        """Number of the next operation; messages carry it, for waits may come in any order."""
         self._operations += 1
         return self._operations
 

@@ -100,9 +100,7 @@ class Transport:
 
     @property
     def pushes(self) -> bool:
-        """Whether copy engines are allowed and able to write to other ranks' memory. A collective
-        operation the first time.
-        """
+        """Whether copy engines may and can write to other ranks' memory. First time: collective."""
         return self._wanted != "group" and self.topology.peer_access
 
     def make(self, plan: Plan, *, gathers: bool) -> None:
@@ -142,9 +140,7 @@ class Transport:
         return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
 
     def _names(self, plan: Plan) -> list[str]:
-        """Names of the channels for inputs and results, then of those for messages of several
-        steps.
-        """
+        """Names of channels for inputs and results; then of those for messages of several steps."""
         names = ["fetches", "sums" if plan.relay else "returns"]
         return names + [f"{name} between nodes" for name in names] if plan.slow else names
 
@@ -187,8 +183,7 @@ class Executor(RankPart):
     """One rank's part of one pass, for all calls with equal settings and shapes.
 
     Attributes:
-        plan: the plan of the steps.
-        transport: how messages of the steps are sent.
+        plan: of the steps.
         filled: the heads with zero heads added, if teams need more heads than the call has.
         keep: the base blocks stay in memory for the backward.
     """
@@ -230,9 +225,7 @@ class Executor(RankPart):
     def differentiate(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the local shards.
 
-        Args:
-            dout: [B,S,H,E] contiguous, in q's dtype.
-            saved: of `attend`.
+        Args: dout: [B,S,H,E] contiguous, in q's dtype. saved: of `attend`.
 
         Returns: dq [B,S,H,D], dk [B,S,G,D], dv [B,S,G,E], in the dtypes of q, k, v. Gradients that
         the call does not want are arbitrary tensors.
@@ -284,9 +277,7 @@ def executor_of(
 ) -> Executor:
     """A rank's part of one pass.
 
-    Args:
-        steps: its plan; if teams split heads, the plan between teams.
-        transport: sends the messages of the steps.
+    Args: steps: its plan; if teams split heads, the plan between teams.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
     channels = team_channels(placement, topology)

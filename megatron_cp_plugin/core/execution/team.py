@@ -234,9 +234,7 @@ def _gathering_program(plan: Plan, rank: int, tokens: int, call: Call) -> Progra
 def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
     """What a rank does with the tokens of its team, for its share of the heads.
 
-    Args:
-        steps: what the rank does between teams, in one round.
-        exchange: what its team exchanges.
+    Args: steps: what the rank does between teams, in one round.
     """
     (inner,), exchanges, found, start = steps.rounds, exchange.placement.exchanges, [], 0
     each = len(inner.steps) // sum(count for _, count in exchanges)
@@ -310,8 +308,7 @@ class ExchangingTeam:
         return [self.send_results(x, targets[name], slices[name]) for name, x in both]
 
     def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
-        """Exchanges [B,S,U*h,D] -> [B,T,heads,D], contiguous, of this rank's h heads; [B,U*h,S]
-        likewise.
+        """Exchanges [B,S,U*h,D] -> [B,T,heads,D], contiguous; [B,U*h,S] likewise.
 
         Args: part: heads of each share; None: all h.
         """

@@ -80,7 +80,6 @@ class LinearTensors(NamedTuple):
     Attributes:
         q, k: [B,S,H,D].
         v: [B,S,H,E].
-        gates: gates of all local tokens.
         initial: the state before the first token [B,H,D,E]; None: 0.
     """
 

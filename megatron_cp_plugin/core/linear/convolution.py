@@ -155,8 +155,6 @@ def short_convolution(
         weight: [C,W], the last column for a token itself.
         bias: [C], or None.
         route: the runs of all ranks.
-        rank: this one.
-        channel: its messages.
 
     Returns: [B,S,C] in x's dtype.
     """

@@ -63,8 +63,7 @@ class LinearInputs(NamedTuple):
     Attributes:
         q, k: [B,S,H,D].
         v: [B,S,H,E].
-        transition: transitions of the tokens.
-        runs: the runs that these tokens form.
+        transition: of the tokens.
     """
 
     q: Tensor

@@ -288,9 +288,7 @@ class RunStates:
         return message
 
     def unpacked(self, messages: Tensor, counts: Sequence[int]) -> "RunStates":
-        """Joins the states of all ranks' runs, from their messages [P,runs,B,H,*]. Args: counts: of
-        runs by rank.
-        """
+        """The states of all ranks' runs, `counts` by rank, from messages [P,runs,B,H,*]."""
         runs = messages.shape[1]
         found = messages.flatten(0, 1)
         if any(count < runs for count in counts):
@@ -316,7 +314,6 @@ class RunStates:
         """The states before runs, and at the end of the route if wanted.
 
         Args:
-            route: the way through all runs, which are these, by rank.
             first: state at the beginning of the route [B,H,D,E]; None: 0.
             places: numbers of runs among all.
 

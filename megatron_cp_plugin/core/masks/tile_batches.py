@@ -266,9 +266,7 @@ def _row_count(call: KernelCall) -> int:
 class Part:
     """Some rows of a block of queries, and all tiles of these rows.
 
-    Attributes:
-        rows: of the block.
-        tiles: their rows count from rows.start.
+    Attributes: tiles: their rows count from rows.start.
     """
 
     rows: slice
@@ -282,9 +280,7 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
     Then a part needs no buffer to merge into unless it has several calls. Rows that see nothing
     are a part without tiles.
 
-    Args:
-        packed: the kernel packs; otherwise each tile is a call.
-        heads, gaps: as of `packed_calls`.
+    Args: packed: the kernel packs, see `packed_calls`; otherwise each tile is a call.
     """
     calls = packed_calls(tiles, heads, gaps) if packed else tiles.each
     reached, found = 0, list[Part]()

@@ -53,8 +53,6 @@ class Compute(NamedTuple):
     """Attention of a block of queries over a block of keys, or its gradients.
 
     Attributes:
-        step, rank: the step, and the rank that computes.
-        queries, keys: rows of blocks.
         heads: heads of the computation, in the rank's share of the heads.
         share: number of that share.
     """
@@ -146,7 +144,6 @@ class Plan:
     """One pass of one attention on all ranks.
 
     Attributes:
-        spans: positions that each rank holds.
         groups: of heads of a share, one after another; each takes equally many of the `steps`.
         relay: results for a block go from rank to rank; each rank adds its own.
         kept: what ranks keep of the forward for the backward.
@@ -196,9 +193,7 @@ class Plan:
         Tiles are planned on demand, for all computations of the rank together, because a rank needs
         no other rank's tiles.
 
-        Args:
-            compute: one of the computations.
-            rectangular, windows: as in `plan_tiles`.
+        Args: rectangular, windows: as in `plan_tiles`.
         """
         kind = rectangular, windows
         pair, found = compute[2:4], _tiles_of_pairs(self.spans, self.mask, *kind)

@@ -35,17 +35,12 @@ Exchanged = tuple[tuple[TensorNames, ...], HeadGroup]  # messages, and the heads
 class TeamHeads:
     """Makes the plan of ranks from that of teams.
 
-    Attributes:
-        spans: positions of each rank.
-        ranks: ranks that the plan covers.
-        shares: their shares of the heads.
+    Attributes: ranks, shares: ranks that the plan covers, and their shares of the heads.
     """
 
     def __init__(self, placement: HeadPlacement, of_teams: Plan, rank: int | None = None) -> None:
-        """Args:
-        of_teams: the plan of the teams, each as if it were one rank; for a plan of one rank, its
-            team's part alone.
-        rank: as of `plan_of`.
+        """Args: of_teams: the plan of the teams, each as if it were one rank; for a plan of one
+        rank, its team's part alone.
         """
         self.placement, self.of_teams = placement, of_teams
         self.members, self.rank = placement.members, rank
