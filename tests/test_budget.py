@@ -13,8 +13,8 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_240,
-    "core": 12_400,
-    "algorithms": 1_750,
+    "core": 12_310,
+    "algorithms": 1_740,
     "kernels": 3_340,
     "integration": 8_300,
     "planner": 5_780,
