@@ -158,11 +158,6 @@ WRONG_OTHER_CALLS = {
     "positions, length": (cp.check_layout, {"seq_len": -1}, "seq_len needs a number of tokens"),
     "hidden": (cp.chunked_cross_entropy, {"hidden": None}, "hidden needs a tensor, got None"),
     "group": (cp.chunked_cross_entropy, {"tp_group": 2}, "tp_group needs a process group, got 2"),
-    "reduction": (
-        cp.chunked_cross_entropy,
-        {"reduction": TENSOR},
-        "reduction must be none, sum or mean, got tensor([[[[0., 0., ",
-    ),
     "flag": (
         cp.chunked_cross_entropy,
         {"into_main_grad": None},

@@ -2,9 +2,9 @@
 
 `--mask dense` gives the model a mask [b, 1, N, N], as Megatron takes it; `--mask spans` gives the
 batch attention_spans; `--mask given` gives them to the model itself; `--mask first` gives them to
-the batch of a pipeline's first stage only, `--mask later` to those of the others. Rotary embeddings
-take other positions than those in the sequence. With `--documents` these are packed besides, and
-the dense mask has a window of `--seen` tokens.
+the batch of a pipeline's first stage only. Rotary embeddings take other positions than those in the
+sequence. With `--documents` these are packed besides, and the dense mask has a window of `--seen`
+tokens.
 """
 
 import sys
@@ -112,7 +112,7 @@ def serve(pretrain: Any, kind: str, *, packs: bool, window: int | None) -> None:
             packed = None
             batch["attention_mask"] = (dense(mask, tokens, bounds, window) == 0)[None, None]
             RotaryEmbedding.forward = lambda *args, **kwargs: angles(*args, **kwargs)[positions]
-        elif kind == "spans" or kind == ("first" if mpu.is_pipeline_first_stage() else "later"):
+        elif kind == "spans" or (kind == "first" and mpu.is_pipeline_first_stage()):
             rows = [[*one[:4], KINDS.index(one[4])] for one in mask]
             batch["attention_spans"] = torch.tensor([[*rows, [0] * 5]])
             if own:

@@ -37,7 +37,15 @@ def test_wrong_values_are_one_line(words: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("words", ["--cp-kernel reference", "--cp-options a=1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--cp-kernel reference",
+        "--cp-options a=1",
+        "--cp-recompute-attention",
+        "--cp-chunked-loss",
+    ],
+)
 @pytest.mark.parametrize("algo", ["", " --context-parallel-algo megatron"])
 def test_settings_of_an_algorithm_need_an_algorithm(words: str, algo: str) -> None:
     flags, _ = split_flags((words + algo).split())

@@ -69,16 +69,9 @@ def test_the_line_at_start_up() -> None:
     assert line.endswith(", loss in chunks of 512 tokens")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--cp-chunked-loss"], "--cp-chunked-loss needs an algorithm of the plugin, got none: "),
-        ([*ALGO, "--cp-chunked-loss", "0"], "chunked_loss must be at least 1, got 0: "),
-    ],
-)
-def test_wrong_flags_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        split_flags(words)[0].check()
+def test_a_wrong_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chunked_loss must be at least 1, got 0: "):
+        split_flags([*ALGO, "--cp-chunked-loss", "0"])[0].check()
 
 
 class Model(nn.Module):

@@ -6,6 +6,7 @@ from types import ModuleType
 import megatron.core
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
@@ -32,10 +33,12 @@ def test_an_untested_version_that_is_allowed(monkeypatch: pytest.MonkeyPatch) ->
     assert rest == []
     compat.check_megatron("algorithm", allow_untested=True)
     monkeypatch.delattr(megatron.core.utils, "get_batch_on_this_cp_rank")
+    constructor = GPTModel.__init__
     said = refusal(
         lambda: LauncherInstaller(flags, torch.device("cpu")).install(allow_untested=True)
     )
     assert ": megatron.core.utils.get_batch_on_this_cp_rank is missing" in said
+    assert GPTModel.__init__ is constructor  # nothing was replaced
 
 
 @pytest.mark.parametrize("version", [*VERSIONS, "0.19.7", "0.20.0+d98e8a64d", "0.20.0rc1"])

@@ -219,24 +219,3 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     assert lines.count("megatron_cp_plugin: interrupted") == 1
     assert len(lines) <= LINES
     assert code == 130
-
-
-@pytest.mark.slow
-def test_megatron_cp_train_ends_with_2_and_the_message_last(tmp_path: Path) -> None:
-    words = "--nproc-per-node 1 --cp-options backward=kw".split()
-    done = subprocess.run(
-        [sys.executable, *MODULE, *TRAIN, *words],
-        env=process_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
-    lines = [line for line in done.stdout.splitlines() if not _START.search(line)]
-    assert done.returncode == 2
-    assert lines[-1].startswith("megatron_cp_plugin: error: ")
-    assert "got 'kw' (did you mean 'kv'" in lines[-1]
-    assert len(PREFIX.findall(done.stdout)) == 1
-    assert len(lines) <= LINES, "\n".join(lines)

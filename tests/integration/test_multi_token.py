@@ -51,25 +51,15 @@ def roll(tensor: Tensor, group: dist.ProcessGroup, runtime: Runtime) -> tuple[Te
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_tokens_of_the_next_positions(size: int, layout: str) -> None:
-    ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
-    want = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1)
-
-    def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
-        return torch.equal(roll(cut(ids), group, runtime)[0], cut(want))
-
-    assert all(with_layout(size, layout, body))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_nothing_follows_the_end_of_a_document(size: int, layout: str) -> None:
+@pytest.mark.parametrize("starts", [(), (1, 5, 6, 17)], ids=["one document", "documents"])
+def test_nothing_follows_the_end_of_a_document(
+    starts: tuple[int, ...], size: int, layout: str
+) -> None:
     """As Megatron shifts packed sequences that are not split."""
     ids = torch.randint(1, 100, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
-    starts = (1, 5, 6, 17)
     bounds = torch.tensor([0, *starts, TOKENS], dtype=torch.int32)
     want, _ = megatron.roll_tensor(ids, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
-    mask = DocumentMask(seq_len=TOKENS, starts=starts)
+    mask = DocumentMask(seq_len=TOKENS, starts=starts) if starts else None
 
     def body(group: dist.ProcessGroup, runtime: Runtime, cut: Any) -> bool:
         rolled, total = roll_tensor(

@@ -50,10 +50,6 @@ def test_the_choice_was_simulated() -> None:
     assert choice.best.rows[0].simulated
 
 
-def test_the_same_question_has_the_same_answer() -> None:
-    assert of_one(GQA, 4) == of_one(GQA, 4)
-
-
 def test_what_cannot_be_had_is_named() -> None:
     choice = of_one(
         GQA, 4, refusal=lambda one: "no messages to all" if one.algo == "ulysses" else None

@@ -141,13 +141,6 @@ def test_the_last_stage_of_a_pipeline_has_the_logits():
     assert memory(model, replace(split, micro_batches=1), 65536)[name] == pytest.approx(logits)
 
 
-def test_what_fits():
-    model, attention = MODELS["llama3-70b"], 1e-3
-    assert not step(model, Split(), 8192, H100, attention=attention).fits(H100)
-    wide = Split(tensor=8, pipeline=4, data=4, context=2, recompute="full")
-    assert step(model, wide, 8192, H100, attention=attention).fits(H100)
-
-
 @pytest.mark.parametrize(
     ("split", "message"),
     [
