@@ -108,7 +108,6 @@ class _Places:
         chunked: the place of each token [S].
         firsts: number of each run's first document, in this order.
         lasts: last chunk of each run's last document.
-        inside: 1 at places with tokens, 0 elsewhere [n,c].
     """
 
     length: int
@@ -117,7 +116,6 @@ class _Places:
     chunked: Tensor
     firsts: Tensor
     lasts: Tensor
-    inside: Tensor
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device
@@ -144,7 +142,7 @@ def _chunk_places(runs: Runs, chunk: int, device: torch.device) -> _Places:
     edges = torch.tensor([0, *accumulate(map(len, runs.documents))], device="cpu")
     firsts, lasts = place[edges[:-1]], place[edges[1:] - 1]
     lasts = before[chunks[lasts] - 1] + lasts
-    found = [uploaded(x, device) for x in (tokens, chunked, firsts, lasts, inside.int())]
+    found = [uploaded(x, device) for x in (tokens, chunked, firsts, lasts)]
     return _Places(length, rounds, *found)
 
 
@@ -153,23 +151,18 @@ class _Chunks:
 
     def __init__(self, given: LinearInputs) -> None:
         q, k, v, transition, runs = given
-        gate = None if isinstance(transition, Decay) else transition.gate
-        self._of_channels = gate is not None and gate.dim() == 4
+        if isinstance(transition, Decay):
+            transition = Gates(transition.logarithms(q.device).expand(q.shape[:3]))
+        gate, beta = transition
+        if gate is None:
+            gate = q.new_zeros(q.shape[:3], dtype=torch.float64)
+        self._of_channels = gate.dim() == 4
         chunk = _CHUNK_OF_CHANNELS if self._of_channels else _CHUNK
         self._places = _chunk_places(runs, chunk, q.device)
         self._dtype, self._wide = q.dtype, accumulation_dtype(q.dtype)
         self._q, self._k, self._v = (self._split(x.to(self._wide)) for x in (q, k, v))
-        if isinstance(transition, Decay):
-            beta, rates = None, transition.logarithms(q.device)
-            logs = rates[None, :, None, None, None] * self._places.inside[..., None]
-        else:
-            beta = transition.beta
-            if gate is None:
-                logs = q.new_zeros(1, 1, 1, 1, 1, dtype=torch.float64)
-                logs = logs.expand(1, q.shape[2], *self._places.inside.shape, 1)
-            else:
-                logs = self._split(gate if self._of_channels else gate.unsqueeze(3)).double()
-        sums = logs.cumsum(3)
+        logs = self._split(gate if self._of_channels else gate.unsqueeze(3))
+        sums = logs.double().cumsum(3)
         whole = sums[..., -1:, :]
         self._from_start = sums.exp().to(self._wide)
         self._gaps = (sums.unsqueeze(4) - sums.unsqueeze(3)).masked_fill(
@@ -193,8 +186,7 @@ class _Chunks:
         if self._read is None:
             state, _ = self._scan(self._added.new_zeros(*shape[:2], count, *shape[3:]), self._added)
             logs = self._sums_of_logs().squeeze(-1).to(self._wide)
-            through = logs.expand(shape[0], *logs.shape[1:])
-            return self._of_runs(state), self._of_runs(through)
+            return self._of_runs(state), self._of_runs(logs)
         identity = torch.eye(shape[3], dtype=self._wide, device=self._added.device)
         before = self._added.new_zeros(*shape[:2], count, shape[3], shape[4] + shape[3])
         before[:, :, self._places.firsts, :, shape[4] :] = identity
