@@ -15,7 +15,7 @@ LINES = {
     "package root": 4_240,
     "core": 12_300,
     "algorithms": 1_740,
-    "kernels": 3_340,
+    "kernels": 3_330,
     "integration": 8_300,
     "planner": 5_780,
     "harness": 2_160,
