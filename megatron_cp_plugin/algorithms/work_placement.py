@@ -62,10 +62,7 @@ class Assigned(NamedTuple):
 class WorkPlacement(BlockPlacement):
     """Ranks compute their own queries, and take rows of the queries of ranks with too much work.
 
-    Attributes:
-        seq_len, mask: they define the work.
-        nodes: of each rank.
-        row_bytes: of a row of queries, and of keys, as of `Shape.travel_bytes`.
+    Attributes: row_bytes: of a row of queries, and of keys, as of `Shape.travel_bytes`.
     """
 
     seq_len: int = field(kw_only=True)
@@ -120,8 +117,6 @@ class _Counted(NamedTuple):
     """Work of some pieces of queries with each block of keys that they see any of.
 
     Attributes, each [n]:
-        piece: the number of the piece.
-        key: the number of the block.
         work: pairs of a query and a key.
         first, last: keys.
     """
@@ -139,7 +134,6 @@ def _counted(pieces: Numbers, blocks: Numbers, bands: Numbers) -> _Counted:
     Args:
         pieces: where pieces of queries begin, ascending, and the last one ends.
         blocks: where blocks of keys begin, ascending, and the last one ends.
-        bands: the table of the mask's.
     """
     q_start, q_stop, k_start, k_stop, low, high = bands
     first = np.maximum(pieces.searchsorted(q_start, side="right") - 1, 0)
@@ -262,11 +256,7 @@ class Assignment:
     def __init__(
         self, edges: Sequence[int], mask: Mask, nodes: Sequence[int], row_bytes: tuple[int, int]
     ) -> None:
-        """Args:
-        edges: where the ranks' chunks begin, and where the last one ends.
-        nodes: of each rank.
-        row_bytes: see WorkPlacement.
-        """
+        """Args: edges: where the ranks' chunks begin, and where the last one ends."""
         self.blocks, self.size = np.array(edges, np.int64), len(edges) - 1
         self.bands = mask.bands.table
         self.changes = np.unique(self.bands[:2])

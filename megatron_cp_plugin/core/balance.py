@@ -75,7 +75,6 @@ class _Part(NamedTuple):
 
     Attributes:
         density: work per row.
-        rows: how many.
         work: of all of them; load: by its density.
     """
 

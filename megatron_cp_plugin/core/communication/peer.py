@@ -44,8 +44,6 @@ class SlottedCommunicator(Communicator):
     take the n slots in turn. A received block may be read, on the stream that waited for it, until
     the next receiving exchange of the same slot is posted or expected. The collective operations
     are not offered.
-
-    Attributes: held_bytes: memory held for receiving, which torch's statistics do not show.
     """
 
     strided = True

@@ -106,7 +106,6 @@ class Posted(NamedTuple):
     """Messages under way.
 
     Attributes:
-        pending: the operation.
         arriving: what comes, and the buffers of its tensors.
         sends: tensors that must live until the operation is done, and their destinations.
     """
@@ -149,10 +148,7 @@ class Pass(ABC):
     retained: Tensors = ()
 
     def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
-        """Args:
-        own: of the rank's tokens.
-        q, v: give the batch, the head dims and the dtype.
-        """
+        """Args: q, v: give the batch, the head dims and the dtype."""
         self._call, self._program, self._teams = part.call, part.program, part.teams
         self.own = own
         self._sizes = Sizes(len(q), q.shape[3], v.shape[3], q.dtype)

@@ -70,7 +70,6 @@ class Operation(NamedTuple):
     Attributes:
         messages: the tensors; those in one tuple travel as one.
         names: names of all these tensors.
-        part: the heads that travel.
         wide: results travel in float32, not in the model's dtype.
     """
 
@@ -87,10 +86,7 @@ class Operation(NamedTuple):
         whole: HeadGroup,
         wide: bool = False,
     ) -> Self:
-        """Args:
-        heads: those that travel.
-        whole: all heads of the tensors.
-        """
+        """Args: heads: those that travel. whole: all heads of the tensors."""
         return cls(messages, sum(messages, ()), SomeHeads.of(heads, whole), wide)
 
 
@@ -111,12 +107,7 @@ class Task(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A move from or to this rank.
-
-    Attributes:
-        block: the block that its tensors belong to.
-        result: whether it carries results.
-    """
+    """A move from or to this rank, of tensors of a block."""
 
     move: Move
     block: BlockId
@@ -157,8 +148,6 @@ class Joint(NamedTuple):
 
     Attributes:
         block: its id; its owner is a negative number.
-        parts: the blocks.
-        order: how they are joined.
         rows: of the joint block, that belong to each part.
     """
 
@@ -178,7 +167,6 @@ class Step(NamedTuple):
         first: whether the step is the first of its group.
         last: whether results of the group are to be closed after the step.
         inputs: exchanges of inputs that are posted before the computation.
-        tasks: the computations.
         results: exchanges of results that are posted after the computation.
         packs: exchanges of later steps in which the rank sends what it has in this one.
         expects: exchanges of results in which other ranks may send from this step on.
@@ -208,11 +196,9 @@ class Round(NamedTuple):
     """The steps that compute with one set of base blocks.
 
     Attributes:
-        base: heads of the base blocks.
         inputs: operations that bring the base blocks before the first step.
         results: operations that take results for the base blocks away after the last step, by the
             names of their tensors.
-        steps: the steps.
     """
 
     base: SomeHeads
@@ -226,7 +212,6 @@ class Program:
     """What a rank does in a pass.
 
     Attributes:
-        rounds: the rounds.
         few: each group of heads has at most two steps with tasks; of a parted program, two tasks.
         own: (owner of the queries, owner of the keys) that the rank has before the first step.
         sent: sides whose base block the rank sends to others.
@@ -263,8 +248,7 @@ class Program:
 def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = False) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
-    Args:
-        rectangular, windows: as in `plan_tiles`.
+    Args: rectangular, windows: as in `plan_tiles`.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -400,9 +384,7 @@ def _moved(tiles: TileTable, rows: int, cols: int) -> TileTable:
 
 
 def _first(rows: Rows, held: Rows | None) -> int:
-    """Number of the first of `rows` among the rows of a block that a rank holds; held None: all
-    rows.
-    """
+    """Number of the first of `rows` among those of a block that a rank holds; held None: all."""
     return rows[0][0] if held is None else common(rows, held)[0][1].start
 
 

@@ -38,9 +38,7 @@ class Bands:
     def of_documents(cls, starts: Sequence[int], low: int | None, high: int | None) -> Self:
         """Squares on the diagonal.
 
-        Args:
-            starts: where documents but the first begin.
-            low, high: None: no limit.
+        Args: starts: where documents but the first begin. low, high: None: no limit.
         """
         edges = np.array([0, *starts, _END], dtype=np.int64)
         begin, end = edges[:-1], edges[1:]
@@ -170,7 +168,6 @@ class SteppedBlocks(NamedTuple):
     divided by it. These blocks follow each other, `_APART` positions from one to the next.
 
     Attributes:
-        q, kv: the positions.
         bands: the bands between them; none without a pair.
         rows, cols: the elements of each range of `q` and `kv` as ranges of rows of their blocks.
     """
@@ -183,10 +180,7 @@ class SteppedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, q: Ranges, kv: Ranges, bands: Bands) -> Self:
-        """Args:
-        q, kv: the blocks.
-        bands: of the mask.
-        """
+        """Args: bands: of the mask."""
         common = int(np.lcm.reduce(np.concatenate((q.step, kv.step))))
         (q_residue, q_span, rows), (k_residue, k_span, cols) = (
             _residues(block, common) for block in (q, kv)

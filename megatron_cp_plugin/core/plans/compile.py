@@ -65,10 +65,8 @@ def plan_of(
     """The plan of one pass. It is made once, because the host limits training steps of short
     sequences.
 
-    Args:
-        seq_len: tokens of all ranks.
-        rank: the plan has only this rank's part: its computations, sends and receives, and all
-            ranks' exchanges before the first step and after the last. None: the plan of all ranks.
+    Args: rank: the plan has only this rank's part: its computations, sends and receives, and all
+        ranks' exchanges before the first step and after the last. None: the plan of all ranks.
     """
     if isinstance(placement, BlockPlacement):
         returning = phase == "backward" and placement.retained_by(0) is not None
@@ -84,9 +82,7 @@ _Pair = tuple[int, int, Place]
 
 
 class _Hop(NamedTuple):
-    """One hop of a block, or of some of its rows, from one rank to another. Attributes: as of
-    `Move`.
-    """
+    """One hop of a block, or of some of its rows, between two ranks. Attributes: as of `Move`."""
 
     posted: int
     needed: int
@@ -174,10 +170,8 @@ class _Route(NamedTuple):
 
     Attributes:
         results: results go from the stops to `end`; otherwise inputs go from `end` to the stops.
-        owner: of the block.
         origin: the rank from which the line's distances count.
         end: the rank that has the inputs at first, or to which the results go.
-        line: the line.
         needed: the rows that stops compute with, by their numbers, ascending.
         stops: numbers of the stops that the block reaches.
         gap: see `longest_gap`.
@@ -214,7 +208,6 @@ class _Routes:
         merging: see `_merged`.
         parts: rows of both blocks that meet, of pairs with a part of the query rows, by the owners
             of queries and of keys and the bounds of the part; none if not `masked`.
-        ranks: the ranks of which the plan is.
         segments: the node segment of each rank; None: all ranks are in one.
         sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
@@ -234,9 +227,7 @@ class _Routes:
     ) -> None:
         """Finds the pairs, and the hops of both passes.
 
-        Args:
-            rank: as in `plan_of`.
-            returning: blocks of keys come from the ranks that retained them in the forward.
+        Args: returning: blocks of keys come from the ranks that retained them in the forward.
         """
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
