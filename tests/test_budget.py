@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_240,
-    "core": 12_300,
-    "algorithms": 1_740,
+    "core": 12_260,
+    "algorithms": 1_730,
     "kernels": 3_330,
     "integration": 8_300,
     "planner": 5_780,
     "harness": 2_160,
     "scripts": 7_020,
-    "tests": 37_240,
+    "tests": 37_160,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
