@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
-    Returns:
-        The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if something
-        cannot be done.
+    Returns: The exit code: 0; 1 if `doctor` finds a wrong result; 2 with one line on stderr if
+    something cannot be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     code = 0

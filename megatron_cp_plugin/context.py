@@ -290,8 +290,7 @@ class CallSettings:
     ) -> tuple[bool, Tensor, Tensor, Tensor]:
         """Reads the settings, and notes the properties of q, k and v that all ranks share.
 
-        Args:
-            others: further tensors, see `check_tensors`.
+        Args: others: further tensors, see `check_tensors`.
 
         Returns: whether q, k and v are known to be split so, and they in autocast's dtype.
         """
@@ -483,8 +482,7 @@ class Context(CallSettings):
         They count through all documents: for rotary embeddings, and for programs that split
         tokens themselves.
 
-        Args:
-            seq_len: N; None: the context's, or the length of the tensor that it split last.
+        Args: seq_len: N; None: the context's, or the length of the tensor that it split last.
 
         Returns: int64 [S]. Raises: ContextParallelError if N is not known.
         """

@@ -55,8 +55,7 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
 
     Under torchrun the line stands at the end of torchrun's own report, once for each node.
 
-    Args:
-        program: The beginning of the line.
+    Args: program: the beginning of the line.
     """
     try:
         yield

@@ -57,8 +57,7 @@ class Pack:
 
         Differentiable: tokens that rollouts share get the sum of their gradients.
 
-        Args:
-            x: N numbers, [N] or [1,N].
+        Args: x: N numbers, [N] or [1,N].
 
         Returns: [L - 1] for each of `rollouts`.
 

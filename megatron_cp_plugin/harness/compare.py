@@ -79,8 +79,7 @@ class Printed:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
-    Raises:
-        ContextParallelError: A flag cannot be served, or a run failed.
+    Raises: ContextParallelError: A flag cannot be served, or a run failed.
     """
     parser = parser_of("compare")
     parser.add_argument("--save", help=SUPPRESS)
@@ -105,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
 def commands(line: CommandLine, known: Any) -> tuple[list[str], list[str]]:
     """The flags of both runs, the reference first; writes their run files.
 
-    Raises:
-        ConfigError: The run is recorded already, or the ranks do not fit.
+    Raises: ConfigError: The run is recorded already, or the ranks do not fit.
     """
     if line.flags.record is not None:
         raise ConfigError("compare records runs itself, got --cp-record: use --gradients")

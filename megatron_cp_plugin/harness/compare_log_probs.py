@@ -95,9 +95,8 @@ def compare_log_probs(line: CommandLine, known: Any) -> int:
 
     Returns: 0, or 1 where rounding does not explain a difference.
 
-    Raises:
-        ContextParallelError: A job failed, or its weights or samples are not those of the
-            reference.
+    Raises: ContextParallelError: A job failed, or its weights or samples are not those of the
+    reference.
     """
     dtypes = known.log_probs.split(",")
     if unknown := [each for each in dtypes if each not in DTYPES]:

@@ -64,8 +64,7 @@ class Recording:
     def load(cls, folder: str | Path) -> Self:
         """Reads the recording in a folder.
 
-        Raises:
-            ContextParallelError: Nothing was recorded there, or files are missing.
+        Raises: ContextParallelError: Nothing was recorded there, or files are missing.
         """
         folder = Path(folder)
         paths = sorted(folder.glob("rank*.json"))

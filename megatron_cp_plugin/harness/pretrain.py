@@ -55,11 +55,9 @@ _NOT_HERE = (
 def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | None = None) -> None:
     """Trains a GPT as the command line says.
 
-    Args:
-        step, datasets: In the place of `forward_step` and `build_datasets`.
+    Args: step, datasets: in the place of `forward_step` and `build_datasets`.
 
-    Raises:
-        ConfigError: A flag asks for something that this program does not do.
+    Raises: ConfigError: A flag asks for something that this program does not do.
     """
     with refusals_in_one_line():
         args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
@@ -86,9 +84,8 @@ def run(step: Callable[..., Any] | None = None, datasets: Callable[..., Any] | N
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
     """Runs the model on one micro-batch.
 
-    Returns:
-        The losses of this rank's tokens [b, s] (the hidden states where the pipeline goes on), and
-        the function that makes the loss of them.
+    Returns: The losses of this rank's tokens [b, s] (the hidden states where the pipeline goes on),
+    and the function that makes the loss of them.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -131,8 +128,7 @@ def sum_of_losses(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
         loss_mask: [b, s], 0 where a token does not count.
         losses: [b, s].
 
-    Returns:
-        The sum, the number of tokens that count, and both for the log.
+    Returns: The sum, the number of tokens that count, and both for the log.
     """
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)

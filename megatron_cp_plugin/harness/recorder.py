@@ -65,8 +65,7 @@ class Recorder:
     def install(self) -> None:
         """Wraps Megatron's `train_step`; call before the training loop starts.
 
-        Raises:
-            ContextParallelError: This Megatron is older than 0.18, or not as `contract` says.
+        Raises: ContextParallelError: This Megatron is older than 0.18, or not as `contract` says.
         """
         compat.check_megatron("record", allow_untested=self._allow_untested)
         compat.replace({"train_step": self._step}, "record")

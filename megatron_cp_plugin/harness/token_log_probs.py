@@ -93,8 +93,7 @@ class LogProbs:
     def load(cls, folder: Path) -> Self:
         """Joins the results of all ranks.
 
-        Raises:
-            ContextParallelError: They wrote nothing, or a token is not there exactly once.
+        Raises: ContextParallelError: They wrote nothing, or a token is not there exactly once.
         """
         found = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
         if not found:

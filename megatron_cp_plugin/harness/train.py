@@ -149,8 +149,7 @@ class CommandLine:
     def read(cls, command: str, words: Sequence[str]) -> Self:
         """As `of`, for another command that starts runs with these flags.
 
-        Raises:
-            ConfigError: It chooses no algorithm of the plugin, or cannot be read.
+        Raises: ConfigError: It chooses no algorithm of the plugin, or cannot be read.
         """
         need(f"megatron-cp {command}", "megatron", "omegaconf", "yaml")
         if "RANK" in os.environ:

@@ -116,8 +116,7 @@ def joined_rows(parameter: DTensor, part: Tensor | None) -> Tensor:
         parameter: [N, ...], of which this rank has [n, ...].
         part: Of these rows, such as their gradient; None if there are none.
 
-    Returns:
-        [N, ...]. With tensor parallelism N counts the rows of a tensor-parallel rank.
+    Returns: [N, ...]. With tensor parallelism N counts the rows of a tensor-parallel rank.
     """
     local = parameter.to_local()
     if isinstance(part, DTensor):

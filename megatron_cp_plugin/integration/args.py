@@ -229,8 +229,7 @@ def split_flags(argv: Sequence[str]) -> tuple[PluginFlags, list[str]]:
 def chosen_algorithm(argv: Sequence[str]) -> str | None:
     """Returns the algorithm that a command line chooses by any spelling; None: it chooses none.
 
-    Raises:
-        ConfigError: As `split_flags`.
+    Raises: ConfigError: As `split_flags`.
     """
     known, _ = add_arguments(OneLineParser(add_help=False, allow_abbrev=False)).parse_known_args(
         list(argv)

@@ -38,8 +38,7 @@ _CAUSAL_IF_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True}
 class SplitByHeads(MegatronModule):
     """A module whose parameters are [h, ...].
 
-    Attributes:
-        tp_group: Ranks among which the heads are split.
+    Attributes: tp_group: ranks among which the heads are split.
     """
 
     tp_group: dist.ProcessGroup
@@ -101,8 +100,7 @@ class ContextParallelAttention(SplitByHeads):
             softmax_scale: of the scores; None: 1 / sqrt(d).
             runtime: the run's layout and algorithm.
 
-        Raises:
-            ContextParallelError: The model asks for what no algorithm here computes.
+        Raises: ContextParallelError: The model asks for what no algorithm here computes.
         """
         super().__init__(config=config)
         self.runtime = runtime
@@ -163,12 +161,10 @@ class ContextParallelAttention(SplitByHeads):
             attention_bias: Must be None.
             packed_seq_params: A `DocumentMask`, or None.
 
-        Returns:
-            [s,b,h*e] in the query's dtype.
+        Returns: [s,b,h*e] in the query's dtype.
 
-        Raises:
-            ContextParallelError: A bias, another mask type or a cache of keys is asked for, a
-                window without a causal mask, or documents of another number of tokens.
+        Raises: ContextParallelError: A bias, another mask type or a cache of keys is asked for, a
+        window without a causal mask, or documents of another number of tokens.
         """
         if attention_bias is not None:
             raise ContextParallelError("attention bias is not supported: leave attention_bias out")

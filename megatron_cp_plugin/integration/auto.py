@@ -177,8 +177,7 @@ def resolve_model(
 
     Args: asked: with auto, and a number of tokens; the layout of its options stays.
 
-    Raises:
-        ContextParallelError: On all ranks, if nothing serves the model, or ranks ask otherwise.
+    Raises: ContextParallelError: On all ranks, if nothing serves the model, or ranks ask otherwise.
     """
     layout = asked.layout.name
     with _further_topology(group) as topology:
@@ -246,8 +245,7 @@ def _softmax(
 def check_same_choice(flags: PluginFlags) -> None:
     """Compares the choices of all ranks of the job; a collective operation.
 
-    Raises:
-        ContextParallelError: On all ranks, if some have chosen otherwise.
+    Raises: ContextParallelError: On all ranks, if some have chosen otherwise.
     """
     mine = f"{flags.algo} {dict(flags.options)} {', '.join(flags.layers)}".strip()
     check_agreement(_over_the_job(mine))

@@ -88,12 +88,10 @@ class Batches:
                 `attention_positions`, if any: As of `documents.attention_spans`, for the next call
                 of the model; every pipeline stage needs them.
 
-        Returns:
-            The same dict, without these two.
+        Returns: The same dict, without these two.
 
-        Raises:
-            ContextParallelError: On all ranks: the batch is not whole, or another one on some rank.
-                The layout follows documents, and there are none, nor spans.
+        Raises: ContextParallelError: On all ranks: the batch is not whole, or another one on some
+        rank. The layout follows documents, and there are none, nor spans.
         """
         whole = {key: batch[key] for key in _OF_TOKENS if isinstance(batch.get(key), Tensor)}
         resolved = None

@@ -134,8 +134,7 @@ class Head:
 class ChunkedLogits:
     """Stands for logits [...,V] in float32, of some tokens or all, divided by a temperature.
 
-    Attributes:
-        entropies: Of the tokens, once `log_probs` was called where they `want_entropies`.
+    Attributes: entropies: of the tokens, once `log_probs` was called where they `want_entropies`.
     """
 
     dtype = torch.float32
@@ -312,9 +311,8 @@ class _Loss:
     ) -> tuple[Any, Any]:
         """The output layer's call: returns logits, a `Head`, or losses.
 
-        Args:
-            wanted: Beside labels, a temperature, and whether entropies are wanted, as
-                `token_losses` takes them; nothing: losses and predictions.
+        Args: wanted: beside labels, a temperature, and whether entropies are wanted, as
+            `token_losses` takes them; nothing: losses and predictions.
         """
         head = Head(self._layer, input_, weight)
         if labels is not None:
@@ -392,8 +390,7 @@ def _refuse_feature(what: str) -> Never:
 def serve_programs() -> list[compat.Replacement]:
     """Replaces functions that take logits, of the programs that run in this process.
 
-    Raises:
-        ContextParallelError: A program has no such function.
+    Raises: ContextParallelError: A program has no such function.
     """
     made = []
     for path, hook in _TAKERS.items():

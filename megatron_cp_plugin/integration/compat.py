@@ -60,8 +60,7 @@ def check_megatron(*parts: Part, allow_untested: bool) -> None:
 def check_args(args: Any, place: Place = "args") -> None:
     """Checks that Megatron's command line has the settings that the plugin reads.
 
-    Raises:
-        ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
+    Raises: ContextParallelError: A setting is missing; it would read as if nobody had asked for it.
     """
     _refuse_megatron(missing_settings(place, vars(args)))
 
@@ -108,8 +107,7 @@ def report() -> tuple[str, list[str]]:
 class Replacement:
     """A name of Megatron with the plugin's function in its place, once `replace` has put it there.
 
-    Attributes:
-        hook: Is called in place of Megatron's own, which it is given before the arguments.
+    Attributes: hook: is called in place of Megatron's own, which it is given before the arguments.
     """
 
     def __init__(self, row: Name, hook: Callable[..., Any]) -> None:

@@ -72,8 +72,7 @@ def complete_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def activate(allow_untested: bool = False) -> None:
     """Activates the CPU platform for the rest of this process; a second call does nothing.
 
-    Raises:
-        ContextParallelError: It is such a version, or not as `contract` says.
+    Raises: ContextParallelError: It is such a version, or not as `contract` says.
     """
     if isinstance(torch.cuda.is_available, _StandIn):
         return

@@ -98,8 +98,7 @@ class DocumentMask(PackedSeqParams):
     def slices(self, seq_len: int) -> Slices | None:
         """Returns the spans of a sequence.
 
-        Raises:
-            ContextParallelError: They do not fit, or name a query and a key twice.
+        Raises: ContextParallelError: They do not fit, or name a query and a key twice.
         """
         if self.spans is None:
             return None
@@ -110,8 +109,7 @@ class DocumentMask(PackedSeqParams):
     def sample_starts(self, seq_len: int) -> tuple[int, ...]:
         """Returns where samples other than the first one begin: documents, or what spans make.
 
-        Raises:
-            ContextParallelError: Spans have samples that part, as answers to one prompt.
+        Raises: ContextParallelError: Spans have samples that part, as answers to one prompt.
         """
         slices = self.slices(seq_len)
         return self.starts if slices is None else _samples(slices, seq_len)
@@ -147,8 +145,7 @@ def attention_spans(
         packed_seq_params: Packed documents, as a model takes them: of what spans name queries see
             keys of their own document only. Positions are those of the pack, with its padding.
 
-    Raises:
-        ContextParallelError: Samples have different spans or positions.
+    Raises: ContextParallelError: Samples have different spans or positions.
     """
     if isinstance(spans, Tensor):
         spans = _of_all_samples("attention_spans", spans, dims=2).tolist()
@@ -310,8 +307,7 @@ def _padding_is_seen(slices: Slices, padding: tuple[tuple[int, int], ...], seq_l
 def _samples(slices: Slices, seq_len: int) -> tuple[int, ...]:
     """Positions of tokens that do not see the token before them.
 
-    Raises:
-        ContextParallelError: One of them sees others before it.
+    Raises: ContextParallelError: One of them sees others before it.
     """
     sees_before, earliest = np.zeros(seq_len, np.bool_), np.arange(seq_len)
     for q_start, q_stop, k_start, k_stop, kind in slices:

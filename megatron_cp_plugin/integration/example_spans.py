@@ -15,8 +15,7 @@ EXAMPLE_SPANS = "--cp-example-spans"
 def read(path: str) -> list[list[object]]:
     """Returns what a JSON file has in the place of a batch's attention_spans.
 
-    Raises:
-        ConfigError: There is no such file, or it has no list of slices.
+    Raises: ConfigError: There is no such file, or it has no list of slices.
     """
     try:
         found = json.loads(Path(path).read_text())
@@ -37,8 +36,7 @@ def read(path: str) -> list[list[object]]:
 def mask_of(path: str, seq_len: int, documents: tuple[int, ...], window: int | None) -> Mask:
     """The mask of a layer over a sequence.
 
-    Raises:
-        ConfigError: As `read`; or the slices do not fit, or name a query and a key twice.
+    Raises: ConfigError: As `read`; or the slices do not fit, or name a query and a key twice.
     """
     try:
         return Mask.of(Slices.of(read(path), seq_len, documents), window)

@@ -71,9 +71,8 @@ def install(
         allow_untested_megatron: Run a version of Megatron that nobody ran with the plugin.
         options: Of the algorithm.
 
-    Raises:
-        ContextParallelError: There is no parallel state, another algorithm is installed, this
-            Megatron is not as the plugin takes it to be, or a setting has no meaning.
+    Raises: ContextParallelError: There is no parallel state, another algorithm is installed, this
+    Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
     config = _config(
         algo,
@@ -99,8 +98,7 @@ def install(
 def uninstall() -> None:
     """Takes back what `install` did; models that were built meanwhile keep their attention.
 
-    Raises:
-        ContextParallelError: The launcher, not `install`, installed the plugin.
+    Raises: ContextParallelError: The launcher, not `install`, installed the plugin.
     """
     found = _in_force()
     if isinstance(found, LauncherInstaller):

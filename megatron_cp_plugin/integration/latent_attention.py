@@ -34,8 +34,7 @@ from megatron_cp_plugin.integration.settings import Settings
 def send_latents(model: nn.Module) -> None:
     """Makes the layers of a model send latents, where there are other ranks.
 
-    Raises:
-        ContextParallelError: An algorithm cannot, or a projection is of another kind.
+    Raises: ContextParallelError: An algorithm cannot, or a projection is of another kind.
     """
     for owner in model.modules():
         if not isinstance(owner, MLASelfAttention):

@@ -186,8 +186,7 @@ def own_flags(path: str | None, words: Sequence[str]) -> tuple[PluginFlags, list
 def with_run_file(path: str | None, words: list[str]) -> list[str]:
     """Returns the command line of our own script, with what its run file says before it.
 
-    Raises:
-        ConfigError: A flag is none of Megatron's or ours, or the run file is wrong.
+    Raises: ConfigError: A flag is none of Megatron's or ours, or the run file is wrong.
     """
     parser = all_flags()
     parser.parse_args(words)

@@ -71,8 +71,7 @@ class LinearSelfAttention(MegatronModule):
         Args: as Megatron's SelfAttention; submodules have no core attention, and cp_comm_type and
             pp_layer_offset no meaning. runtime: the run's layout and algorithm.
 
-        Raises:
-            ContextParallelError: The model asks for what these layers do not compute.
+        Raises: ContextParallelError: The model asks for what these layers do not compute.
         """
         super().__init__(config=config)
         check("linear layer", Settings(config, runtime.config))
@@ -138,12 +137,10 @@ class LinearSelfAttention(MegatronModule):
             others: Must be None or False, but for rotary embeddings, which are for a hybrid model's
                 layers of softmax attention.
 
-        Returns:
-            [s,b,hidden] and the bias to add, if any.
+        Returns: [s,b,hidden] and the bias to add, if any.
 
-        Raises:
-            ContextParallelError: Something is asked for that these layers do not compute, or
-                documents of another number of tokens.
+        Raises: ContextParallelError: Something is asked for that these layers do not compute, or
+        documents of another number of tokens.
         """
         for name, value in others.items():
             if value is not None and value is not False and not name.startswith("rotary_pos_"):
@@ -202,8 +199,7 @@ class LinearizedPositions(SplitByHeads):
     Source: Linearized Relative Positional Encoding (Qin et al., 2023), as in TransNormerLLM's
     published model: theta = 10000 ** (-2 i / width) for channel i of the whole width.
 
-    Attributes:
-        theta: [g,d] of this tensor-parallel rank: queries have their key's.
+    Attributes: theta: [g,d] of this tensor-parallel rank: queries have their key's.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:

@@ -40,8 +40,7 @@ def roll_tensor(
         a rank are a part of the mean over the sequence, as Megatron averages gradients over the
         ranks, and the sum is below one only if there is no token at all.
 
-    Raises:
-        ContextParallelError: Another shift, or packed sequences of another kind.
+    Raises: ContextParallelError: Another shift, or packed sequences of another kind.
     """
     from megatron.core import parallel_state
 

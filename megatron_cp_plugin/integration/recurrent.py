@@ -146,8 +146,7 @@ def _mamba(kind: Any) -> type:
             """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
             `DocumentMask`, or None.
 
-            Raises:
-                ContextParallelError: Something is asked for that is not served.
+            Raises: ContextParallelError: Something is asked for that is not served.
             """
             asked = inference_context if inference_params is None else inference_params
             _refuse_arguments("Mamba", {"inference": asked}, packed_seq_params)
@@ -206,8 +205,7 @@ def _delta_net(kind: Any) -> type:
             """As Megatron's, of [s,b,hidden] (s / TP with sequence parallelism) and a
             `DocumentMask`, or None; what is for layers of softmax attention is ignored.
 
-            Raises:
-                ContextParallelError: Something is asked for that is not served.
+            Raises: ContextParallelError: Something is asked for that is not served.
             """
             asked = inference_context if inference_params is None else inference_params
             offset = {"inference": asked, "a sequence offset": sequence_len_offset}

@@ -29,8 +29,7 @@ class LayoutRotaryEmbedding(nn.Module):
 
     Other methods, such as `get_freqs_non_repeated`, are Megatron's.
 
-    Attributes:
-        packed: Documents of the running forward pass; None: the runtime's.
+    Attributes: packed: documents of the running forward pass; None: the runtime's.
     """
 
     packed: DocumentMask | None = None
@@ -82,8 +81,7 @@ class LayoutRotaryEmbedding(nn.Module):
                 beginning of each of the runtime's documents.
             cp_group: Must be None or the group of the run.
 
-        Returns:
-            [S,1,1,D]; YaRN: that and its scale.
+        Returns: [S,1,1,D]; YaRN: that and its scale.
         """
         if packed_seq or cp_group not in (None, self._group):
             raise ContextParallelError("packed sequences need a model that the plugin serves")
@@ -160,8 +158,7 @@ def use_layout(model: nn.Module, runtime: Runtime) -> None:
     that follow it already stay as they are. One for the whole model that takes position ids gets
     those of the rank's own tokens (`integration.inputs`), and splits nothing.
 
-    Raises:
-        ContextParallelError: One is of another kind; or tensor-parallel ranks split latents.
+    Raises: ContextParallelError: One is of another kind; or tensor-parallel ranks split latents.
     """
     owners = [m for m in model.modules() if isinstance(m, MultiLatentAttention)]
     for owner in owners:

@@ -37,8 +37,7 @@ def refusals(stage: Stage, settings: Settings) -> Iterator[tuple[Rule, str]]:
 def check(stage: Stage, settings: Settings) -> None:
     """Refuses what the table does not let through at a stage.
 
-    Raises:
-        ConfigError: One line that says what is wrong, and what to do.
+    Raises: ConfigError: One line that says what is wrong, and what to do.
     """
     for _, said in refusals(stage, settings):
         raise ConfigError(said)
@@ -214,8 +213,7 @@ def _without_transformer_engine(s: Settings) -> bool:
 def _cannot_write(s: Settings) -> None:
     """Megatron finds out at the first checkpoint, and never of logs.
 
-    Raises:
-        ConfigError: One of the folders cannot be written to.
+    Raises: ConfigError: One of the folders cannot be written to.
     """
     for name in ("save", "tensorboard_dir"):
         path = getattr(s, name)

@@ -41,9 +41,8 @@ from megatron_cp_plugin.integration.settings import Settings
 class Runtime:
     """Serves batch slicing, position embeddings and attention of one run from one layout.
 
-    Attributes:
-        mask: Mask of the micro-batch whose forward runs; None: tokens see all earlier ones. Not
-            valid in computations that the backward may repeat.
+    Attributes: mask: mask of the micro-batch whose forward runs; None: tokens see all earlier ones.
+        Not valid in computations that the backward may repeat.
     """
 
     def __init__(self, config: ContextParallelConfig, *, callers: bool = False) -> None:
@@ -193,8 +192,7 @@ def set_up_groups(
 ) -> None:
     """Makes all process groups that the run's algorithms need, by all ranks of the job.
 
-    Raises:
-        ConfigError: The model is configured for another number of context-parallel ranks.
+    Raises: ConfigError: The model is configured for another number of context-parallel ranks.
     """
     own = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     if config.context_parallel_size != own.size():

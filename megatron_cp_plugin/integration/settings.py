@@ -32,8 +32,7 @@ class Settings:
     None where the source, or this version of Megatron, has none of that name; the table, which is
     checked at start-up, says where that may be.
 
-    Attributes:
-        device: The device of the run, if given.
+    Attributes: device: the device of the run, if given.
     """
 
     def __init__(
@@ -231,9 +230,8 @@ class Settings:
     def window(self) -> int | None:
         """How many keys a query sees, its own included, by `window_size`; None: all.
 
-        Raises:
-            ConfigError: It is not two numbers, keys to the right are asked for, or a number has no
-                meaning.
+        Raises: ConfigError: It is not two numbers, keys to the right are asked for, or a number has
+        no meaning.
         """
         if self.window_size is None:
             return None

@@ -123,8 +123,7 @@ def with_pattern(
 ) -> TransformerBlockSubmodules:
     """Returns the block spec of this pipeline stage, each layer with its own algorithm.
 
-    Raises:
-        ContextParallelError: As `with_attention`.
+    Raises: ContextParallelError: As `with_attention`.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         block, layers = spec, list(spec.layer_specs or [])
@@ -142,8 +141,7 @@ def with_pattern(
 def with_multi_token(spec: Any, config: TransformerConfig, runtime: Runtime) -> Any:
     """Returns a copy of the spec of multi-token prediction with the last layer's algorithm.
 
-    Raises:
-        ContextParallelError: As `with_attention`; or a layer is not Megatron's own.
+    Raises: ContextParallelError: As `with_attention`; or a layer is not Megatron's own.
     """
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=with_multi_token(spec.submodules, config, runtime))
@@ -172,9 +170,8 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     those of a heterogeneous model that have no attention or a linear map in its place, stay as they
     are.
 
-    Raises:
-        ContextParallelError: A layer's attention is neither Megatron's plain self attention nor,
-            for an algorithm of softmax attention, its multi-latent one.
+    Raises: ContextParallelError: A layer's attention is neither Megatron's plain self attention
+    nor, for an algorithm of softmax attention, its multi-latent one.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_attention(layer, runtime) for layer in spec.layer_specs or []]

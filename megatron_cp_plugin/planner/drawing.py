@@ -110,8 +110,7 @@ def picture(
 
     Args: seq_len: global tokens; None: some hundreds a rank.
 
-    Raises:
-        ConfigError: The algorithm, an option or a value is unknown, or has no such mask.
+    Raises: ConfigError: The algorithm, an option or a value is unknown, or has no such mask.
     """
     if registry.kind_of(algo) == "linear":
         raise ConfigError(
