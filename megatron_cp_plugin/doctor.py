@@ -272,7 +272,7 @@ def _everywhere(body: Callable[[Topology], float]) -> list[float]:
 def _error(name: str, whole: list[Tensor], expected: list[Tensor], topology: Topology) -> float:
     """The greatest relative error of this rank's output and gradients; inf for NaN."""
     results = _both_passes(name, _local_parts(name, whole, topology), topology)()
-    return _distance(results, _local_parts(name, expected, topology))
+    return max(map(distance, results, _local_parts(name, expected, topology)))
 
 
 def _both_passes(
@@ -314,15 +314,10 @@ def _replay_error(
     except (ContextParallelError, RuntimeError) as error:
         failures.append(str(error).splitlines()[0])
         return float("inf")
-    return _distance(results, _local_parts("zigzag", expected, topology))
+    return max(map(distance, results, _local_parts("zigzag", expected, topology)))
 
 
 def _local_parts(name: str, whole: Sequence[Tensor], topology: Topology) -> list[Tensor]:
     """This rank's parts of whole tensors [B, N, ...] under an algorithm's layout."""
     layout = registry.layout_of(name, {})
     return [shard(x, 1, layout, topology.rank, topology.size) for x in whole]
-
-
-def _distance(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The greatest relative error of several tensors."""
-    return max(distance(*pair) for pair in zip(results, expected, strict=True))

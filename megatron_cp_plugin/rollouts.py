@@ -153,18 +153,15 @@ def pack_rollouts(
     bins = tree.bins(room)
     if bins and ranks > 1:
         bins = tree.dealt(bins, room, ranks)
-    shortest = [min(order, key=lambda number: len(tokens[number]))] if [] in bins else []
-    filler = _filler(_pack(shortest, tokens, weighed, multiple)) if shortest else None
-    packs = (
-        _pack([order[at] for at in members], tokens, weighed, multiple) if members else filler
+    shortest = [min(order, key=lambda number: len(tokens[number]))] if bins else []
+    packs = [
+        _pack([order[at] for at in members] or shortest, tokens, weighed, multiple)
         for members in bins
-    )
-    return [pack for pack in packs if pack is not None]
-
-
-def _filler(pack: Pack) -> Pack:
-    """The same batch, which adds nothing to a loss or a gradient."""
-    return replace(pack, weights=torch.zeros_like(pack.weights), rollouts=(), places=())
+    ]
+    for at in (at for at, members in enumerate(bins) if not members):  # adds nothing to a loss
+        zeros = torch.zeros_like(packs[at].weights)
+        packs[at] = replace(packs[at], weights=zeros, rollouts=(), places=())
+    return packs
 
 
 def _tokens(number: int, rollout: Tokens) -> Numbers:

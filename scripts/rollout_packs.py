@@ -101,7 +101,7 @@ def row(rollouts: Sequence[Rollout], args: argparse.Namespace) -> list[str]:
             sums[1] += sum(work)
     before = sum(n * (n + 1) / 2 for n in alone)
     packed = sum(len(pack.tokens) for pack in packs)
-    assert all(round(total) == pairs for _, total in of_ranks.values())
+    assert all(round(total) == pairs * args.size for _, total in of_ranks.values())
     return [
         str(len(rollouts)),
         f"{sum(alone):,}",

@@ -224,12 +224,11 @@ def is_causal(mask_type: AttnMaskType, *, packed: bool = False) -> bool:
 
     Raises: ContextParallelError for another mask type than causal and no_mask.
     """
-    if packed and mask_type in _CAUSAL_IF_PACKED:
-        return _CAUSAL_IF_PACKED[mask_type]
-    if mask_type not in _CAUSAL:
+    known = _CAUSAL_IF_PACKED if packed else _CAUSAL
+    if mask_type not in known:
         allowed = " or ".join(allowed.name for allowed in _CAUSAL)
         raise ContextParallelError(
             f"attention mask type must be {allowed}, got {mask_type.name}: "
             "padding and arbitrary masks are not supported"
         )
-    return _CAUSAL[mask_type]
+    return known[mask_type]

@@ -40,7 +40,7 @@ class Name:
         part: Which runs need it.
         parameters: Those that the plugin gives or reads by name, in any order.
         first: Parameters that come first, in this order.
-        since: The first version that has it; None: all.
+        since: The first version that has it.
         before: The first version that lacks it again; None: none does.
         closed: It has no other parameters: a class of the plugin is called in its place.
         attributes: What methods of the class call, or keep in, `self`.
@@ -52,7 +52,7 @@ class Name:
     part: Part = "algorithm"
     parameters: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    since: Version | None = None
+    since: Version = (0, 0)
     before: Version | None = None
     closed: bool = False
     attributes: tuple[str, ...] = ()
@@ -65,24 +65,20 @@ class Name:
 
     def is_in(self, version: Version) -> bool:
         """Whether a version has it."""
-        return _is_within(version, self.since, self.before)
+        return self.since <= version and (self.before is None or version < self.before)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of Megatron that the plugin reads, and the first version that has it; None: all."""
+    """A setting of Megatron that the plugin reads, and the first version that has it."""
 
     name: str
     places: tuple[Place, ...]
-    since: Version | None = None
+    since: Version = (0, 0)
 
     def is_in(self, version: Version, place: Place) -> bool:
         """Whether a version has it in a place."""
-        return place in self.places and _is_within(version, self.since, None)
-
-
-def _is_within(version: Version, since: Version | None, before: Version | None) -> bool:
-    return (since is None or version >= since) and (before is None or version < before)
+        return place in self.places and self.since <= version
 
 
 # What needs a later version than the first one: its name, and what to do in an earlier one.
@@ -122,7 +118,7 @@ def _names(tables: str) -> Iterator[Name]:
             part,
             parameters=words.get("only", words.get("takes", ())),
             first=words.get("first", ()),
-            since=_version(r"^(?:from )?", versions),
+            since=_version(r"^(?:from )?", versions) or (0, 0),
             before=_version("before ", versions),
             closed="only" in words,
             attributes=words.get("has", ()),
@@ -135,7 +131,7 @@ def _setting_rows(table: str) -> Iterator[Setting]:
     for line in table.splitlines()[4:]:
         where, names = line.strip("| ").split(" | ")
         places = cast("list[Place]", where.partition(",")[0].split(" and "))
-        since = _version("from ", where)
+        since = _version("from ", where) or (0, 0)
         yield from (Setting(name, tuple(places), since) for name in _quoted(names))
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
@@ -201,7 +199,7 @@ def choose(
             found, refused = candidates(kind.shape, kind.mask, topology, layouts)
             rows = [_simulated_row(one, kind, site) for one in found]
         else:
-            estimates, refused = _estimated(kind.shape, kind.mask, site, layouts, _registered())
+            estimates, refused = _estimated(kind.shape, kind.mask, site, layouts)
             simulations = _SIMULATED if len(site.nodes) <= _FEW else _OF_MANY
             rows = _rows(estimates, kind, site, 0 if quick else simulations)
         rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
@@ -235,22 +233,14 @@ def choose(
     return Choice(site, tuple(tables), tuple(taken), tuple(first.values()))
 
 
-_Classes = tuple[registry.AnyClass, ...]
 _Estimates = tuple[tuple[Candidate, tuple[Estimate, ...]], ...]  # of both passes
 
 
-def _registered() -> _Classes:
-    """Settings on which candidates depend beside the question."""
-    return tuple(map(registry.algorithm_class, registry.available("softmax")))
-
-
-@lru_cache(maxsize=32)  # a quick choice comes before one that simulates
 def _estimated(
     shape: Shape,
     mask: Mask,
     site: CallSite,
     layouts: tuple[str, ...] | None,
-    registered: _Classes,
 ) -> tuple[_Estimates, tuple[Refusal, ...]]:
     """All candidates, the best estimate first, and why others were refused."""
     topology = DryRunGroup(0, site.nodes, peer_access=site.peer)

@@ -93,7 +93,7 @@ def test_a_row_is_read(row: str, found: tuple[str, str]) -> None:
     assert name.parameters == (("y",) if "takes" in row else ("x",) if "only" in row else ())
     assert (name.closed, name.attributes) == ("only" in row, ("p", "q") if "has" in row else ())
     assert name.returned == (("x", "", "z") if "returns" in row else ())
-    since = (0, 17) if "0.17 to" in row else (0, 19) if "from" in row else None
+    since = (0, 17) if "0.17 to" in row else (0, 19) if "from" in row else (0, 0)
     assert name.since == since
     assert name.before == ((0, 18) if since == (0, 17) else (0, 17) if "before" in row else None)
 
