@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_240,
+    "package root": 4_230,
     "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_330,
-    "integration": 8_300,
-    "planner": 5_780,
-    "harness": 2_160,
+    "integration": 8_250,
+    "planner": 5_770,
+    "harness": 2_150,
     "scripts": 7_020,
     "tests": 37_160,
 }
