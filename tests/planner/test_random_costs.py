@@ -51,5 +51,6 @@ def test_any_layer(data: st.DataObject) -> None:
     assert 0 <= memory.saved <= min(memory.forward, memory.backward)
     cells = [cell.pairs for step in drawn.steps for cell in step if cell]
     assert sum(cells) == pytest.approx(pairs)
-    shown = text(drawn)
-    assert all(cell.text in shown for step in drawn.steps for cell in step if cell)
+    shown = text(drawn).split()  # the last column is folded
+    words = (cell.text.split() for step in drawn.steps for cell in step if cell)
+    assert all(set(shown).issuperset(each) for each in words)
