@@ -104,10 +104,6 @@ def test_a_wrong_call_is_refused_in_one_line(name):
 
 WRONG_LINEAR_CALLS = {
     "whole numbers": (dict.fromkeys("qkv", TENSOR.int()), ", got torch.int32"),
-    "one dimension": (
-        dict.fromkeys("qkv", torch.zeros(8)),
-        "linear attention needs q, k [B,S,H,D]",
-    ),
     "devices": ({"v": TENSOR.to("meta")}, "q, k, v need one device, got cpu, cpu, meta"),
     "state's device": (
         {"initial_state": torch.zeros(1, 4, 8, 8, device="meta")},

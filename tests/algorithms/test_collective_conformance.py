@@ -93,6 +93,11 @@ def test_refusals_name_what_works() -> None:
     assert "variant zigzag or no" in refused("attention2d", 4, variant="overlap", chunks=4)
     assert "chunks >= 0" in refused("attention2d", 4, chunks=-1)
     assert "use one of 1, 2, 3, 6" in refused("usp", 6, ulysses=4)
+    for route in ("auto", "ring"):
+        said = refused("usp", 8, ulysses=2, rows=2, route=route)
+        assert f"with route grid, got rows 2 with route {route}: leave rows out" in said
+    said = refused("usp", 8, ulysses=2, rows=3, route="grid")
+    assert "rows to divide its 4 teams, got 3: use one of 1, 2, 4, or 0" in said
     assert "gathered_mib >= 1" in refused("allgather", 4, gathered_mib=0)
     assert "chunks >= 0" in refused("ulysses", 4, chunks=-1)
 

@@ -1,4 +1,4 @@
-"""Heads inside teams, a grid of teams: what travels, and what is refused."""
+"""Heads inside teams, a grid of teams: what travels."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.registry import create
 from tests.plan_check import sent_by
 
@@ -55,23 +54,3 @@ def test_nodes_in_a_grid_send_less_to_each_other(kv_heads: int, share: float) ->
         busiest("usp", ulysses=8, **model),
     )
     assert busiest("usp", ulysses=8, route="grid") < share * min(others)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": 2}, "takes rows with route grid, got rows 2 with route auto: leave rows out"),
-        (
-            {"rows": 2, "route": "ring"},
-            "takes rows with route grid, got rows 2 with route ring: leave rows out",
-        ),
-        (
-            {"rows": 3, "route": "grid"},
-            "rows to divide its 4 teams, got 3: use one of 1, 2, 4, or 0",
-        ),
-    ],
-)
-def test_refused(options: dict[str, object], message: str) -> None:
-    made = create("usp", VirtualWorld(8).topology(0), {"ulysses": 2, **options})
-    with pytest.raises(ConfigError, match=message):
-        made.check(made.options, size=8, heads=4, kv_heads=4, causal=True)

@@ -231,16 +231,21 @@ def test_position_ids_of_a_tree_are_taken() -> None:
     on_ranks(2, rank)
 
 
+OF_TWO = torch.tensor([[[0, 8, 0, 8, 0]], [[0, 8, 0, 4, 0]]])
+
+
 @pytest.mark.parametrize(
-    ("positions", "message"),
+    ("spans", "positions", "message"),
     [
-        ([0.5, 1.0], "attention_positions need whole numbers, got torch.float32: round them"),
-        ([[0, 1], [0, 2]], r"2 samples .* need the same attention_positions, got different ones"),
+        (FULL, [0.5, 1.0], "attention_positions need whole numbers, got torch.float32: round them"),
+        (FULL, [[0, 1], [0, 2]], "2 samples .* need the same attention_positions, got different o"),
+        (OF_TWO, None, "2 samples .* need the same attention_spans, got different one"),
     ],
 )
-def test_positions_that_make_no_sense_are_refused(positions: Any, message: str) -> None:
+def test_masks_that_make_no_sense_are_refused(spans: Any, positions: Any, message: str) -> None:
+    given = None if positions is None else torch.tensor(positions)
     with pytest.raises(ContextParallelError, match=message):
-        attention_spans(FULL, torch.tensor(positions))
+        attention_spans(spans, given)
 
 
 class Seeing(Model):
@@ -491,11 +496,3 @@ def test_padding_that_spans_name_is_refused() -> None:
     for named in ((4, 10, 4, 12, "full"), (0, 3, 0, 4, "full"), (9, 10, 10, 11, "full")):
         with pytest.raises(ContextParallelError, match=r"seen by none .* got spans that"):
             check(named)
-
-
-def test_samples_of_a_micro_batch_have_one_mask() -> None:
-    spans = torch.tensor([[[0, 8, 0, 8, 0]], [[0, 8, 0, 4, 0]]])
-    with pytest.raises(
-        ContextParallelError, match=r"2 samples .* the same attention_spans, got di"
-    ):
-        attention_spans(spans)
