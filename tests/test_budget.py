@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_770,
     "harness": 2_150,
     "scripts": 7_020,
-    "tests": 37_160,
+    "tests": 37_120,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
