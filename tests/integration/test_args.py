@@ -44,6 +44,7 @@ def test_wrong_values_are_one_line(words: str, message: str) -> None:
         "--cp-options a=1",
         "--cp-recompute-attention",
         "--cp-chunked-loss",
+        "--cp-linear-model transnormer",
     ],
 )
 @pytest.mark.parametrize("algo", ["", " --context-parallel-algo megatron"])

@@ -299,9 +299,6 @@ def test_flags() -> None:
     assert flags.config(4).layout.name == "zigzag"
     with pytest.raises(ConfigError, match="needs algorithms of the plugin, got megatron"):
         split_flags(["--cp-layers", "lasp2", "--context-parallel-algo", "megatron"])
-    flags, _ = split_flags(["--cp-linear-model", "transnormer"])
-    with pytest.raises(ConfigError, match="--cp-linear-model needs an algorithm of the plugin"):
-        flags.check()
 
 
 POSITIONS = (*TINY, "--num-layers", "4", "--init-method-std", "0.1")
