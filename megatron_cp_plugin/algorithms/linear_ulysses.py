@@ -5,11 +5,10 @@ B batch, S local tokens, H heads, D, E head dims of q and k, and of v, P ranks.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from megatron_cp_plugin.algorithms.lasp2 import Lasp2
-from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.blocks.assembly import assemble, padded
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.team import ExchangingTeam
 from megatron_cp_plugin.core.linear.algorithm import (
@@ -113,9 +112,7 @@ class LinearUlysses(LinearAlgorithm):
 
     def _filled(self, x: Tensor, dim: int) -> Tensor:
         """x with heads of zeros. Args: dim: of the heads."""
-        missing = -x.shape[dim] % self.topology.size
-        shape = *x.shape[:dim], missing, *x.shape[dim + 1 :]
-        return torch.cat((x, x.new_zeros(shape)), dim) if missing else x
+        return padded(x, dim, self._all(x.shape[dim]))
 
     def _mine(self, heads: int) -> slice:
         """The heads that this rank computes."""

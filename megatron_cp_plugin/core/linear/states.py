@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp_plugin.core.blocks.assembly import padded
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.partial import fused_for
@@ -282,10 +283,7 @@ class RunStates:
         message = self.added.flatten(3)
         if isinstance(self.through, Tensor):
             message = torch.cat((message, self.through.flatten(3)), 3)
-        missing = runs - len(message)
-        if missing:
-            message = torch.cat((message, message.new_zeros(missing, *message.shape[1:])))
-        return message
+        return padded(message, 0, runs)
 
     def unpacked(self, messages: Tensor, counts: Sequence[int]) -> "RunStates":
         """The states of all ranks' runs, `counts` by rank, from messages [P,runs,B,H,*]."""
