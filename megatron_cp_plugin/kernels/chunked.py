@@ -158,11 +158,11 @@ class _Chunks:
             gate = q.new_zeros(q.shape[:3], dtype=torch.float64)
         self._of_channels = gate.dim() == 4
         chunk = _CHUNK_OF_CHANNELS if self._of_channels else _CHUNK
-        self._places = _chunk_places(runs, chunk, q.device)
+        self._places, self._lasts = _chunk_places(runs, chunk, q.device), runs.lasts
         self._dtype, self._wide = q.dtype, accumulation_dtype(q.dtype)
         self._q, self._k, self._v = (self._split(x.to(self._wide)) for x in (q, k, v))
-        logs = self._split(gate if self._of_channels else gate.unsqueeze(3))
-        sums = logs.double().cumsum(3)
+        self._logs = gate if self._of_channels else gate.unsqueeze(3)
+        sums = self._split(self._logs).double().cumsum(3)
         whole = sums[..., -1:, :]
         self._from_start = sums.exp().to(self._wide)
         self._gaps = (sums.unsqueeze(4) - sums.unsqueeze(3)).masked_fill(
@@ -185,8 +185,9 @@ class _Chunks:
         count = self._places.rounds[0]
         if self._read is None:
             state, _ = self._scan(self._added.new_zeros(*shape[:2], count, *shape[3:]), self._added)
-            logs = self._sums_of_logs().squeeze(-1).to(self._wide)
-            return self._of_runs(state), self._of_runs(logs)
+            logs = (self._logs[:, slice(*last)] for last in self._lasts)
+            through = torch.stack([x.sum(1, dtype=torch.float64) for x in logs])
+            return self._of_runs(state), through.to(self._wide)
         identity = torch.eye(shape[3], dtype=self._wide, device=self._added.device)
         before = self._added.new_zeros(*shape[:2], count, shape[3], shape[4] + shape[3])
         before[:, :, self._places.firsts, :, shape[4] :] = identity
@@ -245,15 +246,6 @@ class _Chunks:
             behind.append(state)
             start += count
         return torch.cat(behind, 2), torch.cat(seen, 2)
-
-    def _sums_of_logs(self) -> Tensor:
-        """Sums of a document's log gates up to the end of each chunk [B,H,n,1 or D,1]."""
-        behind, start = [self._totals[:, :, :0]], 0
-        for count in self._places.rounds:
-            totals = self._totals[:, :, start : start + count]
-            behind.append(totals if not start else totals + behind[-1][:, :, :count])
-            start += count
-        return torch.cat(behind, 2)
 
     def _of_runs(self, behind: Tensor) -> Tensor:
         """Selects the last chunks of runs: [B,H,n,*] -> [runs,B,H,*], contiguous."""
