@@ -15,12 +15,12 @@ LINES = {
     "package root": 4_230,
     "core": 12_260,
     "algorithms": 1_730,
-    "kernels": 3_330,
+    "kernels": 3_320,
     "integration": 8_250,
     "planner": 5_770,
     "harness": 2_150,
     "scripts": 7_020,
-    "tests": 37_120,
+    "tests": 37_110,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
