@@ -60,13 +60,13 @@ class Lasp(StatePassing):
         self._sit_out(place - 1)
         if place:
             received = torch.empty_like(own)  # kept until the streams join, used or not
-            with beside:
+            with beside():
                 receiving = self._states.exchange([], [(received, chain[place - 1])])
             local_work()
-            with beside:
+            with beside():
                 receiving.wait()
             arrived = received if route.lasts(start, start) else None
-        with beside:
+        with beside():
             end = own
             if arrived is not None and route.lasts(start, stop - 1):
                 end = states.passed(0, stop - start, arrived)

@@ -1,6 +1,7 @@
 """A rank's GPU: copies from the host, streams, and graphs."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, wraps
 from math import gcd
 
@@ -83,22 +84,26 @@ def copy_into(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
-class SideStream(torch.cuda.StreamContext):
-    """Within this context kernels are queued on a stream beside the current one.
+class SideStream:
+    """A stream beside the current one; nothing on devices without streams.
 
-    Kernels inside see work queued before `SideStream(device)`; work queued between that and `join`
-    runs at the same time. Does nothing on devices without streams.
+    Kernels there see work queued before `SideStream(device)`; work queued between that and `join`
+    runs at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(_side_stream(device) if device.type == "cuda" else None)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Within this context kernels are queued on the stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """The current stream waits for the kernels that were queued inside."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        """The current stream waits for the kernels that were queued on this one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def capturing(x: Tensor) -> bool:
