@@ -354,7 +354,7 @@ def write_report(
             row["seconds_per_iteration"] = recording.seconds()
             row["sent_bytes_by_rank"] = [rank.sent_bytes[1] for rank in recording.ranks]
         if outcome.comparison is not None:
-            row["comparison"] = outcome.comparison.as_dict()
+            row["comparison"] = {"passed": outcome.comparison.passed, **asdict(outcome.comparison)}
         runs.append(row)
     passed = all(outcome.passed for outcome in outcomes)
     report = {**about, "passed": passed, "tolerances": asdict(tolerances), "runs": runs}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -188,10 +188,6 @@ class Comparison:
     def passed(self) -> bool:
         """Whether the run equals its reference within the tolerances."""
         return not self.problems
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all of it in plain types."""
-        return {"passed": self.passed, **asdict(self)}
 
 
 def compare(reference: Recording, run: Recording, tolerances: Tolerances) -> Comparison:

@@ -12,8 +12,8 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.core.kernel import Problem
-from megatron_cp_plugin.core.linear.kernel import LinearProblem
+from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel
+from megatron_cp_plugin.core.linear.kernel import LinearKernel, LinearProblem
 from megatron_cp_plugin.integration.rules import check, replaced
 from megatron_cp_plugin.integration.settings import Settings
 from megatron_cp_plugin.kernels import resolve
@@ -57,18 +57,17 @@ def _check_kernel(settings: Settings) -> str | None:
     head_dim, value_dim = settings.head_dims
     heads, kv_heads = settings.split_heads
     fixed, packed = bool(settings.deterministic_mode), settings.packing is not None
+    kernel: SoftmaxKernel | LinearKernel
+    problem: Problem | LinearProblem
     if registry.kind_of(config.algo) == "linear":
         features = config.features(head_dim)
-        linear = LinearProblem(device, dtype, heads, features, head_dim, fixed, packed)
-        recurrent = resolve_linear(config.kernel, linear)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                check_kernel(recurrent, linear)
-        return recurrent.name
-    shape = device, dtype, heads, kv_heads, head_dim
-    windowed = settings.window is not None
-    problem = Problem(*shape, fixed, documents=packed, value_dim=value_dim, windows=windowed)
-    kernel = resolve(config.kernel, problem)
+        problem = LinearProblem(device, dtype, heads, features, head_dim, fixed, packed)
+        kernel = resolve_linear(config.kernel, problem)
+    else:
+        shape, windowed = (heads, kv_heads, head_dim), settings.window is not None
+        more: dict[str, Any] = {"documents": packed, "value_dim": value_dim, "windows": windowed}
+        problem = Problem(device, dtype, *shape, fixed, **more)
+        kernel = resolve(config.kernel, problem)
     if device.type == "cuda":
         with torch.cuda.device(device):
             check_kernel(kernel, problem)

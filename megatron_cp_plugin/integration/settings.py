@@ -24,6 +24,13 @@ PACKING = ("sft", "dataloader_inter_document_masking")
 SIZES = ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 SPARSE = "dsa"
 _KNOWN = frozenset(setting.name for setting in SETTINGS)
+# Short names of sizes, which are 1 where nobody says.
+SHORT = {
+    "tensor": "tensor_model_parallel_size",
+    "stages": "pipeline_model_parallel_size",
+    "ranks": "context_parallel_size",
+    "samples": "micro_batch_size",
+}
 
 
 class Settings:
@@ -47,6 +54,8 @@ class Settings:
         self.device: Any = device
 
     def __getattr__(self, name: str) -> Any:
+        if name in SHORT:
+            return getattr(self, SHORT[name]) or 1
         if name not in _KNOWN:
             raise KeyError(f"{name} is not in contract.SETTINGS")
         return getattr(self._source, name, None)
@@ -77,26 +86,6 @@ class Settings:
     def layers(self) -> str:
         """The algorithms of the layers, as on the command line."""
         return ", ".join(self.cp.layers)
-
-    @property
-    def tensor(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.tensor_model_parallel_size or 1
-
-    @property
-    def stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.pipeline_model_parallel_size or 1
-
-    @property
-    def ranks(self) -> int:
-        """Context-parallel ranks."""
-        return self.context_parallel_size or 1
-
-    @property
-    def samples(self) -> int:
-        """Samples of a micro-batch."""
-        return self.micro_batch_size or 1
 
     @property
     def tokens(self) -> Any:

@@ -25,7 +25,7 @@ from megatron_cp_plugin.integration import compat, contract
 from megatron_cp_plugin.integration.args import split_flags
 from megatron_cp_plugin.integration.contract import NAMES, SETTINGS, USED, VERSIONS, Name
 from megatron_cp_plugin.integration.installer import LauncherInstaller
-from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.settings import SHORT, Settings
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("algorithm", "training", "cpu", "record", "script")
@@ -322,7 +322,7 @@ def test_every_import_of_megatron_is_in_the_table() -> None:
 
 def test_every_argument_that_is_read_is_in_the_table() -> None:
     known = {setting.name for setting in SETTINGS}
-    own = {"device"} | {name for name in vars(Settings) if name[0] != "_"}
+    own = {"device", *SHORT} | {name for name in vars(Settings) if name[0] != "_"}
     places = {"args", "validated", "settings", "s", "Settings(args)", "get_args()"}
     read = {
         (path.name, node.attr)
