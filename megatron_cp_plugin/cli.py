@@ -155,13 +155,14 @@ def _mask(arguments: argparse.Namespace) -> Mask:
 
 def _draw(arguments: argparse.Namespace) -> int:
     from megatron_cp_plugin.planner.drawing import held, picture, text
-    from megatron_cp_plugin.planner.svg import check_ending, matrix, some_tokens
+    from megatron_cp_plugin.planner.svg import matrix, some_tokens
 
     path = arguments.output
     if path is not None:
         if not arguments.tokens:
             raise ConfigError("--output needs --tokens, got none: add it")
-        check_ending(path)
+        if path.suffix != ".svg":
+            raise ConfigError(f"--output is a .svg file, got {path.name!r}: change its ending")
     algo, size, options = arguments.algo, arguments.size, dict(arguments.option)
     tokens, given = arguments.seq_len, {"mask": _mask(arguments), "phase": arguments.phase}
     if arguments.tokens and tokens is None:

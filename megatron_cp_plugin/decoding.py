@@ -166,7 +166,12 @@ def _starts(
             "a window needs to be 1 or more, and the positions of the token and of the cache's "
             f"entries, got window {window}: pass position= and positions="
         )
-    rows = _positions(positions)
+    try:
+        rows = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ContextParallelError(
+            f"positions needs whole numbers, got {brief(positions)}"
+        ) from None
     if rows.dim() not in (1, 2) or rows.shape[-1] < max(stops):
         raise ContextParallelError(
             f"positions needs those of all {max(stops)} entries, got {list(rows.shape)}"
@@ -184,10 +189,3 @@ def _starts(
         int(torch.searchsorted(row[:stop], first))
         for (row, stop, _), first in zip(each, firsts, strict=True)
     ]
-
-
-def _positions(given: Numbers) -> Tensor:
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ContextParallelError(f"positions needs whole numbers, got {brief(given)}") from None

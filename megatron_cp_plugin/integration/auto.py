@@ -300,7 +300,10 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
         softmax = Kind("full attention", shape, masks_of(None)[0])
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
-    linear = _linear_kind(flags, settings, seq_length)
+    head_dim = settings.head_dims[1]
+    dims = settings.split_heads[1], flags.features(head_dim), head_dim
+    states = LinearShape(settings.samples, seq_length, *dims, settings.dtype.itemsize)
+    linear = Kind("linear attention", states, Mask())
     return [
         linear
         if kinds[number % len(kinds)] == "linear"
@@ -322,6 +325,8 @@ def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | N
 def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float]:
     """GiB of the GPU that needs most, without attention, as in `planner.memory`."""
     model, experts = _model(settings, shape), settings.num_experts or 0
+    strategy = settings.data_parallel_sharding_strategy
+    by_megatron = settings.use_megatron_fsdp and strategy == "optim_grads_params"
     ranks = settings.tensor * settings.ranks
     data = max(1, settings.world_size // ranks // settings.stages)
     samples = settings.global_batch_size or settings.samples * data
@@ -335,7 +340,7 @@ def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float
         max(1, samples // data // settings.samples),
         "full" if settings.recompute_granularity == "full" else "none",
         distributed_optimizer=bool(settings.use_distributed_optimizer),
-        sharded=_shards_parameters(settings),
+        sharded=bool(settings.use_torch_fsdp2 or by_megatron),
     )
     return memory(model, split, settings.samples * shape.seq_len)
 
@@ -377,19 +382,6 @@ def layers_with_experts(frequency: int | Sequence[int] | None, layers: int) -> i
     if frequency is None or isinstance(frequency, int):
         return -(-layers // (frequency or 1))
     return sum(map(bool, frequency))
-
-
-def _shards_parameters(settings: Settings) -> bool:
-    strategy = settings.data_parallel_sharding_strategy
-    by_megatron = settings.use_megatron_fsdp and strategy == "optim_grads_params"
-    return bool(settings.use_torch_fsdp2 or by_megatron)
-
-
-def _linear_kind(flags: PluginFlags, settings: Settings, seq_length: int) -> Kind:
-    head_dim = settings.head_dims[1]
-    sizes = settings.split_heads[1], flags.features(head_dim), head_dim
-    shape = LinearShape(settings.samples, seq_length, *sizes, settings.dtype.itemsize)
-    return Kind("linear attention", shape, Mask())
 
 
 def nodes_of(settings: Settings, gpus_per_node: int) -> tuple[int, ...]:

@@ -185,8 +185,12 @@ def document_mask(packed: PackedSeqParams | None, group: dist.ProcessGroup) -> D
         return packed.beside(document_mask(packed.packed, group))
     if packed is None:
         return None
-    lengths = _document_lengths(packed)
-    padded = packed.cu_seqlens_q_padded
+    lengths, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    if packed.qkv_format != "thd" or lengths is None:
+        raise ContextParallelError(
+            "packed sequences need the format thd and cu_seqlens_q, got "
+            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
+        )
     pairs = ((lengths, packed.cu_seqlens_kv), (padded, packed.cu_seqlens_kv_padded))
     for of_queries, of_keys in pairs:
         if of_keys is None or of_keys is of_queries:
@@ -404,16 +408,6 @@ class PositionsOfPacks:
                 f"{name} layout: split them so{instead}"
             )
         self._means_nothing = True
-
-
-def _document_lengths(packed: PackedSeqParams) -> Tensor:
-    lengths: Tensor | None = packed.cu_seqlens_q
-    if packed.qkv_format != "thd" or lengths is None:
-        raise ContextParallelError(
-            "packed sequences need the format thd and cu_seqlens_q, got "
-            f"{packed.qkv_format}{'' if lengths is not None else ' without it'}"
-        )
-    return lengths
 
 
 def check_cutting(packed: Any, layout: Layout) -> None:

@@ -98,15 +98,11 @@ class Installer(ABC):
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         runtime = self._runtime = self._runtime_of(given)
-        self._log_replaced(Settings(given["config"], runtime.config))
-        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
-
-    def _log_replaced(self, settings: Settings) -> None:
-        """Logs on the first rank, once, what the plugin replaces of a model's settings."""
-        for line in replaced("model", settings):
+        for line in replaced("model", Settings(given["config"], runtime.config)):
             if line not in self._said and torch.distributed.get_rank() == 0:
                 log.info(line)
             self._said.add(line)
+        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
 
     def _serve(self, model: Any) -> None:
         """Prepares a built model for the batches that it will get."""

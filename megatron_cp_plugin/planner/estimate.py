@@ -9,7 +9,7 @@ B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from typing import Any, NamedTuple
@@ -291,12 +291,6 @@ class Estimator:
     @_kept(lambda self, placement, rank, members: (_headless(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """The distinct steps of a rank, and their order."""
-        kinds: dict[_StepWork, int] = {}
-        steps = self._place(placement, rank, members)
-        order = [kinds.setdefault(step, len(kinds)) for step in steps]
-        return tuple(kinds), order
-
-    def _place(self, placement: BlockPlacement, rank: int, members: int) -> Iterator[_StepWork]:
         tiles: dict[int, tuple[_Tiles, ...]] = {}
         moved: dict[int, tuple[list[int], list[int]]] = {}  # tokens of queries, and of keys
         seen: tuple[set[int], set[int]] = {rank}, {rank}
@@ -314,9 +308,13 @@ class Estimator:
                 seen[1].add(key)
                 rows = found.columns if whole is None else whole[key]
                 moved[step][1][nodes[key * members] != own_node] += rows
+        kinds: dict[_StepWork, int] = {}
+        order = []
         for number in sorted(tiles):
             (q_near, q_far), (k_near, k_far) = moved[number]
-            yield _StepWork(tiles[number], (q_near, q_far), (k_near, k_far))
+            work = _StepWork(tiles[number], (q_near, q_far), (k_near, k_far))
+            order.append(kinds.setdefault(work, len(kinds)))
+        return tuple(kinds), order
 
     def _link(self, size: float, far: bool, members: int, latency: int) -> Estimate:
         """A message that all ranks receive at once.

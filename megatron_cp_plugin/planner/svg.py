@@ -6,9 +6,8 @@ A row of the matrix is a query token, a column a key token. SVG needs no other p
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,20 +25,6 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 """
 # In pixels: between lines; the matrix, that of one step, who holds a token.
 _LINE, _SIDE, _SMALL, _BAR = 18, 340, 116, 8
-
-
-def check_ending(path: Path) -> None:
-    """Raises: ConfigError: The path has another ending than .svg."""
-    if path.suffix != ".svg":
-        raise ConfigError(f"--output is a .svg file, got {path.name!r}: change its ending")
-
-
-def _svg(title: str, width: float, height: float, body: Iterable[str], definitions: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}">'
-        f"<style>{_STYLE}</style><defs>{definitions}</defs>{''.join(body)}</svg>\n"
-    )
 
 
 def _text(x: float, y: float, words: str, kind: str = "") -> str:
@@ -101,7 +86,12 @@ def matrix(drawn: Picture) -> str:
             f'<text x="{x}" y="{y + 14}">step {step}</text>'
             f'<g transform="translate({x} {y + 20}) scale({scale:.5g})">{_back(scores)}{small}</g>'
         )
-    return _svg(drawn.title, width, height, body, _definitions(scores, drawn.size))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(drawn.title)}">'
+        f"<style>{_STYLE}</style><defs>{_definitions(scores, drawn.size)}</defs>"
+        f"{''.join(body)}</svg>\n"
+    )
 
 
 def _definitions(drawn: Scores, size: int) -> str:
@@ -122,7 +112,9 @@ def _definitions(drawn: Scores, size: int) -> str:
         fill = (
             color(part.ranks[0], size) if len(part.ranks) == 1 else f"url(#{_stripes(part.ranks)})"
         )
-        found.append(f'<path id="p{number}" fill="{fill}" d="{_outline(drawn.part == number)}"/>')
+        cells = _rectangles(drawn.part == number)
+        outline = "".join(f"M{x} {y}h{w}v{h}h-{w}z" for x, y, w, h in cells)
+        found.append(f'<path id="p{number}" fill="{fill}" d="{outline}"/>')
     return "".join(found)
 
 
@@ -130,12 +122,8 @@ def _stripes(ranks: tuple[int, ...]) -> str:
     return "r" + "-".join(map(str, ranks))
 
 
-def _outline(cells: NDArray[np.bool_]) -> str:
-    """Rectangles that cover some cells: runs of a row, joined with equal ones of the next rows."""
-    return "".join(f"M{x} {y}h{w}v{h}h-{w}z" for x, y, w, h in _rectangles(cells))
-
-
 def _rectangles(cells: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
+    """Rectangles that cover some cells: runs of a row, joined with equal ones of the next rows."""
     open_runs: dict[tuple[int, int], int] = {}
     edged = np.pad(cells, ((0, 1), (1, 1))).astype(np.int8)
     for y, row in enumerate(np.diff(edged, axis=1)):
