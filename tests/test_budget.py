@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_230,
+    "package root": 4_220,
     "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_320,
-    "integration": 8_250,
-    "planner": 5_770,
+    "integration": 8_220,
+    "planner": 5_750,
     "harness": 2_150,
     "scripts": 7_020,
     "tests": 37_110,
