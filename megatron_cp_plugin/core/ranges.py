@@ -168,12 +168,6 @@ class Ranges(Sequence[Span]):
         last = start + step * (self.lengths - 1)
         return type(self)(np.stack((last, start - step, -step)))
 
-    def at(self, start: int, stop: int) -> Self:
-        """The elements numbered [start, stop), cut off at the last element."""
-        if start <= 0 and stop >= self.total:
-            return self
-        return self.cut(np.array([[max(start, 0)], [min(stop, self.total)]]))[0]
-
     def cut(self, rows: Numbers) -> tuple[Self, Numbers]:
         """The elements with some numbers, and the range each piece comes from.
 

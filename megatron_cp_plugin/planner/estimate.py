@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
-from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, runs
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, positions_of, runs
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import RecordedKernel as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
@@ -177,7 +177,7 @@ class Estimator:
                 if place.rank == rank:
                     q, k = (spans(owner) for owner in pair)
                     if not place.whole:
-                        q = Ranges.of(q).at(*place.rows(sum(map(len, q))))
+                        q = positions_of(Ranges.of(q), (place.rows(sum(map(len, q))),))
                     places.append((place.step, *pair))
                     blocks.append((q, k))
         met = zip(places, self._meet(blocks), strict=True)

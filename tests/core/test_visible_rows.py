@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import Contiguous, Cyclic, Layout, TokenMap, Zigzag
 from megatron_cp_plugin.core.layout import document_starts as starts_of
 from megatron_cp_plugin.core.plans.plan import PHASES
-from megatron_cp_plugin.core.ranges import Span, longest_gap, union
+from megatron_cp_plugin.core.ranges import Span, longest_gap, positions_of, union
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.registry import create, layout_of
 from tests.plan_check import check
@@ -257,7 +257,7 @@ def test_rows_of_parts(layout: Layout, size: int, seq_len: int, data: st.DataObj
     found = rows_of_parts(blocks, parts, mask) if parts else {}
     assert set(found) == set(parts)
     for (query, key, start, stop), met in found.items():
-        rows, cols = visible_rows(blocks[query].at(start, stop), blocks[key], mask)
+        rows, cols = visible_rows(positions_of(blocks[query], ((start, stop),)), blocks[key], mask)
         assert met == (tuple((start + first, start + last) for first, last in rows), cols)
 
 

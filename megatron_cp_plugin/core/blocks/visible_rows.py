@@ -19,6 +19,7 @@ from megatron_cp_plugin.core.ranges import (
     longest_gap,
     offsets,
     offsets_of_each,
+    positions_of,
     runs,
     union,
     united,
@@ -81,7 +82,9 @@ def rows_of_parts(
     found = {}
     if tokens.gaps:
         for query, key, start, stop in parts:
-            rows, cols = visible_rows(tokens[query].at(start, stop), tokens[key], mask)
+            rows, cols = visible_rows(
+                positions_of(tokens[query], ((start, stop),)), tokens[key], mask
+            )
             of_block = tuple((start + first, start + last) for first, last in rows)
             found[query, key, start, stop] = of_block, cols
         return found
