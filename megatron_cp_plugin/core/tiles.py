@@ -8,7 +8,7 @@ lies between two staircases: row i sees the local keys m(i) to n(i). Both are pi
 grow by one a row, so a few rectangles and triangles cover what is between them exactly.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple, Self, cast
@@ -267,7 +267,11 @@ def plan_pairs(
         if q.plain and kv.plain:
             plain.append(number)
             continue
-        found[number] = _with_steps(SteppedBlocks.of(q, kv, mask.bands), cover)
+        blocks = SteppedBlocks.of(q, kv, mask.bands)
+        _, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
+        q = stretched(tiles.q, blocks.q.packed, blocks.rows)
+        kv = stretched(tiles.kv, blocks.kv.packed, blocks.cols)
+        found[number] = replace(tiles, q=q, kv=kv)
     if plain:
         pair, tiles = cover(_stairs([pairs[number] for number in plain], mask.bands))
         edges = np.searchsorted(pair, np.arange(len(plain) + 1)).tolist()
@@ -281,14 +285,6 @@ def _distinct(blocks: Sequence[Ranges]) -> tuple[list[Ranges], Numbers]:
     numbers: dict[Ranges, int] = {}
     number = [numbers.setdefault(block, len(numbers)) for block in blocks]
     return list(numbers), np.array(number)
-
-
-def _with_steps(blocks: SteppedBlocks, cover: "Callable[[_Stairs], _Tiles]") -> TileTable:
-    """Tiles of two blocks with spans that have steps."""
-    _, tiles = cover(_stairs([(blocks.q, blocks.kv)], blocks.bands))
-    q = stretched(tiles.q, blocks.q.packed, blocks.rows)
-    kv = stretched(tiles.kv, blocks.kv.packed, blocks.cols)
-    return replace(tiles, q=q, kv=kv)
 
 
 class _Stairs(NamedTuple):

@@ -4,7 +4,7 @@ under autocast, refusal of second derivatives.
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -84,10 +84,14 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         """Args: as of `attend`; compiled: as `compiled_call` returns it."""
         q, k, v = aligned(q, k, v)
+
+        def compute() -> tuple[Tensor, ...]:
+            out, lse, saved = compiled.forward.attend(q, k, v)
+            return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
+
         token = PHASE.set("forward")
         try:
             with dtypes_as_given(q.device):
-                compute = partial(_computed, compiled, q, k, v, sink)
                 if recompute_key is None:
                     out, *saved = compute()
                 else:
@@ -113,14 +117,6 @@ class Attention(torch.autograd.Function):
                 return (*differentiate(ctx, *aligned(dout), wanted=wanted), None, None)
         finally:
             PHASE.reset(token)
-
-
-def _computed(
-    compiled: Compiled, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Returns out, and the tensors to save."""
-    out, lse, saved = compiled.forward.attend(q, k, v)
-    return (out, *saved) if sink is None else (out, *saved, _let_sink(out, lse, sink))
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:

@@ -383,7 +383,9 @@ def _wait_for_gloo() -> None:
         return
     deadline = time.monotonic() + _PATIENCE_S
     before, now = None, _threads_of_gloo()
-    while now and (now != before or not _asleep(now)) and time.monotonic() < deadline:
+    while now and time.monotonic() < deadline:
+        if now == before and all(state.split()[0] == "S" for state, *_ in now.values()):
+            return  # all are asleep
         time.sleep(_WATCHED_S)
         before, now = now, _threads_of_gloo()
 
@@ -403,7 +405,3 @@ def _threads_of_gloo() -> dict[str, tuple[str, ...]]:
             switches = (status[f"{kind}voluntary_ctxt_switches"] for kind in ("", "non"))
             found[task.name] = (status["State"], *switches)
     return found
-
-
-def _asleep(threads: dict[str, tuple[str, ...]]) -> bool:
-    return all(state.split()[0] == "S" for state, *_ in threads.values())

@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.blocks.assembly import (
     token_dim,
 )
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
-from megatron_cp_plugin.core.comm import Communicator, Pending
+from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.devices import copy_into
 from megatron_cp_plugin.core.execution.program import (
     EVERYTHING,
@@ -155,7 +155,12 @@ class _TeamScatter(ResultScatter):
         # The results travel: this object must not hold their memory.
         del self._blocks, self._lses, self._places
         if lses is None:
-            summed = _sum_scatter(self._outward, blocks)
+            wide = accumulation_dtype(blocks.dtype)
+            # A reduction adds up in the dtype that travels: with two ranks one rounding as well.
+            if blocks.dtype == wide or self._outward.size == 2:
+                summed = self._outward.reduce_scatter(blocks)
+            else:
+                summed = self._outward.all_to_all(blocks).then(lambda x: x.sum(0, dtype=wide))
 
             def add() -> None:
                 for target, total in zip(own, _by_widths(summed.wait(), widths), strict=True):
@@ -345,12 +350,3 @@ def _shares(x: Tensor, members: int, part: Index) -> Tensor:
 def _by_widths(x: Tensor, widths: Sequence[int]) -> Tensors:
     """Splits tensors that were joined along their last dimension."""
     return x.split(widths, -1) if len(widths) > 1 else (x,)
-
-
-def _sum_scatter(comm: Communicator, blocks: Tensor) -> Pending[Tensor]:
-    """Sum over ranks of this rank's block, [n, ...] -> [...]; each addend is rounded once."""
-    wide = accumulation_dtype(blocks.dtype)
-    # A reduction adds up in the dtype that travels: with two ranks one rounding as well.
-    if blocks.dtype == wide or comm.size == 2:
-        return comm.reduce_scatter(blocks)
-    return comm.all_to_all(blocks).then(lambda received: received.sum(0, dtype=wide))

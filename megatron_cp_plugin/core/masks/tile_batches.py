@@ -9,6 +9,7 @@ because a call for each would cost more than the copies.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -148,7 +149,8 @@ def packed_calls(
         for group in first_fit(*spans, sizes, (most_rows, 2 * keys)) if len(small) else ():
             found.append(_call(units.tiles, units.numbers(small[group]), forward=forward))
     # What may be all rows comes first: there is nothing yet to merge it with.
-    return tuple(sorted(found, key=_row_count, reverse=True))
+    counted = [(one.rows if isinstance(one, Tile) else one.rows.total, one) for one in found]
+    return tuple([one for _, one in sorted(counted, key=itemgetter(0), reverse=True)])
 
 
 @lru_cache(maxsize=256)  # the same in both passes
@@ -258,10 +260,6 @@ def _call(
     return Batch(rows, cols, bool(some.causal[0]), apart, forward, int(some.window[0]))
 
 
-def _row_count(call: KernelCall) -> int:
-    return call.rows if isinstance(call, Tile) else int(call.rows.lengths.sum())
-
-
 @dataclass(frozen=True)
 class Part:
     """Some rows of a block of queries, and all tiles of these rows.
@@ -284,7 +282,8 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
     """
     calls = packed_calls(tiles, heads, gaps) if packed else tiles.each
     reached, found = 0, list[Part]()
-    extents = np.array([_rows_of(call) for call in calls], np.int64).reshape(-1, 2).T
+    edges = [(x.q.start, x.q.stop) if isinstance(x, Tile) else x.rows.extent for x in calls]
+    extents = np.array(edges, np.int64).reshape(-1, 2).T
     for start, stop in (*united(extents, -1), (rows, rows)):  # of calls that share rows
         if start > reached:
             found.append(Part(slice(reached, start), NO_TILES))
@@ -293,7 +292,3 @@ def parts(tiles: TileTable, rows: int, heads: int, packed: bool, gaps: bool) -> 
             found.append(Part(slice(start, stop), own.moved(-start, 0)))
         reached = stop
     return tuple(found)
-
-
-def _rows_of(call: KernelCall) -> tuple[int, int]:
-    return (call.q.start, call.q.stop) if isinstance(call, Tile) else call.rows.extent
