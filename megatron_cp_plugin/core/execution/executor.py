@@ -127,7 +127,14 @@ class Transport:
         """
         if not sends(plan):
             return None
-        buffers = slots if self._pushed(plan, slots) else 0
+        fits = self.pushes and fits_slots(plan, slots)
+        if self._wanted == "peer" and self.pushes and not fits:
+            raise ConfigError(
+                f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
+                f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
+                "auto"
+            )
+        buffers = slots if fits else 0
         return partial(self._open, *self._names(plan), slots=buffers)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int) -> Channels:
@@ -143,18 +150,6 @@ class Transport:
         """Names of channels for inputs and results; then of those for messages of several steps."""
         names = ["fetches", "sums" if plan.relay else "returns"]
         return names + [f"{name} between nodes" for name in names] if plan.slow else names
-
-    def _pushed(self, plan: Plan, slots: int) -> bool:
-        if not self.pushes:
-            return False
-        possible = fits_slots(plan, slots)
-        if not possible and self._wanted == "peer":
-            raise ConfigError(
-                f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
-                f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
-                "auto"
-            )
-        return possible
 
 
 def sends(plan: Plan) -> bool:
