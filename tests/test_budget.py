@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_220,
-    "core": 12_240,
+    "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_320,
     "integration": 8_220,
     "planner": 5_750,
     "harness": 2_150,
     "scripts": 7_020,
-    "tests": 37_110,
+    "tests": 37_150,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}

@@ -28,7 +28,10 @@ from megatron_cp_plugin.errors import ContextParallelError
 # By destination, tensors and where each begins in the destination's slot, in bytes.
 Writes = Mapping[int, Sequence[tuple[Tensor, int]]]
 
-_KEPT = 64  # views of slots
+# A rank, the number of a flag of it, and the value that it is set to; None: wait until it is 1.
+_Flag = tuple[int, int, int | None]
+
+_KEPT = 64  # views of slots, and batches of flags
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _AFTER_AN_ERROR = (
     "did a call before it end in an error? Start again, or call megatron_cp_plugin.release() on "
@@ -189,6 +192,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric(2 * size * slots * 4)
         self._flag_addresses = list(self._flags_handle.buffer_ptrs)
+        self._batches: dict[tuple[_Flag, ...], list[Any]] = {}  # for the driver
         self._slab, self._addresses = self._flags, list[int]()
         self._slab_handle: Any = None
         self._captured = False
@@ -225,12 +229,15 @@ class PeerCommunicator(SlottedCommunicator):
         done = torch.cuda.Event() if writes else None
 
         def send() -> None:
+            sent: tuple[_Flag, ...] = ()
             for to, each in writes.items():
-                self._await(copies, to * self._slots + slot)
-                self._write(copies, self.rank, to * self._slots + slot, 0)
+                offer = to * self._slots + slot
+                self._flag(copies, *sent, (self.rank, offer, None), (self.rank, offer, 0))
                 for tensor, place in each:
                     push(copies, tensor, self._addresses[to] + first + place)
-                self._write(copies, to, self._arrival(self.rank, slot), 1)
+                sent = ((to, self._arrival(self.rank, slot), 1),)
+            if sent:
+                self._flag(copies, *sent)
             if done is not None:
                 done.record(copies)
 
@@ -259,8 +266,8 @@ class PeerCommunicator(SlottedCommunicator):
                     tensor.record_stream(copies)
             if sources:
                 now.wait_event(self._reset[slot])
-                for source in sources:
-                    self._await(now, self._arrival(source, slot))
+                came = [(self.rank, self._arrival(source, slot), None) for source in sources]
+                self._flag(now, *came)
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
@@ -279,9 +286,9 @@ class PeerCommunicator(SlottedCommunicator):
         # Before a capture, and before a replay, everything is in order on one stream.
         if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
             offers.wait_stream(reader[0])
-        for source in sources:
-            self._write(offers, self.rank, self._arrival(source, slot), 0)
-            self._write(offers, source, self.rank * self._slots + slot, 1)
+        own = [(self.rank, self._arrival(source, slot), 0) for source in sources]
+        theirs = [(source, self.rank * self._slots + slot, 1) for source in sources]
+        self._flag(offers, *own, *theirs)
         self._reset[slot].record(offers)
 
     def _grow(self, slot_bytes: int) -> None:
@@ -306,20 +313,30 @@ class PeerCommunicator(SlottedCommunicator):
         dist.barrier(self._group)
         return memory, handle
 
-    def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
-        """Sets a flag of a rank once the stream has come here."""
+    def _flag(self, stream: torch.cuda.Stream, *flags: _Flag) -> None:
+        """Sets flags, and holds the stream until others are 1, one after another."""
         from cuda.bindings import driver
 
-        address = self._flag_addresses[rank] + 4 * word
-        _check_driver(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
+        batch = self._batches.get(flags)
+        if batch is None:
+            if len(self._batches) == _KEPT:
+                self._batches.clear()
+            batch = self._batches[flags] = [self._operation(*flag) for flag in flags]
+        _check_driver(driver.cuStreamBatchMemOp(stream.cuda_stream, len(batch), batch, 0))
 
-    def _await(self, stream: torch.cuda.Stream, word: int) -> None:
-        """Holds the stream until a flag of ours is 1."""
+    def _operation(self, rank: int, word: int, value: int | None) -> Any:
+        """As the driver takes it. Args: as of `_Flag`."""
         from cuda.bindings import driver
 
-        address = self._flag_addresses[self.rank] + 4 * word
-        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
+        found, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
+        address = driver.CUdeviceptr(self._flag_addresses[rank] + 4 * word)
+        if value is None:
+            found.operation, one = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, found.waitValue
+            one.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        else:
+            found.operation, one = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, found.writeValue
+        one.address, one.value = address, driver.cuuint32_t(1 if value is None else value)
+        return found
 
 
 def push(copies: torch.cuda.Stream, tensor: Tensor, address: int) -> None:
