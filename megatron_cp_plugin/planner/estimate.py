@@ -9,9 +9,9 @@ B batch, S local tokens, H query heads, G KV heads, P ranks, U ranks of a team.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from megatron_cp_plugin.core.blocks.assembly import assemble
 from megatron_cp_plugin.core.call import HeadGroup, Shape, together
 from megatron_cp_plugin.core.communication.record import Operation, Phase
+from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, positions_of, runs
@@ -67,22 +68,11 @@ _Steps = tuple[tuple[_StepWork, ...], list[int]]
 _Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of queries, owner of keys
 
 
-def _kept[**P, R](key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Caches a method's results in its instance. Args: key: the cache key of arguments."""
-
-    def keeping(method: Callable[P, R]) -> Callable[P, R]:
-        @wraps(method)
-        def kept(*args: P.args, **kwargs: P.kwargs) -> R:
-            known = vars(args[0]).setdefault(f"kept {method.__name__}", {})
-            of_call = key(*args, **kwargs)
-            if of_call not in known:
-                known[of_call] = method(*args, **kwargs)
-            found: R = known[of_call]
-            return found
-
-        return kept
-
-    return keeping
+# Methods of an estimator whose results are kept: they are asked for again and again.
+_KEPT = (
+    *("_pass", "_spans", "_tokens", "_owners", "_assembled", "_busiest", "_of_rank", "_on"),
+    "_computing",
+)
 
 
 class Estimate(NamedTuple):
@@ -124,11 +114,13 @@ class Estimator:
     peer: bool
     kernel: str
 
+    def __post_init__(self) -> None:
+        vars(self).update({name: cache(getattr(self, name)) for name in _KEPT})
+
     def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
         """Forward and backward."""
         return [self._pass(*one) for one in zip(placements, PHASES, strict=True)]
 
-    @_kept(lambda self, placement, phase: (placement, phase))
     def _pass(self, placement: Placement, phase: Phase) -> Estimate:
         if isinstance(placement, HeadPlacement):
             found = self._by_heads(placement, phase)
@@ -141,37 +133,31 @@ class Estimator:
 
     # -- blocks that meet on ranks
 
-    @_kept(lambda self, placement: (placement.layout, placement.size))
-    def _spans(self, placement: BlockPlacement) -> Callable[[int], Sequence[Span]]:
+    def _spans(self, layout: Layout, size: int) -> Callable[[int], Sequence[Span]]:
         """Positions by owner."""
-        layout, size = placement.layout.for_documents(self.mask.resolved), placement.size
+        layout = layout.for_documents(self.mask.resolved)
         return cache(lambda owner: layout.spans(owner, size, self.shape.seq_len))
 
-    @_kept(lambda self, placement: (placement.layout, placement.size))
-    def _tokens(self, placement: BlockPlacement) -> Sequence[int]:
+    def _tokens(self, layout: Layout, size: int) -> Sequence[int]:
         """Number of tokens of each block, by owner."""
-        spans = self._spans(placement)
-        return [sum(map(len, spans(one))) for one in range(placement.size)]
+        spans = self._spans(layout, size)
+        return [sum(map(len, spans(one))) for one in range(size)]
 
-    @_kept(lambda self, placement, rank: (_headless(placement), self._owners(placement, rank)))
-    def _assembled(self, placement: BlockPlacement, rank: int) -> tuple[int, tuple[_Tiles, ...]]:
+    def _assembled(self, layout: Layout, size: int, met: _Owners) -> tuple[int, tuple[_Tiles, ...]]:
         """Tokens of a block with padding, and the tiles of all that a rank gathers."""
-        met = self._owners(placement, rank)
-        spans, tokens = self._spans(placement), self._tokens(placement)
+        spans, tokens = self._spans(layout, size), self._tokens(layout, size)
         width = max(tokens[owner] for owners in met for owner in owners)
         q, k = (assemble([spans(one) for one in owners], width) for owners in met)
         return width, self._meet([(q.spans, k.spans)])[0].tiles
 
-    @_kept(lambda self, placement, rank: (_headless(placement), rank))
     def _owners(self, placement: BlockPlacement, rank: int) -> _Owners:
         """Owners of the queries, and of the keys, that meet on a rank."""
         queries, keys = placement.blocks_of(rank)
         return tuple(sorted(queries)), tuple(sorted(keys))
 
-    @_kept(lambda self, placement, rank: (_headless(placement), rank))
     def _pairs(self, placement: BlockPlacement, rank: int) -> tuple[_Pair, ...]:
         """Pairs that meet on a rank and see each other."""
-        spans, places, blocks = self._spans(placement), list[Any](), []
+        spans, places, blocks = self._spans(placement.layout, placement.size), list[Any](), []
         for pair in placement.pairs_of(rank):
             for place in placement.place(*pair):
                 if place.rank == rank:
@@ -190,7 +176,7 @@ class Estimator:
 
     def _by_blocks(self, placement: BlockPlacement, phase: Phase, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
-        ranks = {0, placement.size - 1, *self._busiest(placement)}
+        ranks = {0, placement.size - 1, *self._busiest(placement.layout, placement.size)}
         one = self._gathered if placement.assembled else self._steps
         return max(one(placement, phase, rank, members) for rank in ranks)
 
@@ -198,9 +184,10 @@ class Estimator:
         self, placement: BlockPlacement, phase: Phase, rank: int, members: int
     ) -> Estimate:
         groups, coming, leaving = placement.groups, Estimate(0.0), Estimate(0.0)
-        met = self._owners(placement, rank)
-        width, sizes = self._assembled(placement, rank)
-        computing = len(groups) * self._computing(sizes, groups[0], phase)
+        met = self._owners(_headless(placement), rank)
+        width, sizes = self._assembled(placement.layout, placement.size, met)
+        heads = groups[0].heads, groups[0].kv_heads
+        computing = len(groups) * self._computing(sizes, *heads, phase)
         whole = together(groups)
         inputs = self._width(_INPUTS[phase], whole), self._width(("k", "v"), whole)
         results = (
@@ -219,19 +206,18 @@ class Estimator:
         computed = Estimate(computing, computing, host=host)
         return self._pipeline(len(groups), computed, coming, leaving)
 
-    @_kept(lambda self, placement: (placement.layout, placement.size))
-    def _busiest(self, placement: BlockPlacement) -> tuple[int, ...]:
+    def _busiest(self, layout: Layout, size: int) -> tuple[int, ...]:
         """Ranks whose queries see most keys, and ranks whose keys are seen by most queries.
 
         With a causal mask, or a full one, the first and the last rank have the least and the most.
         """
         if not self.mask.resolved:
             return ()
-        spans = self._spans(placement)
+        spans = self._spans(layout, size)
         work = [
             [
                 sum(int(one[span.start : span.stop : span.step].sum()) for span in spans(rank))
-                for rank in range(placement.size)
+                for rank in range(size)
             ]
             for one in self._seen
         ]
@@ -244,7 +230,7 @@ class Estimator:
         return bands.keys_of(tokens), bands.transposed.keys_of(tokens)
 
     def _steps(self, placement: BlockPlacement, phase: Phase, rank: int, members: int) -> Estimate:
-        kinds, order = self._of_rank(placement, rank, members)
+        kinds, order = self._of_rank(_headless(placement), rank, members)
         group, times = placement.groups[0], len(placement.groups)
         wide, backward = placement.wide_gradients, phase == "backward"
         query_results = self._width(_RESULTS[phase], group, wide=wide)
@@ -264,7 +250,7 @@ class Estimator:
                     size = step.queries[far] * query_results + step.keys[far] * key_results
                     home += self._link(size * self.shape.batch, far, members, latency).seconds
             last = max(last, home)
-            computing = self._computing(step.tiles, group, phase)
+            computing = self._computing(step.tiles, group.heads, group.kv_heads, phase)
             if not self.peer:
                 computing += min(computing, moved.seconds) * (1 - self.machine.group_share)
             known.append((computing, moved))
@@ -288,13 +274,13 @@ class Estimator:
             host += count * times * self._launching(len(kinds[kind].tiles), messages, phase)
         return Estimate(now + last * backward, computed, inside, between, host)
 
-    @_kept(lambda self, placement, rank, members: (_headless(placement), rank, members))
     def _of_rank(self, placement: BlockPlacement, rank: int, members: int) -> _Steps:
         """The distinct steps of a rank, and their order."""
         tiles: dict[int, tuple[_Tiles, ...]] = {}
         moved: dict[int, tuple[list[int], list[int]]] = {}  # tokens of queries, and of keys
         seen: tuple[set[int], set[int]] = {rank}, {rank}
-        nodes, whole = self.nodes, self._tokens(placement) if placement.relay else None
+        nodes, of_cut = self.nodes, (placement.layout, placement.size)
+        whole = self._tokens(*of_cut) if placement.relay else None
         own_node = nodes[rank * members]
         for step, found, query, key in self._pairs(placement, rank):
             if step not in tiles:
@@ -416,17 +402,17 @@ class Estimator:
         seconds = self._crossing(machine.between.rate(operation, count), sent, self._local)
         return Estimate(seconds, inside=inside, between=size - inside)
 
-    @_kept(lambda self, ranks: ranks)
     def _on(self, ranks: tuple[int, ...]) -> Counter[int]:
         """Number of these ranks on each node."""
         return Counter(self.nodes[rank] for rank in ranks)
 
-    @_kept(lambda self, tiles, group, phase: (tiles, group.heads, group.kv_heads, phase))
-    def _computing(self, tiles: tuple[_Tiles, ...], group: HeadGroup, phase: Phase) -> float:
+    def _computing(
+        self, tiles: tuple[_Tiles, ...], heads: int, kv_heads: int, phase: Phase
+    ) -> float:
         shape = self.shape
-        heads = group.heads, group.kv_heads, shape.head_dim, shape.value_dim
+        sizes = heads, kv_heads, shape.head_dim, shape.value_dim
         kernels = (
-            Kernel(phase, shape.batch, rows, columns, area, *heads, causal)
+            Kernel(phase, shape.batch, rows, columns, area, *sizes, causal)
             for rows, columns, area, causal in tiles
         )
         seconds = sum(tile_seconds(self.machine, self.kernel, kernel) for kernel in kernels)
@@ -442,7 +428,7 @@ class Estimator:
         return max(Counter(self.nodes).values())
 
 
-def _headless(placement: BlockPlacement) -> Hashable:
+def _headless(placement: BlockPlacement) -> BlockPlacement:
     """Equal of placements whose blocks meet alike, whatever their heads."""
     return replace(placement, groups=(), wide_gradients=False)
 
