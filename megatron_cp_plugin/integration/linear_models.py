@@ -22,8 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from megatron_cp_plugin.core.autograd.function import differentiable_once
 from megatron_cp_plugin.core.linear.function import attend_linearly
 from megatron_cp_plugin.core.linear.states import Decay
 from megatron_cp_plugin.core.partial import accumulation_dtype
@@ -218,41 +218,11 @@ class LinearizedPositions(SplitByHeads):
         """Returns the features of x [s,b,h or g,d] at positions [s]: twice as many."""
         shared = x.shape[2] // len(self.theta)
         theta = self.theta.repeat_interleave(shared, 0) if shared > 1 else self.theta
-        features: Tensor = _Positioned.apply(x, theta, positions)
-        return features
-
-
-class _Positioned(torch.autograd.Function):
-    """LRPE's features. They are kept, and attention keeps them anyway; angles are made twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
-        tokens, batch, heads, head_dim = x.shape
-        # In the order that attention takes, so that it makes no copy.
-        features = x.new_empty(batch, tokens, heads, 2 * head_dim).transpose(0, 1)
-        angle = _angles(theta, positions, x.dtype)
-        torch.mul(x, angle.cos(), out=features[..., :head_dim])
-        torch.mul(x, angle.sin(), out=features[..., head_dim:])
-        ctx.save_for_backward(features, theta, positions)
-        return features
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dfeatures: Tensor) -> tuple[Tensor | None, ...]:
-        features, theta, positions = ctx.saved_tensors
-        angle = _angles(theta, positions, features.dtype)
-        x_cos, x_sin = features.chunk(2, dim=-1)
-        dcos, dsin = dfeatures.to(angle.dtype).chunk(2, dim=-1)
-        dx = torch.addcmul(dcos * angle.cos(), dsin, angle.sin()).to(features.dtype)
-        dangle = torch.addcmul(dsin * x_cos, dcos, x_sin, value=-1).sum(1)
-        dtheta = (dangle * positions[:, None, None]).sum(0)
-        return dx, dtheta.to(theta.dtype), None
-
-
-def _angles(theta: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of all tokens: [h,d], [s] -> [s,1,h,d], in float32 for dtypes below."""
-    wide = accumulation_dtype(dtype)
-    return positions.to(wide)[:, None, None, None] * theta.to(wide)
+        wide = accumulation_dtype(x.dtype)
+        angle = positions.to(wide)[:, None, None] * theta.to(wide)
+        x_wide = x.transpose(0, 1).to(wide)  # in the order of attention, which then makes no copy
+        features = torch.cat((x_wide * angle.cos(), x_wide * angle.sin()), dim=-1)
+        return features.to(x.dtype).transpose(0, 1)
 
 
 class TransNormerAttention(LinearSelfAttention):
@@ -277,14 +247,22 @@ class TransNormerAttention(LinearSelfAttention):
 
     def _combine(self, *parts: Tensor, documents: tuple[int, ...]) -> Tensor:
         q, k, v, gate = parts
-        q, k = functional.silu(q), functional.silu(k)
-        if self.positions is not None:
+        if self.positions is None:
+            q, k = functional.silu(q), functional.silu(k)
+        else:
             group = self.pg_collection.cp
             tokens = q.shape[0] * group.size()
             places = self._runtime.positions(group, tokens, q.device, documents)
-            q, k = self.positions(q, places), self.positions(k, places)
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            q, k = (checkpoint(self._positioned, x, places, **how) for x in (q, k))
         out = self._attend(q, k, v, documents)
         return gated_norm(out, gate, self.config.layernorm_epsilon, self.pg_collection.tp)
+
+    def _positioned(self, x: Tensor, places: Tensor) -> Tensor:
+        """Features of queries or keys, which attention keeps; the angles are made twice."""
+        assert self.positions is not None
+        features: Tensor = self.positions(functional.silu(x), places)
+        return features
 
 
 class LinearTransformerAttention(LinearSelfAttention):
