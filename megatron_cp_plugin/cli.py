@@ -29,23 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     something cannot be done.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get(words[0], {}) if words else {}
     code = 0
     say_nothing_of_cuda()
-    with for_a_reader():
-        has_module = bool(words) and "module" in COMMANDS.get(words[0], {})
-        code = _with_module(*words) if has_module else _own_words(words)
-    return code  # noqa: RET504 (where nobody reads any more)
-
-
-def _with_module(command: str, *words: str) -> int:
-    with one_line_errors("megatron-cp: error"), warnings.catch_warnings():
-        if command == "check":
-            need("check", "megatron", "omegaconf", "yaml")
-            # Megatron warns at every import of packages that are not installed.
+    with for_a_reader(), warnings.catch_warnings():
+        if "quiet" in command:  # Megatron warns at every import of packages that are not installed
             warnings.simplefilter("ignore")
-        name = COMMANDS[command]["module"]
-        module: Any = import_module(f"megatron_cp_plugin.harness.{name}")
-        return module.main(words)
+        if "module" in command:
+            with one_line_errors("megatron-cp: error"):
+                if {"-h", "--help"}.isdisjoint(words):
+                    need(words[0], *command["needs"])
+                name = f"megatron_cp_plugin.harness.{command['module']}"
+                module: Any = import_module(name)
+                code = module.main(words[1:])
+        else:
+            code = _own_words(words)
+    return code  # also where nobody reads any more
 
 
 def _own_words(words: Sequence[str]) -> int:
@@ -88,12 +87,9 @@ def _capabilities(arguments: argparse.Namespace) -> int:
 def _hooks(arguments: argparse.Namespace) -> int:
     if arguments.check:
         need("hooks --check", "megatron")
-        with warnings.catch_warnings():
-            # Megatron warns at every import of packages that are not installed.
-            warnings.simplefilter("ignore")
-            from megatron_cp_plugin.integration.compat import report
+        from megatron_cp_plugin.integration.compat import report
 
-            version, problems = report()
+        version, problems = report()
         for line in problems:
             print(line)
         print(f"Megatron {version}: {len(problems)} difference(s) from what the plugin expects")

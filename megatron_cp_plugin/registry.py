@@ -114,10 +114,7 @@ def create(name: str, topology: Topology, options: Given) -> Algorithm:
 
 
 def create_linear(name: str, topology: Topology, options: Given) -> LinearAlgorithm:
-    """Makes an algorithm of linear attention; a collective operation of the topology's ranks.
-
-    Raises: ConfigError if the name, an option or a value is unknown, or it is softmax attention.
-    """
+    """As `create`, of linear attention."""
     made: LinearAlgorithm = _made("linear", name, topology, options, "cp.attention")
     return made
 

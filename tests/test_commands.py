@@ -11,7 +11,7 @@ from megatron_cp_plugin.commands import _COMMON, COMMANDS, parser_of
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_a_parser_and_something_that_runs_it(command: str) -> None:
     table = COMMANDS[command]
-    assert table.keys() <= {"help", "description", "module", "flags"}
+    assert table.keys() <= {"help", "description", "module", "needs", "quiet", "flags"}
     given = [word for word in table["flags"] if not table["flags"][word].get("required")]
     parser = parser_of(command)
     assert [name for name in given if f"--{name}" in parser._option_string_actions] == [

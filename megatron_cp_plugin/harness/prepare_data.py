@@ -11,7 +11,6 @@ import numpy as np
 
 from megatron_cp_plugin.commands import parser_of
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.terminal import check_folder
 
 END_OF_DOCUMENT = 256
@@ -98,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code (0 written, 2 bad input)."""
     try:
         given = parser_of("prepare-data").parse_args(argv)
-        need("prepare-data", "megatron")
         check_folder("--output", given.output.parent)
         files = find_files(given.paths, given.suffix) if given.paths else stdlib_files()
         documents, tokens = write_dataset(files, given.output, given.document_bytes)

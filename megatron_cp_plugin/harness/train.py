@@ -20,7 +20,6 @@ from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration import launch
 from megatron_cp_plugin.integration.args import OneLineParser, PluginFlags, split_flags
 from megatron_cp_plugin.integration.settings import PACKING, SIZES
-from megatron_cp_plugin.packages import need
 from megatron_cp_plugin.process_exit import INTERRUPTED, REFUSED, one_line_errors, whole_program
 from megatron_cp_plugin.registry import AUTO
 from megatron_cp_plugin.terminal import flag_of
@@ -54,7 +53,6 @@ def start(argv: Sequence[str], *program: str) -> int:
 
     Args: program: each rank runs `python -m *program *argv`.
     """
-    need("megatron-cp train", "megatron", "omegaconf", "yaml")
     known, words = parser_of("train").parse_known_args(argv)
     line = CommandLine.of(words)
     line.check()
@@ -151,7 +149,6 @@ class CommandLine:
 
         Raises: ConfigError: It chooses no algorithm of the plugin, or cannot be read.
         """
-        need(f"megatron-cp {command}", "megatron", "omegaconf", "yaml")
         if "RANK" in os.environ:
             raise ConfigError(
                 f"{command} starts its own ranks, got those of torchrun: call it without"

@@ -127,18 +127,15 @@ class ContextParallelAttention(SplitByHeads):
         return self._causal, self._scale, self._window, self.softmax_offset is not None
 
     def _make_sinks(self, config: TransformerConfig, heads: int) -> None:
-        kind = config.softmax_type
-        if kind == "vanilla":
-            self.softmax_offset = None
+        self.softmax_offset = None
+        if config.softmax_type == "vanilla":
             return
         device = torch.cuda.current_device()
-        if kind == "off-by-one":
-            self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
-            return
-        offset = nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
-        if config.perform_initialization:
-            config.init_method(offset)
-        self.softmax_offset = offset
+        self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(self.softmax_offset)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
 
     def forward(
         self,

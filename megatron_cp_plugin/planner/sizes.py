@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,15 +141,8 @@ class OnePass:
     def placeholder_out(self, dout: Tensor, delta: Tensor) -> Tensor:
         return torch.empty_like(dout)
 
-    def passed_along(
-        self,
-        added: Tensor,
-        through: Tensor,
-        first: Tensor | None,
-        bounds: Tensor,
-        order: Tensor,
-        begins: Tensor,
-    ) -> Tensor:
+    def passed_along(self, added: Tensor, *others: Any) -> Tensor:
+        *_, begins = others
         return added.new_empty((len(begins), *added.shape[1:]))
 
 
