@@ -1,7 +1,6 @@
 """How a sequence is split among ranks, said once; and all that the functional interface does.
 
-B batch, S local tokens, N tokens of the whole sequence, H query heads, G KV heads, D head dim of
-queries and keys, E head dim of values, P ranks. Positions and lengths are in tokens.
+Shapes are in the letters of `functional`; positions and lengths are in tokens.
 """
 
 import os

@@ -54,8 +54,6 @@ def one_line_errors(program: str = "megatron_cp_plugin: error") -> Iterator[None
     the loss of another rank into one line and 1.
 
     Under torchrun the line stands at the end of torchrun's own report, once for each node.
-
-    Args: program: the beginning of the line.
     """
     try:
         yield

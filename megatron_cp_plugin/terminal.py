@@ -67,8 +67,6 @@ def say_nothing_of_cuda() -> None:
 def check_folder(flag: str, path: str | Path) -> None:
     """Refuses a folder to which nothing can be written, be it there or yet to be made.
 
-    Args: flag: The flag that names it, for the error.
-
     Raises: ConfigError if it is no folder, or nothing can be written in it.
     """
     folder = Path(path).absolute()
@@ -90,7 +88,7 @@ def check_folder(flag: str, path: str | Path) -> None:
 def check_file(flag: str, path: str | Path) -> None:
     """Refuses a file that cannot be written, or whose folder is yet to be made.
 
-    Args, raises: as `check_folder`.
+    Raises: as `check_folder`.
     """
     folder = Path(path).parent
     if Path(path).is_dir():

@@ -20,8 +20,6 @@ from megatron_cp_plugin.errors import ContextParallelError
 def damage_in_one_line(load: str | None) -> Iterator[None]:
     """Turns what Megatron raises over a damaged file into an error of one line on all ranks: an
     exception, or an exit with the code of a run that ended well.
-
-    Args: load: the folder of checkpoints; None: there is none.
     """
     try:
         yield

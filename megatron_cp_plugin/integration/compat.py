@@ -38,8 +38,6 @@ _WITHOUT_MEGATRON = {*sys.stdlib_module_names, "torch", "sympy", "numpy", "trito
 def check_megatron(*parts: Part, allow_untested: bool) -> None:
     """Checks the running Megatron at start-up, before any of its names is replaced.
 
-    Args: allow_untested: whether the version may be one that nobody ran.
-
     Raises: ContextParallelError if nobody ran it, or Megatron is not as the table says.
     """
     version, text = running_version()

@@ -129,8 +129,6 @@ def superseded(settings: Mapping[str, Any], words: Sequence[str]) -> dict[str, o
 
     If it chooses another algorithm, the file's own and its options are not in force; with
     Megatron's own path only the platform is.
-
-    Args: settings: the section `context_parallel` of a run file.
     """
     algo = chosen_algorithm(words)
     if algo is None or algo == settings.get("algo"):

@@ -326,7 +326,7 @@ class Calibration:
         comm, place = self.topology.channel("pairs"), ranks.index(self.topology.rank)
         alone = idle or place == len(ranks) // 2 * 2  # the last of an odd number
         other = None if alone else ranks[place ^ 1]
-        return fit_rate([(float(n), self._exchange(comm, n, other)) for n in self.sizes.messages])
+        return self._fitted(lambda size: self._exchange(comm, size, other))
 
     def _exchange(self, comm: Communicator, size: int, other: int | None) -> float:
         x, y = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in "ab")
@@ -334,22 +334,25 @@ class Calibration:
         return self._together(lambda: comm.exchange(sends, receives).wait())
 
     def _rate(self, comm: Communicator, operation: Operation) -> Rate:
-        times = []
-        for size in self.sizes.messages:
+        def seconds(size: int) -> float:
             x = torch.zeros(size // 4, device=self.device)
             given = x if operation == "all_gather" else x.expand(comm.size, -1).contiguous()
-            begin = partial(getattr(comm, operation), given)
-            seconds = self._together(lambda begin=begin: begin().wait())  # type: ignore[misc]
-            times.append((float(size * (comm.size - 1)), seconds))
-        return fit_rate(times)
+            return self._together(lambda: getattr(comm, operation)(given).wait())
+
+        return self._fitted(seconds, comm.size - 1)
 
     def _copies(self) -> Rate:
         """By copy engines, round all ranks of the node at a time."""
-        times = []
-        for message in self.sizes.messages:
-            x = torch.zeros(message, dtype=torch.uint8, device=self.device)
-            times.append((float(message), self._together(partial(self._push, x))))
-        return fit_rate(times)
+
+        def seconds(size: int) -> float:
+            x = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            return self._together(partial(self._push, x))
+
+        return self._fitted(seconds)
+
+    def _fitted(self, seconds: Callable[[int], float], copies: int = 1) -> Rate:
+        """Of messages of all sizes, of which a rank sends this number of copies."""
+        return fit_rate([(float(n * copies), seconds(n)) for n in self.sizes.messages])
 
     def _push(self, x: Tensor) -> None:
         comm = self.topology.peer_channel("calibration", 1)

@@ -62,10 +62,7 @@ class Kind:
 class CallSite:
     """The machine, ranks and kernel that run the layers.
 
-    Attributes:
-        nodes: node of each context-parallel rank.
-        kernel: name of a kernel in the machine file.
-        memory_bytes: memory of a GPU that attention may take; None: no bound.
+    Attributes: memory_bytes: memory of a GPU that attention may take; None: no bound.
     """
 
     machine: Machine

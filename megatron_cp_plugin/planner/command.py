@@ -207,10 +207,7 @@ def write_run_file(
     options: Options,
     linear_model: str | None = None,
 ) -> None:
-    """Writes the choice as a run file, and says so.
-
-    Args: linear_model: the kind of layers of linear attention.
-    """
+    """Writes the choice as a run file, and says so."""
     need("--yaml", "yaml")
     import yaml
 

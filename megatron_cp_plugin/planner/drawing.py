@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise, zip_longest
+from itertools import groupby, pairwise, zip_longest
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.call import Shape
@@ -46,11 +46,7 @@ class Cell:
 class Picture:
     """One pass of a plan.
 
-    Attributes:
-        title: algorithm and options.
-        subtitle: ranks, mask, tokens, pass.
-        steps: cells by step and rank; None: the rank waits.
-        plan: of all ranks.
+    Attributes: steps: cells by step and rank; None: the rank waits.
     """
 
     title: str
@@ -180,14 +176,9 @@ def _ranks(owners: Sequence[int]) -> str:
     strides = {b - a for a, b in pairwise(ranks)}
     if len(ranks) > 2 and len(strides) == 1 and strides != {1}:
         return f"{ranks[0]}-{ranks[-1]}:{strides.pop()}"
-    pieces: list[str] = []
-    start = 0
-    for index, rank in enumerate(ranks):
-        if index + 1 == len(ranks) or ranks[index + 1] != rank + 1:
-            first = ranks[start]
-            pieces.append(str(rank) if first == rank else f"{first}-{rank}")
-            start = index + 1
-    return ",".join(pieces)
+    runs = groupby(enumerate(ranks), lambda one: one[1] - one[0])  # equal of consecutive ranks
+    pieces = ([rank for _, rank in run] for _, run in runs)
+    return ",".join(str(x[0]) if len(x) == 1 else f"{x[0]}-{x[-1]}" for x in pieces)
 
 
 def _joined(moves: Iterable[Move], end: str) -> str:

@@ -96,13 +96,9 @@ def shortlist(
             (others if of in seen else first).append(one)
             seen.setdefault(of, set()).add(one.seconds)
     near = _NEAR * choice.best.seconds
-    order = [
-        *(one for one in first if one.seconds <= near),
-        *(one for one in others if one.seconds <= near),
-        *(one for one in first if one.seconds > near),
-    ]
+    listed = [*first, *(one for one in others if one.seconds <= near)]
     found: list[Combination] = []
-    for one in order:
+    for one in sorted(listed, key=lambda one: one.seconds > near):
         if len(found) >= (_MOST if one.seconds <= near else _FEWEST):
             break
         if one is not choice.best:  # which has been looked at
