@@ -172,13 +172,15 @@ class Batches:
                 "whole samples to get_batch_on_this_cp_rank"
             )
         positions = None if self.spans is None else self.spans.positions
-        if any(map(capturing, whole.values())):
-            # The host does not see the batches of replays, so the GPU ends the run.
-            ids = whole.get("position_ids")
-            if positions is None and ids is not None and not is_multimodal(ids):
+        captured = any(map(capturing, whole.values()))
+        for key, tensor in whole.items() if not captured else ():
+            self.later.add(key, _checksum(tensor), int)
+        ids = whole.get("position_ids")
+        if positions is None and ids is not None and not is_multimodal(ids):  # else without order
+            if captured:  # the host does not see the batches of replays, so the GPU ends the run
                 torch._assert_async(_count_up(ids), _ORDER)
-        else:
-            self._look(whole, ordered=positions is None)
+            else:
+                self.later.add("order", _count_up(ids), partial(_refuse_disorder, ids))
         values: dict[str, object] = {
             "training": torch.is_grad_enabled(),
             **{f"shape of {key}": (*x.shape, x.dtype) for key, x in whole.items()},
@@ -189,14 +191,6 @@ class Batches:
         }
         at_once = not self._has_compared or not self.later.waits
         return values | (self.later.take() if at_once else {})
-
-    def _look(self, whole: Mapping[str, Tensor], *, ordered: bool) -> None:
-        """Begins to look at the elements of a batch. Args: ordered: positions ids are in order."""
-        for key, tensor in whole.items():
-            self.later.add(key, _checksum(tensor), int)
-        ids = whole.get("position_ids")
-        if ordered and ids is not None and not is_multimodal(ids):  # those of images have no order
-            self.later.add("order", _count_up(ids), partial(_refuse_disorder, ids))
 
 
 def is_multimodal(position_ids: Tensor) -> bool:

@@ -96,13 +96,13 @@ class Installer(ABC):
     def _build_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         from megatron_cp_plugin.integration.spec import build_model
 
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        runtime = self._runtime = self._runtime_of(given)
-        for line in replaced("model", Settings(given["config"], runtime.config)):
+        call = inspect.signature(original).bind(*args, **kwargs)
+        runtime = self._runtime = self._runtime_of(call.arguments)
+        for line in replaced("model", Settings(call.arguments["config"], runtime.config)):
             if line not in self._said and torch.distributed.get_rank() == 0:
                 log.info(line)
             self._said.add(line)
-        self._serve(build_model(original, args, kwargs, runtime=runtime, settings=self._args))
+        self._serve(build_model(original, call, runtime, self._args))
 
     def _serve(self, model: Any) -> None:
         """Prepares a built model for the batches that it will get."""

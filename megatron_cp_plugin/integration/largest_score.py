@@ -62,24 +62,20 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> Iterator[Tensor]:
 
     A triangle is hidden where rows see ever more columns.
     """
+    dtype = accumulation_dtype(q.dtype)
     step = max(1, _SCORES // (q[:, :, 0, :, 0].numel() * tile.cols))
     for start in range(0, tile.rows, step):
         stop = min(start + step, tile.rows)
         seen = stop + tile.cols - tile.rows if tile.causal else tile.cols
-        scores = _query_key_product(q[:, :, start:stop], k[..., :seen])
+        rows, columns = q[:, :, start:stop], k[..., :seen].flatten(0, 1)
+        left = rows.flatten(2, 3).flatten(0, 1)
+        if q.is_cuda and q.dtype != dtype:
+            products = torch.bmm(left, columns, out_dtype=dtype)
+        else:
+            products = torch.bmm(left.to(dtype), columns.to(dtype))
+        scores = products.view(*rows.shape[:4], seen)
         if tile.causal:
             n = stop - start
             later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
             scores[..., seen - n :].masked_fill_(later[:, None], -torch.inf)
         yield scores
-
-
-def _query_key_product(q: Tensor, k: Tensor) -> Tensor:
-    """[B,G,R,H/G,D] times [B,G,D,C] in the dtype of sums."""
-    dtype = accumulation_dtype(q.dtype)
-    left, right = q.flatten(2, 3).flatten(0, 1), k.flatten(0, 1)
-    if q.is_cuda and q.dtype != dtype:
-        scores = torch.bmm(left, right, out_dtype=dtype)
-    else:
-        scores = torch.bmm(left.to(dtype), right.to(dtype))
-    return scores.view(*q.shape[:4], k.size(-1))

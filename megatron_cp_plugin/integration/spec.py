@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +45,7 @@ type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 
 def build_model(
     original: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
+    call: inspect.BoundArguments,
     runtime: Runtime,
     settings: Any | None,
 ) -> Any:
@@ -57,7 +55,6 @@ def build_model(
 
     Raises: ContextParallelError if the model asks for something that the algorithms do not support.
     """
-    call = inspect.signature(original).bind(*args, **kwargs)
     model, config = call.args[0], call.arguments["config"]
     check("model", Settings(config, runtime.config))
     given = call.arguments

@@ -1,6 +1,7 @@
 """The core-attention module against attention written out, and its place in layer specs."""
 
 import copy
+import inspect
 import json
 import os
 from typing import Any
@@ -315,22 +316,13 @@ def test_layers_of_a_hybrid_model_that_no_flag_names(
     """They cut the sequence by Megatron's own layout, whatever that of the run is."""
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a model sets NVTE_FUSED_ATTN and others
     stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules())
+    model, of_model = HybridModel.__new__(HybridModel), config(use_cpu_initialization=True)
+    signature = inspect.signature(HybridModel.__init__)
+    call = signature.bind(model, of_model, stack, 8, 8, **{"post_process": False} | layers)
     parallel_state.initialize_model_parallel()
     try:
         with pytest.raises(ContextParallelError, match=f"got --hybrid-layer-pattern {got}"):
-            build_model(
-                HybridModel.__init__,
-                (
-                    HybridModel.__new__(HybridModel),
-                    config(use_cpu_initialization=True),
-                    stack,
-                    8,
-                    8,
-                ),
-                {"post_process": False} | layers,
-                runtime=runtime,
-                settings=None,
-            )
+            build_model(HybridModel.__init__, call, runtime, None)
     finally:
         parallel_state.destroy_model_parallel()
 
