@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_220,
+    "package root": 4_210,
     "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_320,
-    "integration": 8_190,
-    "planner": 5_730,
+    "integration": 8_170,
+    "planner": 5_720,
     "harness": 2_140,
     "scripts": 7_020,
     "tests": 37_150,
