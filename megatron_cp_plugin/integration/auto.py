@@ -243,10 +243,7 @@ def _softmax(
 
 
 def check_same_choice(flags: PluginFlags) -> None:
-    """Compares the choices of all ranks of the job; a collective operation.
-
-    Raises: ContextParallelError: On all ranks, if some have chosen otherwise.
-    """
+    """Compares the choices of all ranks of the job. Raises: as `check_agreement`."""
     mine = f"{flags.algo} {dict(flags.options)} {', '.join(flags.layers)}".strip()
     check_agreement(_over_the_job(mine))
 

@@ -202,11 +202,6 @@ _CUDA_TYPES: dict[str, Any] = {
 _RANDOM = ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "initial_seed")
 
 
-def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns what may be entered several times, as the context of a CUDA stream."""
-    return contextlib.nullcontext()
-
-
 def _cuda_functions() -> dict[str, Callable[..., Any]]:
     """Returns the stand-ins for the functions of `torch.cuda` that Megatron calls."""
     properties = types.SimpleNamespace(
@@ -228,8 +223,8 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "get_device_name": lambda *args, **kwargs: properties.name,
         "current_stream": lambda *args, **kwargs: _STREAM,
         "default_stream": lambda *args, **kwargs: _STREAM,
-        "stream": _no_context,
-        "device": _no_context,
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        "device": lambda *args, **kwargs: contextlib.nullcontext(),
         "memory_stats": lambda *args, **kwargs: {},
         "memory_snapshot": lambda *args, **kwargs: [],
         "mem_get_info": lambda *args, **kwargs: (properties.total_memory, properties.total_memory),

@@ -42,9 +42,7 @@ log = logging.getLogger(__name__)
 class Installer(ABC):
     """Serves the models of one process, from `install` to `undo`.
 
-    Attributes:
-        parts: Parts of the plugin that the process needs.
-        recomputes: Whether activation recomputation runs attention a second time.
+    Attributes: recomputes: whether activation recomputation runs attention a second time.
     """
 
     parts: tuple[Part, ...] = ("algorithm",)

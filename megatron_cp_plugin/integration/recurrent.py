@@ -148,8 +148,8 @@ def _mamba(kind: Any) -> type:
 
             Raises: ContextParallelError: Something is asked for that is not served.
             """
-            asked = inference_context if inference_params is None else inference_params
-            _refuse_arguments("Mamba", {"inference": asked}, packed_seq_params)
+            asked = {"inference": inference_context or inference_params}
+            _refuse_arguments("Mamba", asked, packed_seq_params)
             projected, _ = self.in_proj(hidden_states)
             mixed = projected.transpose(0, 1)
             sequence = RecurrentSequence(
@@ -207,9 +207,9 @@ def _delta_net(kind: Any) -> type:
 
             Raises: ContextParallelError: Something is asked for that is not served.
             """
-            asked = inference_context if inference_params is None else inference_params
-            offset = {"inference": asked, "a sequence offset": sequence_len_offset}
-            _refuse_arguments("gated delta net", offset, packed_seq_params)
+            asked = {"inference": inference_context or inference_params}
+            asked |= {"a sequence offset": sequence_len_offset}
+            _refuse_arguments("gated delta net", asked, packed_seq_params)
             mixed, _ = self.in_proj(hidden_states)
             tokens, batch, _ = mixed.shape
             sequence = RecurrentSequence(

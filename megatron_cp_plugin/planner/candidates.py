@@ -19,9 +19,8 @@ from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.layers import Options
 from megatron_cp_plugin.planner.layer import AnyShape, checked
-
-Options = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True)

@@ -260,9 +260,6 @@ def chosen_by_first(
 
 
 def check_agreement(asked: Sequence[str]) -> None:
-    """Raises: ContextParallelError on all ranks if not all ask, or have chosen, the same.
-
-    Args: asked: in words, by rank.
-    """
+    """Raises: ContextParallelError on all ranks if not all ask, or have chosen, the same."""
     advice = "start all with the same settings and versions, or name an algorithm"
     check_same(f"all ranks need the same choice of {AUTO}", asked, advice)

@@ -65,15 +65,10 @@ def _shown(found: Sequence[Row], chosen: Row) -> list[Row]:
     """The best rows of each algorithm, and the chosen row."""
     shown: list[Row] = []
     for row in found:
-        same = [one for one in shown if one.algo == row.algo]
-        alike = any(_figures(one) == _figures(row) for one in same)
-        if row.name == chosen.name or (len(same) < _OF_EACH and not alike):
+        same = sum(one.algo == row.algo for one in shown)
+        if row.name == chosen.name or same < _OF_EACH:
             shown.append(row)
     return shown
-
-
-def _figures(row: Row) -> tuple[object, ...]:
-    return row.layout, row.forward, row.backward, row.inside, row.between
 
 
 def _table_of_kind(choice: Choice, number: int, rows: Sequence[Row]) -> str:
