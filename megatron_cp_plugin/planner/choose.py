@@ -18,11 +18,10 @@ from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.layers import options_by_name
+from megatron_cp_plugin.layers import Options, options_by_name
 from megatron_cp_plugin.planner.call_memory import peak_bytes
 from megatron_cp_plugin.planner.candidates import (
     Candidate,
-    Options,
     Refusal,
     candidates,
     label,

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
+from megatron_cp_plugin.layers import Options
 from megatron_cp_plugin.packages import need
-from megatron_cp_plugin.planner.candidates import Options
 from megatron_cp_plugin.planner.choose import GIB, CallSite, Kind, choose
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
 from megatron_cp_plugin.planner.explain import sentence, table

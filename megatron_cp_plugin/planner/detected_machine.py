@@ -20,7 +20,7 @@ from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import Lengths, LogNormal, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
-from megatron_cp_plugin.planner.candidates import Options
+from megatron_cp_plugin.layers import Options
 from megatron_cp_plugin.planner.choose import GIB, CallSite, Combination, Kind, choose
 from megatron_cp_plugin.planner.explain import sentence
 from megatron_cp_plugin.planner.machine import Machine

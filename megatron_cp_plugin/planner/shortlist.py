@@ -24,7 +24,7 @@ from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import UNRECORDED, holding
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import resolver
-from megatron_cp_plugin.planner.candidates import Options
+from megatron_cp_plugin.layers import Options
 from megatron_cp_plugin.planner.choose import (
     Choice,
     Combination,
