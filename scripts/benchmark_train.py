@@ -65,8 +65,7 @@ def work(model: Model, bounds: Sequence[int]) -> float:
     Args: bounds: of documents of a sequence, from 0 to its tokens.
     """
     pairs = sum((end - start) ** 2 for start, end in pairwise(bounds)) / 2
-    gates = model.layers * model.hidden**2 if model.linear else 0  # of TransNormerLLM
-    return model.flop(bounds[-1], pairs) + 6.0 * bounds[-1] * gates
+    return model.flop(bounds[-1], pairs)
 
 
 def prefill_work(model: Model, tokens: int) -> float:

@@ -28,7 +28,7 @@ class Model:
         query_rank, key_rank: of the latents of multi-latent attention, whose keys have rotary
             elements of `rotary_dim` that all heads share; 0: it has none; only query_rank 0:
             queries have none.
-        linear: layers of linear attention.
+        linear: layers of linear attention, whose outputs are gated as TransNormerLLM's.
         tied: embedding and logits share a matrix.
     """
 
@@ -64,7 +64,8 @@ class Model:
         of_queries = self.heads * self.head_dim
         if not self.key_rank:
             of_keys = self.kv_heads * (self.head_dim + self.value_dim)
-            return Product(self.hidden, of_queries + of_keys), out
+            of_gates = out.inner if self.linear else 0
+            return Product(self.hidden, of_queries + of_keys + of_gates), out
         of_keys = self.kv_heads * (self.head_dim - self.rotary_dim + self.value_dim)
         queries: tuple[Product, ...] = (Product(self.hidden, of_queries),)
         if self.query_rank:
