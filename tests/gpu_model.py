@@ -225,24 +225,13 @@ class Gpus:
     def driver(self) -> SimpleNamespace:
         """What the transport calls of CUDA's driver."""
 
-        def write(stream: Stream, one: SimpleNamespace) -> None:
-            stream.do(lambda: self.flags.__setitem__(one.address, one.value))
+        def write(stream: Stream, address: int, value: int, _: int) -> tuple[int]:
+            stream.do(lambda: self.flags.__setitem__(address, value))
+            return (0,)
 
-        def wait(stream: Stream, one: SimpleNamespace) -> None:
-            assert one.flags == 1
-            stream.add(lambda: self.flags.get(one.address, 0) == one.value, lambda: None)
-
-        def parameters() -> SimpleNamespace:
-            return SimpleNamespace(waitValue=SimpleNamespace(), writeValue=SimpleNamespace())
-
-        def batch(stream: Stream, count: int, batch: list[Any], flags: int) -> tuple[int]:
-            assert flags == 0
-            assert 0 < count == len(batch)
-            for one in batch:
-                if one.operation == "wait":
-                    wait(stream, one.waitValue)
-                else:
-                    write(stream, one.writeValue)
+        def wait(stream: Stream, address: int, value: int, flags: int) -> tuple[int]:
+            assert flags == 1
+            stream.add(lambda: self.flags.get(address, 0) == value, lambda: None)
             return (0,)
 
         def info(stream: Stream) -> tuple[int, int, int]:
@@ -277,13 +266,8 @@ class Gpus:
             CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_UNIFIED="unified"),
             cuMemcpyAsync=copy_whole,
             cuMemcpy2DAsync=copy,
-            CUdeviceptr=int,
-            cuuint32_t=int,
-            CUstreamBatchMemOpParams=parameters,
-            CUstreamBatchMemOpType=SimpleNamespace(
-                CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
-            ),
-            cuStreamBatchMemOp=batch,
+            cuStreamWriteValue32=write,
+            cuStreamWaitValue32=wait,
             cuStreamGetCaptureInfo=info,
             CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=1),
         )

@@ -28,10 +28,7 @@ from megatron_cp_plugin.errors import ContextParallelError
 # By destination, tensors and where each begins in the destination's slot, in bytes.
 Writes = Mapping[int, Sequence[tuple[Tensor, int]]]
 
-# A rank, the number of a flag of it, and the value that it is set to; None: wait until it is 1.
-_Flag = tuple[int, int, int | None]
-
-_KEPT = 64  # views of slots, and batches of flags
+_KEPT = 64  # views of slots
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
 _AFTER_AN_ERROR = (
     "did a call before it end in an error? Start again, or call megatron_cp_plugin.release() on "
@@ -192,7 +189,6 @@ class PeerCommunicator(SlottedCommunicator):
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
         self._flags, self._flags_handle = self._symmetric(2 * size * slots * 4)
         self._flag_addresses = list(self._flags_handle.buffer_ptrs)
-        self._batches: dict[tuple[_Flag, ...], list[Any]] = {}  # for the driver
         self._slab, self._addresses = self._flags, list[int]()
         self._slab_handle: Any = None
         self._captured = False
@@ -229,15 +225,12 @@ class PeerCommunicator(SlottedCommunicator):
         done = torch.cuda.Event() if writes else None
 
         def send() -> None:
-            sent: tuple[_Flag, ...] = ()
             for to, each in writes.items():
-                offer = to * self._slots + slot
-                self._flag(copies, *sent, (self.rank, offer, None), (self.rank, offer, 0))
+                self._await(copies, to * self._slots + slot)
+                self._write(copies, self.rank, to * self._slots + slot, 0)
                 for tensor, place in each:
                     push(copies, tensor, self._addresses[to] + first + place)
-                sent = ((to, self._arrival(self.rank, slot), 1),)
-            if sent:
-                self._flag(copies, *sent)
+                self._write(copies, to, self._arrival(self.rank, slot), 1)
             if done is not None:
                 done.record(copies)
 
@@ -266,8 +259,8 @@ class PeerCommunicator(SlottedCommunicator):
                     tensor.record_stream(copies)
             if sources:
                 now.wait_event(self._reset[slot])
-                came = [(self.rank, self._arrival(source, slot), None) for source in sources]
-                self._flag(now, *came)
+                for source in sources:
+                    self._await(now, self._arrival(source, slot))
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
@@ -286,9 +279,9 @@ class PeerCommunicator(SlottedCommunicator):
         # Before a capture, and before a replay, everything is in order on one stream.
         if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
             offers.wait_stream(reader[0])
-        own = [(self.rank, self._arrival(source, slot), 0) for source in sources]
-        theirs = [(source, self.rank * self._slots + slot, 1) for source in sources]
-        self._flag(offers, *own, *theirs)
+        for source in sources:
+            self._write(offers, self.rank, self._arrival(source, slot), 0)
+            self._write(offers, source, self.rank * self._slots + slot, 1)
         self._reset[slot].record(offers)
 
     def _grow(self, slot_bytes: int) -> None:
@@ -313,30 +306,20 @@ class PeerCommunicator(SlottedCommunicator):
         dist.barrier(self._group)
         return memory, handle
 
-    def _flag(self, stream: torch.cuda.Stream, *flags: _Flag) -> None:
-        """Sets flags, and holds the stream until others are 1, one after another."""
+    def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
+        """Sets a flag of a rank once the stream has come here."""
         from cuda.bindings import driver
 
-        batch = self._batches.get(flags)
-        if batch is None:
-            if len(self._batches) == _KEPT:
-                self._batches.clear()
-            batch = self._batches[flags] = [self._operation(*flag) for flag in flags]
-        _check_driver(driver.cuStreamBatchMemOp(stream.cuda_stream, len(batch), batch, 0))
+        address = self._flag_addresses[rank] + 4 * word
+        _check_driver(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
 
-    def _operation(self, rank: int, word: int, value: int | None) -> Any:
-        """As the driver takes it. Args: as of `_Flag`."""
+    def _await(self, stream: torch.cuda.Stream, word: int) -> None:
+        """Holds the stream until a flag of ours is 1."""
         from cuda.bindings import driver
 
-        found, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
-        address = driver.CUdeviceptr(self._flag_addresses[rank] + 4 * word)
-        if value is None:
-            found.operation, one = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, found.waitValue
-            one.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-        else:
-            found.operation, one = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, found.writeValue
-        one.address, one.value = address, driver.cuuint32_t(1 if value is None else value)
-        return found
+        address = self._flag_addresses[self.rank] + 4 * word
+        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
 
 
 def push(copies: torch.cuda.Stream, tensor: Tensor, address: int) -> None:
