@@ -76,6 +76,8 @@ def _check_class(name: str, cls: AnyClass) -> None:
 def available(kind: Kind | None = None) -> tuple[str, ...]:
     """Names of all algorithms, other installed packages' included, without the papers' settings
     (`algorithms.published`).
+
+    Args: kind: of attention that they compute; None: either.
     """
     load_installed()
     listed = _algorithms.keys() - _unlisted
