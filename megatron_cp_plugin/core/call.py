@@ -93,9 +93,8 @@ _LARGE = 2**27
 class HeadGroup:
     """Some query heads, and the KV heads that they use.
 
-    Attributes:
-        q, kv: slices of the head dimensions.
-        first, last: whether the group is the first, and the last, of those that use these KV heads.
+    Attributes: first, last: whether the group is the first, and the last, of those that use these
+        KV heads.
     """
 
     q: slice
@@ -178,10 +177,8 @@ def successive_groups(
 
     Blocks in transit, sums and results of kernels then have the heads of one group.
 
-    Args:
-        chunks: how many groups at most; 0: one, or two where a rank's q has enough elements that
-            kernels are as fast with half of the heads.
-        elements: of a rank's q.
+    Args: chunks: how many groups at most; 0: one, or two where a rank's q has enough elements that
+        kernels are as fast with half of the heads.
     """
     wanted = chunks or (2 if elements >= _LARGE else 1)
     return head_groups(heads, kv_heads, wanted, share_kv=False)
@@ -205,9 +202,6 @@ class Call:
 
     Attributes:
         shape: sizes of the whole problem.
-        mask: of the whole sequence.
-        scale: factor of the scores.
-        kernel: computes the tiles.
         dq, dkv: whether the gradient of q, and those of k and v, are wanted; the same on all ranks.
     """
 

@@ -102,10 +102,7 @@ class Statistics(NamedTuple):
     def _each(
         self, of_rows: Callable[[Tensor], Tensor], of_out: Callable[[Tensor], Tensor]
     ) -> "Statistics":
-        """Args:
-        of_rows: what is done to lse and delta.
-        of_out: to out.
-        """
+        """Args: of_rows: what is done to lse and delta. of_out: to out."""
         lse, out, delta = self
         return Statistics(
             of_rows(lse),
@@ -306,9 +303,7 @@ class SoftmaxKernel(Kernel[Problem]):
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
         """This call's contribution to the gradients.
 
-        Args:
-            dout: [B,S,H,E].
-            statistics: of the merged forward.
+        Args: dout: [B,S,H,E]. statistics: of the merged forward.
 
         Returns: dq [B,S,H,D], dk [B,T,G,D], dv [B,T,G,E].
         """

@@ -152,9 +152,7 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: SomeRows, b: Tensor, b_lse: Tens
 
 
 def rows_at(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some rows of [B,S,heads,D]: a view for a slice, x itself for all rows, a copy for rows [n]
-    int32.
-    """
+    """Some rows of [B,S,heads,D]: a view, x itself for all rows, a copy for rows [n] int32."""
     if isinstance(rows, slice):
         return x if rows == slice(0, x.shape[1]) else x[:, rows]
     return taken(x, 1, rows)
@@ -225,9 +223,7 @@ class _Partials:
         return taken
 
     def _pieces(self) -> list[Piece]:
-        """Takes the waiting partials in pieces: rows, each in one piece, with the parts of all
-        partials that have them.
-        """
+        """Takes the waiting partials in pieces: rows, with the parts of all that have them."""
         found, adjacent = list[Piece](), list[tuple[slice, Tensors]]()
         for rows, tensors in self._taken():
             if isinstance(rows, slice) and rows.step in _ADJACENT:
@@ -295,9 +291,7 @@ class Accumulator(_Partials):
             self._merge_waiting()
 
     def _merge_waiting(self) -> None:
-        """Merges waiting partials into the total, which is in a wide dtype from the second partial
-        on.
-        """
+        """Merges waiting partials into the total, in a wide dtype from the second partial on."""
         self.borrowed = False
         for rows, (out, lse) in self._taken():
             whole = isinstance(rows, slice) and out.shape[1] == self._like.shape[1]

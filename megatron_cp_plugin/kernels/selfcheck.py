@@ -217,9 +217,9 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """out, the last state, dq, dk, dv and the gradient of the first state."""
     q, k, v, dout, before, dafter = inputs
-    tokens = torch.tensor([q.shape[1]], device=q.device)
     # What is left of a state behind the run: of one in another document nothing.
-    kept = decay.powers(tokens)[0][:, None, None].to(before.dtype) * (len(runs.documents[0]) == 1)
+    whole = torch.exp(decay.logarithms(q.device) * q.shape[1])
+    kept = whole[:, None, None].to(before.dtype) * (len(runs.documents[0]) == 1)
     given = LinearInputs(q, k, v, decay, runs)
     forward = kernel.forward(given)
     last = forward.states[0] + kept * before

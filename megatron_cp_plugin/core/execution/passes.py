@@ -216,10 +216,7 @@ class Forward(_Summing[Accumulator]):
     lse: Tensor
 
     def __init__(self, part: RankPart, own: Named, *, keep: bool) -> None:
-        """Args:
-        own: q, k and v of the rank's tokens.
-        keep: base blocks stay for the backward.
-        """
+        """Args: own: q, k and v of the rank's tokens. keep: base blocks stay for the backward."""
         q, v = own["q"], own["v"]
         super().__init__(part, own, q, v)
         self.kept: list[Tensor] = []

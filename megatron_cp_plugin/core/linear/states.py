@@ -175,11 +175,7 @@ def _local_runs(route: Route, rank: int) -> Runs:
 
 @dataclass(frozen=True)
 class Decay:
-    """One rate per head, each in (0, 1]; 1 is linear attention without decay.
-
-    Powers are taken as exp(exponent * log(rate)) in float64: long distances end at 0 and never
-    pass through infinity.
-    """
+    """One rate per head, each in (0, 1]; 1 is linear attention without decay."""
 
     rates: tuple[float, ...]
 
@@ -222,10 +218,6 @@ class Decay:
     def logarithms(self, device: torch.device) -> Tensor:
         """Natural logarithms of the rates: [H] float64."""
         return _logarithms(self.rates, device)
-
-    def powers(self, exponents: Tensor) -> Tensor:
-        """rate ** exponent of every head: exponents [...], not negative -> [..., H] float64."""
-        return torch.exp(exponents.unsqueeze(-1) * self.logarithms(exponents.device))
 
 
 @kept_on_device(maxsize=1024)
