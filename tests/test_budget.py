@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_210,
-    "core": 12_240,
+    "core": 12_210,
     "algorithms": 1_730,
     "kernels": 3_320,
     "integration": 8_160,
     "planner": 5_710,
     "harness": 2_140,
-    "scripts": 7_020,
-    "tests": 37_110,
+    "scripts": 7_010,
+    "tests": 37_090,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_480}
