@@ -22,7 +22,7 @@ from megatron_cp_plugin import functional, registry
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.process_groups import topology_of
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.kernel import KernelCall, Problem, Statistics
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.errors import ContextParallelError
@@ -264,7 +264,7 @@ def _unsplit(whole: list[Tensor]) -> list[Tensor]:
 def _everywhere(body: Callable[[Topology], float]) -> list[float]:
     """Results of all ranks."""
     if not dist.is_initialized():
-        return VirtualWorld(VIRTUAL_RANKS).run(body)
+        return run_virtual(VIRTUAL_RANKS, body)
     topology = topology_of(None)
     return topology.gather(body(topology))
 

@@ -9,11 +9,11 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import CommunicationLog
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, document_starts, shard, unshard
 from megatron_cp_plugin.registry import layout_of
 from tests.linear_oracle import NAMES, Linear, LinearExpected
 from tests.oracle import relative_error
-from tests.peer_world import run_virtual
 
 Found = list[Tensor | None]  # by NAMES
 

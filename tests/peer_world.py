@@ -161,5 +161,5 @@ def run_virtual[T](
     *,
     peer_access: bool = False,
 ) -> list[T]:
-    """See `VirtualWorld`, and its `run`; with peer channels or without."""
+    """As the package's `run_virtual`, with peer channels or without."""
     return virtual_world(size, timeout_s, ranks_per_node, peer_access=peer_access).run(body)

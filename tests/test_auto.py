@@ -8,9 +8,9 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from tests.oracle import naive_attention
-from tests.peer_world import run_virtual
 from tests.span_masks import dense
 
 

@@ -7,12 +7,12 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.capabilities import PROBLEMS, RANKS, capabilities, markdown
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.layers import layout_choices
 from tests.linear_oracle import linear_expected
 from tests.oracle import expected_attention, relative_error
-from tests.peer_world import run_virtual
 
 SEQ_LEN = 4 * RANKS
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import LAYOUTS, positions
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
-from tests.peer_world import run_virtual
 
 PAGES = Path(__file__).parents[1] / "docs"
 RANKS = 4

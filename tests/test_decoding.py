@@ -9,11 +9,11 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import unshard
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import naive_attention, relative_error
-from tests.peer_world import run_virtual
 
 PROMPT, DECODED, DIM, VALUE_DIM = 43, 40, 8, 12
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}

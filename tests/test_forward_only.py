@@ -9,10 +9,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.registry import layout_of
 from tests.operators import Operators
-from tests.peer_world import run_virtual
 
 SIZE, TOKENS, HEADS, DIM = 4, 64, 4, 16
 

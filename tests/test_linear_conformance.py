@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.layout import document_starts
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.errors import ContextParallelError
@@ -26,7 +26,6 @@ from tests.linear_calls import Found, LinearCall, run
 from tests.linear_oracle import Linear, LinearExpected, linear_expected
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
-from tests.peer_world import run_virtual
 from tests.random_tests import examples
 from tests.test_conformance import Case
 from tests.test_random_attention import World, worlds

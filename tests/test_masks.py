@@ -7,8 +7,8 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from tests.oracle import expected_attention
-from tests.peer_world import run_virtual
 from tests.test_conformance import Case, assert_matches, few_cases, run
 
 BLOCK, BFLOAT16 = 6, torch.bfloat16

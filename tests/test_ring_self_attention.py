@@ -6,11 +6,11 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous, shard, unshard
 from megatron_cp_plugin.errors import ContextParallelError
 from scripts.ring_self_attention import ring_self_attention
 from tests.oracle import Expected, expected_attention, relative_error
-from tests.peer_world import run_virtual
 
 BATCH, TOKENS, HEADS, DIM = 2, 6, 4, 8
 

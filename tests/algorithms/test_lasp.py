@@ -9,9 +9,8 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.algorithms import lasp
 from megatron_cp_plugin.core.comm import Pending, Topology
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.linear.states import Decay, Route, RunStates
-from tests.peer_world import run_virtual
 
 RANKS = 3
 

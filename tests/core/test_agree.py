@@ -9,10 +9,9 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.agree import Digest, SameCall
 from megatron_cp_plugin.core.comm import Recent
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.integration.steps_job import FUNCTIONAL, STEPS, refused_together, step_of
-from tests.peer_world import run_virtual
 
 RANKS = 2
 

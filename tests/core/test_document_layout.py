@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ContextParallelError
-from tests.peer_world import run_virtual
 from tests.span_masks import dense
 
 LONG_TAIL = str(Path(__file__).parents[2] / "configs" / "lengths" / "long_tail.csv")

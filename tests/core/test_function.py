@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from tests.peer_world import run_virtual
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 
 RANKS = 4
 

@@ -13,13 +13,13 @@ from megatron_cp_plugin.core.autograd.latents import Wire, attend_latents
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import CommunicationLog
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Layout, shard, unshard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.registry import create, layout_of
 from tests.oracle import naive_attention, relative_error
-from tests.peer_world import run_virtual
 from tests.plan_check import traffic_of
 
 BATCH, HEADS, LATENT, ROTARY, PLAIN, VALUE = 2, 4, 10, 3, 5, 4

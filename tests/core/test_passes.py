@@ -10,6 +10,7 @@ from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.autograd.function import attend
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.execution import passes
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.ranges import Rows, row_count
@@ -18,7 +19,6 @@ from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.oracle import expected_attention, relative_error
 from tests.pairwise import pairwise
-from tests.peer_world import run_virtual
 
 SIZE, SEQ_LEN = 4, 480
 # Divisible by 8, as the thd layout wants them.

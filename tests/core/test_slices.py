@@ -10,11 +10,10 @@ from torch import Tensor
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.virtual import VirtualWorld
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld, run_virtual
 from megatron_cp_plugin.core.document_layout import Balanced
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.registry import create
-from tests.peer_world import run_virtual
 from tests.span_masks import dense, mask_of
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask
@@ -39,7 +40,6 @@ from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 from tests.integration.ranks import ALONE, Place
 from tests.integration.test_equal_runs import DELTA, MAMBA, MEGATRON
 from tests.oracle import relative_error
-from tests.peer_world import run_virtual
 
 JOBS = Path(__file__).parent
 STAND_INS = JOBS.parent / "stand_ins"

@@ -8,10 +8,10 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.registry import layout_of
 from tests.oracle import relative_error
-from tests.peer_world import run_virtual
 
 FAMILIES = {
     "simple_gla": ("heads", False),

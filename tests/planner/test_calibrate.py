@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.calibrate import Calibration, fit_rate, fit_speed
 from megatron_cp_plugin.planner.machine import KernelSpeed, Machine, Rate, machines
-from tests.peer_world import run_virtual
 
 
 def test_alpha_and_beta_are_found():

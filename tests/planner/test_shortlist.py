@@ -16,6 +16,7 @@ import torch
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
@@ -27,7 +28,6 @@ from megatron_cp_plugin.planner.detected_machine import documents_like
 from megatron_cp_plugin.planner.machine import Machine
 from megatron_cp_plugin.planner.shortlist import Measured, measure, order_of, shortlist
 from tests.oracle import naive_attention
-from tests.peer_world import run_virtual
 
 CPU = torch.device("cpu")
 MACHINE = Machine.load("h200_nvlink")

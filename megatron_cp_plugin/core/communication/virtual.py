@@ -40,11 +40,7 @@ class VirtualWorld:
         return VirtualTopology(self, tuple(range(self.size)), rank, "")
 
     def run[T](self, body: Callable[[Topology], T]) -> list[T]:
-        """Runs body(topology) on all ranks, each a thread.
-
-        Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
-        were sent that nobody received.
-        """
+        """See `run_virtual`."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
@@ -193,3 +189,17 @@ class _VirtualCommunicator(Communicator):
 
     def _take(self, turn: int, source: int) -> Tensor:
         return self._world.take((self.channel, turn, self._members[source], self.global_rank))
+
+
+def run_virtual[T](
+    size: int,
+    body: Callable[[Topology], T],
+    timeout_s: float = 30.0,
+    ranks_per_node: int | None = None,
+) -> list[T]:
+    """Runs body(topology) on `size` virtual ranks, each a thread; other settings: VirtualWorld.
+
+    Returns: the results by rank. Raises: the first error of any rank; RuntimeError if messages
+    were sent that nobody received.
+    """
+    return VirtualWorld(size, timeout_s, ranks_per_node).run(body)

@@ -9,13 +9,13 @@ from torch.nn import functional
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.layout import shard, unshard
 from megatron_cp_plugin.core.linear.convolution import short_convolution
 from megatron_cp_plugin.core.linear.states import Route
 from tests.oracle import relative_error
 from tests.pairwise import pairwise
-from tests.peer_world import run_virtual
 
 # Where others than the first document begin, in multiples of 2P tokens, of which runs are made.
 DOCUMENTS = {"one": (), "several": (1, 3), "short": (1, 2, 3, 4)}

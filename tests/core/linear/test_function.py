@@ -5,10 +5,10 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.communication.virtual import run_virtual
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.registry import layout_of
-from tests.peer_world import run_virtual
 
 
 def test_wrong_gates_are_refused() -> None:
