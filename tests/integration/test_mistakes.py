@@ -173,7 +173,7 @@ def test_a_mistake_is_one_line_said_once_and_last() -> None:
     assert len(PREFIX.findall(launcher.stdout + launcher.stderr)) == 1, launcher.stderr
     message, rule = report.rstrip().splitlines()[-2:]
     assert set(rule) == {"="}
-    assert PREFIX.split(message)[1].startswith("KV heads in --heads must divide the 30 heads")
+    assert PREFIX.split(message)[1].startswith("--heads takes query heads, or query heads:KV")
     # One traceback and one failure, of the rank that has the message.
     assert "Traceback" not in report
     assert report.count("exitcode  : ") == report.count("exitcode  : 2 ") == 1
