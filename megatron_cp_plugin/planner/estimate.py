@@ -22,7 +22,7 @@ from megatron_cp_plugin.core.communication.record import Operation, Phase
 from megatron_cp_plugin.core.layout import Layout
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
-from megatron_cp_plugin.core.ranges import Numbers, Ranges, Span, positions_of, runs
+from megatron_cp_plugin.core.ranges import Numbers, Ranges, positions_of, runs
 from megatron_cp_plugin.core.tiles import Mask, TileTable, plan_pairs
 from megatron_cp_plugin.planner.dry_run import RecordedKernel as Kernel
 from megatron_cp_plugin.planner.event_simulation import tile_seconds
@@ -133,15 +133,15 @@ class Estimator:
 
     # -- blocks that meet on ranks
 
-    def _spans(self, layout: Layout, size: int) -> Callable[[int], Sequence[Span]]:
+    def _spans(self, layout: Layout, size: int) -> Callable[[int], Ranges]:
         """Positions by owner."""
         layout = layout.for_documents(self.mask.resolved)
-        return cache(lambda owner: layout.spans(owner, size, self.shape.seq_len))
+        return cache(lambda owner: Ranges.of(layout.spans(owner, size, self.shape.seq_len)))
 
     def _tokens(self, layout: Layout, size: int) -> Sequence[int]:
         """Number of tokens of each block, by owner."""
         spans = self._spans(layout, size)
-        return [sum(map(len, spans(one))) for one in range(size)]
+        return [spans(one).total for one in range(size)]
 
     def _assembled(self, layout: Layout, size: int, met: _Owners) -> tuple[int, tuple[_Tiles, ...]]:
         """Tokens of a block with padding, and the tiles of all that a rank gathers."""
@@ -163,16 +163,15 @@ class Estimator:
                 if place.rank == rank:
                     q, k = (spans(owner) for owner in pair)
                     if not place.whole:
-                        q = positions_of(Ranges.of(q), (place.rows(sum(map(len, q))),))
+                        q = positions_of(q, (place.rows(q.total),))
                     places.append((place.step, *pair))
                     blocks.append((q, k))
         met = zip(places, self._meet(blocks), strict=True)
         return tuple((step, found, *pair) for (step, *pair), found in met if found.tiles)
 
-    def _meet(self, blocks: Sequence[tuple[Sequence[Span], Sequence[Span]]]) -> list[_Met]:
+    def _meet(self, blocks: Sequence[tuple[Ranges, Ranges]]) -> list[_Met]:
         """Work of blocks of queries with blocks of keys."""
-        pairs = [(Ranges.of(queries), Ranges.of(keys)) for queries, keys in blocks]
-        return list(map(_met, plan_pairs(pairs, self.mask, rectangular=True)))
+        return list(map(_met, plan_pairs(blocks, self.mask, rectangular=True)))
 
     def _by_blocks(self, placement: BlockPlacement, phase: Phase, members: int) -> Estimate:
         """Args: members: ranks of a team; 1: ranks are on their own."""
