@@ -23,7 +23,7 @@ LINES = {
     "tests": 37_090,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_480}
+WORDS = {"README": 1_100, "pages": 42_510}
 
 
 def files(room: str) -> Iterator[Path]:
