@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -54,7 +55,7 @@ def _own_words(words: Sequence[str]) -> int:
         if unknown:
             # Of the subcommand's own flags the nearest is named.
             commands.choices[words[0]].error(f"unrecognized arguments: {' '.join(unknown)}")
-        for name in ("output", "yaml"):
+        for name in ("output", "report", "yaml"):
             if path := getattr(arguments, name, None):
                 check_file(f"--{name}", path)
         return _RUN[words[0]](arguments)
@@ -103,14 +104,19 @@ def _hooks(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from torch import distributed
 
-    from megatron_cp_plugin.doctor import examine, leave, verdict
+    from megatron_cp_plugin.doctor import examine, join, leave, measured, verdict
 
-    heads, kv_heads = arguments.heads
+    (heads, kv_heads), path = arguments.heads, arguments.report
     findings = examine(heads, kv_heads, arguments.head_dim)
+    found = {} if path is None else measured(join(), heads, kv_heads, arguments.head_dim[0])
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         rows = [(f.topic, f.name, f"WRONG: {f.text}" if f.failed else f.text) for f in findings]
         print(text_table(("", "what", "finding"), rows))
         print(verdict(findings))
+        if path is not None:
+            lines = [(f.topic, f.name, f.text, f.right) for f in findings]
+            content = {"version": __version__, "findings": lines, **found}
+            path.write_text(json.dumps(content, indent=1) + "\n")
     leave()
     return int(any(finding.failed for finding in findings))
 

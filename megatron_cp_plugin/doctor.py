@@ -98,6 +98,28 @@ def verdict(findings: Sequence[Finding]) -> str:
     return f"verdict: ok, {checked} results are right; missing: {'; '.join(missing) or 'nothing'}"
 
 
+def measured(device: torch.device, heads: int, kv_heads: int, head_dim: int) -> dict[str, object]:
+    """The measurements of a report; a collective operation of all ranks.
+
+    Returns: `machine`: as `megatron-cp calibrate` measures it. `ms`: by algorithm a causal forward
+        and backward of `tokens` tokens a rank, on the slowest rank; text where one refuses.
+    """
+    from megatron_cp_plugin.planner.calibrate import Calibration
+
+    topology, times = topology_of(None), dict[str, float | str]()
+    calibration = Calibration(topology, device, (heads, kv_heads, head_dim))
+    tokens = 16384 if calibration.cuda else 2 * TOKENS_PER_RANK
+    shapes = [(1, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    for name in registry.available("softmax"):
+        inputs = [torch.randn(shape, device=device, dtype=calibration.dtype) for shape in shapes]
+        step = _both_passes(name, inputs, topology, seq_len=tokens * topology.size)
+        try:
+            times[name] = 1e3 * calibration.together(step)
+        except ContextParallelError as refusal:
+            times[name] = str(refusal)
+    return {"machine": calibration.machine("report").values(), "tokens": tokens, "ms": times}
+
+
 def join() -> torch.device:
     """Joins the other processes of a torchrun, if any; returns the device to compute on."""
     cuda = torch.cuda.is_available()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_210,
+    "package root": 4_240,
     "core": 12_220,
     "algorithms": 1_730,
     "kernels": 3_320,

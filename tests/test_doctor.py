@@ -1,5 +1,6 @@
 """The doctor finds what is right, refuses nothing that runs, and notices a wrong result."""
 
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megatron_cp_plugin as cp
 from megatron_cp_plugin import doctor, registry
 from megatron_cp_plugin.cli import main
 from megatron_cp_plugin.core.communication.process_groups import topology_of
@@ -177,10 +179,12 @@ def test_kernels_are_checked_with_the_model_s_head_dims(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_real_ranks_find_all_algorithms_right():
+def test_real_ranks_find_all_algorithms_right(tmp_path):
+    """Under torchrun, with a report, as someone with more GPUs would send it."""
+    path = tmp_path / "report.json"
     words = ["--nproc-per-node", "2", "-m", "megatron_cp_plugin.cli", "doctor", "--head-dim", "16"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--heads", "4:2"],
+        [sys.executable, "-m", "torch.distributed.run", *words, "--heads", "4:2", "--report", path],
         capture_output=True,
         text=True,
         timeout=240,
@@ -191,3 +195,15 @@ def test_real_ranks_find_all_algorithms_right():
     assert {row[3] for row in rows} == set(registry.available("softmax"))
     assert "2 over gloo, 1 node(s)" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"verdict: ok, {len(rows) + 2} results are")
+    found = json.loads(path.read_text())
+    assert set(found["ms"]) == set(registry.available("softmax"))
+    assert all(time > 0 for time in found["ms"].values())
+    assert found["machine"]["inside"]
+    assert found["version"] == cp.__version__
+    right = {name for topic, name, _, right in found["findings"] if topic == "parity" and right}
+    assert right == set(registry.available("softmax"))
+
+
+def test_a_report_that_cannot_be_written(tmp_path, capsys):
+    assert main(["doctor", "--report", str(tmp_path)]) == 2
+    assert "which is a folder: name a file" in capsys.readouterr().err

@@ -187,8 +187,8 @@ class Calibration:
                 times.append((perf_counter() - begin) / count)
         return median(times[2:])
 
-    def _together(self, body: Callable[[], object]) -> float:
-        """The same for an operation of all ranks: the time of the slowest rank."""
+    def together(self, body: Callable[[], object]) -> float:
+        """Seconds on the GPU of an operation of all ranks, the median; on the slowest rank."""
         self._meet()
         return max(self.topology.gather(self._seconds(body)))
 
@@ -331,13 +331,13 @@ class Calibration:
     def _exchange(self, comm: Communicator, size: int, other: int | None) -> float:
         x, y = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in "ab")
         sends, receives = ([], []) if other is None else ([(x, other)], [(y, other)])
-        return self._together(lambda: comm.exchange(sends, receives).wait())
+        return self.together(lambda: comm.exchange(sends, receives).wait())
 
     def _rate(self, comm: Communicator, operation: Operation) -> Rate:
         def seconds(size: int) -> float:
             x = torch.zeros(size // 4, device=self.device)
             given = x if operation == "all_gather" else x.expand(comm.size, -1).contiguous()
-            return self._together(lambda: getattr(comm, operation)(given).wait())
+            return self.together(lambda: getattr(comm, operation)(given).wait())
 
         return self._fitted(seconds, comm.size - 1)
 
@@ -346,7 +346,7 @@ class Calibration:
 
         def seconds(size: int) -> float:
             x = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            return self._together(partial(self._push, x))
+            return self.together(partial(self._push, x))
 
         return self._fitted(seconds)
 
@@ -389,7 +389,7 @@ class Calibration:
                 times.append(start.elapsed_time(stop) / 1e3)
             return median(times)
 
-        share = self._together(alone) / max(self.topology.gather(beside()))
+        share = self.together(alone) / max(self.topology.gather(beside()))
         return min(1.0, max(0.3, share))
 
     def _host(self, peer: bool) -> Host:
