@@ -70,7 +70,14 @@ _Pair = tuple[int, _Met, int, int]  # step, what there is to do, owner of querie
 
 # Methods of an estimator whose results are kept: they are asked for again and again.
 _KEPT = (
-    *("_pass", "_spans", "_tokens", "_owners", "_assembled", "_busiest", "_of_rank", "_on"),
+    "_pass",
+    "_spans",
+    "_tokens",
+    "_owners",
+    "_assembled",
+    "_busiest",
+    "_of_rank",
+    "_on",
     "_computing",
 )
 
