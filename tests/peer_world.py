@@ -84,7 +84,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                     f"on {self.channel!r} rank {self.rank} makes room in turn and of bytes "
                     f"{mine.tolist()}, rank {rank} {theirs.tolist()}"
                 )
-        size = self._slots * slot_bytes
+        size = self._held_slots * slot_bytes
         self._slab = torch.full((size,), _NAN, dtype=torch.uint8, device="cpu")
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:

@@ -228,6 +228,8 @@ class _Pool:
         found = [(stop - rows, stop)] if rows else []
         self._begun = start if rows else -1
         room, stop = room - rows, stop - rows
+        if room and not heads:
+            self._cut_behind(start, self._first(room), index, room)
         while room and self._low < index:
             part = self._parts[self._low]
             self._low += 1
@@ -246,6 +248,23 @@ class _Pool:
         self._add(start + room, stop)
         self._sum()
         return found
+
+    def _cut_behind(self, start: int, last: int, index: int, room: int) -> None:
+        """Lets the lightest part that is cut, not taken whole, lie behind the heavy one if it can:
+        so a rank gets rows of both from the rank before in the order of positions.
+
+        Args: start: of the heavy part. last: the part that would be cut. index: of the heavy one.
+        """
+        if last >= index or self._parts[last].start > start:
+            return
+        rows = self._rows[last + 1] - self._rows[self._low] - room  # that are left
+        left = self._work(self._parts[last].start, self._parts[last].start + rows)
+        for other in range(last - 1, self._low - 1, -1):
+            part = self._parts[other]
+            if part.start > start and part.rows > rows > 0:
+                if self._work(part.start, part.start + rows) == left:
+                    self._parts[last], self._parts[other] = part, self._parts[last]
+                    return
 
     def _heavy(self, room: int, wanted: float, *, longest: bool) -> int:
         """The part whose last rows are taken: the part that the rank before has begun, or the

@@ -105,10 +105,12 @@ class Communicator(ABC):
         global_rank: for recordings.
         strided: whether `exchange` sends tensors that are not contiguous.
         lends: later exchanges overwrite the tensors that `buffers` returned.
+        rotation: number of its receive buffers that exchanges take in turn; the same on all ranks.
     """
 
     strided: bool = False
     lends: bool = False
+    rotation: int = 1
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
         self.channel = channel

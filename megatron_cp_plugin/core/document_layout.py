@@ -22,6 +22,9 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
+# A key of another rank, whose gradients go home when no kernel runs any more, takes as long as so
+# many pairs: 4 KiB by NVLink, with a KV head for four query heads.
+_PAIRS_OF_A_KEY = 144
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.
 _PARTS = 32
 
@@ -135,9 +138,12 @@ def _balanced(documents: Documents, seq_len: int, size: int) -> tuple[Ranges, ..
     bounds = (0, *cast(tuple[int, ...], documents), seq_len)
 
     def visible(start: int, stop: int) -> int:
-        """Keys that rows see, all of one document, under a causal mask."""
+        """Keys that rows see, all of one document, under a causal mask; and what keys before the
+        rows cost, which come from other ranks.
+        """
         before = bounds[bisect_right(bounds, start) - 1]  # where their document begins
-        return (stop - start) * (start + stop + 1 - 2 * before) // 2
+        pairs = (stop - start) * (start + stop + 1 - 2 * before) // 2
+        return pairs + _PAIRS_OF_A_KEY * (start - before) * (start < stop)
 
     return _dealt(list(pairwise(bounds)), size, visible)
 

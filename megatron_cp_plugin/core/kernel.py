@@ -216,10 +216,13 @@ def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
     starts = torch.arange(batch, device="cpu")[:, None] * ends[:, None] + first[:, None]
     used = stops - first
     longest_q, longest_k = used.amax(1).tolist()
-    numbers = torch.cat((starts.flatten(1), batch * ends, used.repeat(1, batch)), 1)
     count = batch * used.shape[1]
+    # flash-attn 4 copies what does not begin at a multiple of 16 bytes.
+    numbers = starts.new_zeros((2, 2, -(-(count + 1) // 4) * 4))
+    numbers[:, 0, : count + 1] = torch.cat((starts.flatten(1), batch * ends), 1)
+    numbers[:, 1, :count] = used.repeat(1, batch)
     (cu_q, used_q), (cu_k, used_k) = (
-        side.split([count + 1, count]) for side in uploaded(numbers, device)
+        (cu[: count + 1], used[:count]) for cu, used in uploaded(numbers, device)
     )
     lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
     return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths

@@ -246,7 +246,7 @@ class _PeerChannel(SlottedCommunicator):
         return self._slab
 
     def _grow(self, slot_bytes: int) -> None:
-        self._slab = torch.empty(self._slots * slot_bytes, dtype=torch.uint8, device="meta")
+        self._slab = torch.empty(self._held_slots * slot_bytes, dtype=torch.uint8, device="meta")
 
     def mark(self) -> None:
         note(Mark(self._posting.channel))

@@ -41,7 +41,7 @@ class SlottedCommunicator(Communicator):
 
     All ranks post the same number of exchanges; tensors sent have the shapes that the receiver
     expects, and a slot has all tensors of an exchange. Exchanges, also those that receive nothing,
-    take the n slots in turn. A received block may be read, on the stream that waited for it, until
+    take `rotation` slots in turn. A received block may be read, on the stream that waited for it, until
     the next receiving exchange of the same slot is posted or expected. The collective operations
     are not offered.
     """
@@ -52,8 +52,8 @@ class SlottedCommunicator(Communicator):
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
         super().__init__(channel, rank, size, global_rank)
-        self._slots = slots
-        self._slot_bytes = 0
+        self._slots = self.rotation = slots
+        self._held_slots = self._slot_bytes = 0
         self._views: dict[tuple[int, Room], tuple[Tensor, ...]] = {}
         self._turn = 0
         self._awaited: set[int] = set()  # slots
@@ -61,7 +61,7 @@ class SlottedCommunicator(Communicator):
 
     def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot, which all layers share."""
-        slot = self._turn % self._slots
+        slot = self._turn % self.rotation
         if (slot, room) not in self._views:
             self.reserve(room)
             if len(self._views) == _KEPT:
@@ -71,22 +71,24 @@ class SlottedCommunicator(Communicator):
         return self._views[slot, room]
 
     def reserve(self, room: Room) -> None:
-        if room.bytes > self._slot_bytes:
+        if room.bytes > self._slot_bytes or self.rotation > self._held_slots:
+            slot_bytes = max(room.bytes, self._slot_bytes)
+            self._held_slots = max(self.rotation, self._held_slots)
             with torch.inference_mode(False):
-                self._grow(room.bytes)
-            self._slot_bytes = room.bytes
+                self._grow(slot_bytes)
+            self._slot_bytes = slot_bytes
             self._views.clear()
 
     def expect(self, sources: Collection[int]) -> None:
         """See Communicator.expect; if the slot is not free yet, the exchange offers it."""
-        slot = self._turn % self._slots
+        slot = self._turn % self.rotation
         if slot not in self._awaited and not self._offered:
             self._offer(slot, sources)
             self._offered = frozenset(sources)
 
     @property
     def held_bytes(self) -> int:
-        return self._slots * self._slot_bytes
+        return self._held_slots * self._slot_bytes
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
         return self._exchange_beside(sends, receives, NOTHING_BESIDE, early=False)
@@ -95,7 +97,7 @@ class SlottedCommunicator(Communicator):
         self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
         sources = {source for _, source in receives}
-        slot = self._turn % self._slots
+        slot = self._turn % self.rotation
         if receives and slot in self._awaited:
             raise RuntimeError(
                 f"a block on {self.channel!r} was not waited for before the next: {_AFTER_AN_ERROR}"
@@ -113,9 +115,9 @@ class SlottedCommunicator(Communicator):
         return pending.then(lambda _: self._awaited.discard(slot))
 
     def _writes(self, sends: Sequence[Send], beside: Beside) -> Writes:
-        """Places of what is sent; each rank begins with another destination."""
+        """Places of what is sent, by destination in the order in which they are listed."""
         found = {}
-        for to in sorted({to for _, to in sends}, key=lambda to: (to - self.rank) % self.size):
+        for to in dict.fromkeys(to for _, to in sends):
             tensors = [x for x, target in sends if target == to]
             like = tuple([(tuple(x.shape), x.dtype) for x in tensors])
             room, mine = Room.of(like), [*range(len(like))]
@@ -291,7 +293,7 @@ class PeerCommunicator(SlottedCommunicator):
         if self._captured:
             self._of_graphs.append((self._slab, self._slab_handle))
             self._captured = False
-        self._slab, self._slab_handle = self._symmetric(self._slots * slot_bytes)
+        self._slab, self._slab_handle = self._symmetric(self._held_slots * slot_bytes)
         self._addresses = list(self._slab_handle.buffer_ptrs)
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:

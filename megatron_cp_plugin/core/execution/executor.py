@@ -135,13 +135,17 @@ class Transport:
                 "auto"
             )
         buffers = slots if fits else 0
-        return partial(self._open, *self._names(plan), slots=buffers)
+        rotation = min(plan.merged, slots) if plan.merged else slots
+        return partial(self._open, *self._names(plan), slots=buffers, rotation=rotation)
 
-    def _open(self, inputs: str, results: str, *slow: str, slots: int) -> Channels:
-        """Args: slots: receive buffers of copy engines; 0: messages go over the process group."""
+    def _open(self, inputs: str, results: str, *slow: str, slots: int, rotation: int) -> Channels:
+        """Args: slots: receive buffers of copy engines; 0: messages go over the process group.
+        rotation: how many of them this plan takes in turn.
+        """
         topology = self.topology
         if slots:  # results are added before the next ones come
             fast = topology.peer_channel(inputs, slots), topology.peer_channel(results, 1)
+            fast[0].rotation = rotation
         else:
             fast = topology.channel(inputs), topology.channel(results)
         return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
