@@ -16,7 +16,9 @@ Ranks in multiples of eight, as nodes have them, are served in two steps: first 
 consecutive ranks, then the ranks of each team. So a document is cut between two nodes only where it
 is more than the first one's share, or fills it up.
 
-Nothing here depends on masks: the work of rows is a function of their positions.
+Nothing here depends on masks: the work of rows is a function of their positions. Rows that are cut
+off may be more work than in one part with the rows before them. Then the ranks that are served
+later, the first ones, get more: gradients of their keys come home while they compute.
 
 Source: none. WLB-LLM (section 5) balances by zigzag inside each document or by whole documents.
 """

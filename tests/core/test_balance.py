@@ -28,6 +28,20 @@ def test_equal_parts_stay_whole():
     assert [len(rank) for rank in dealt] == [2] * 4
 
 
+def test_the_document_that_fills_a_rank_up_is_cut_behind_the_heavy_one():
+    """So that the rank gets rows of both, from the rank before, in the order of positions."""
+    bounds = list(accumulate((9, 8, 60, 8, 7), initial=0))
+
+    def work(start, stop):
+        before = bounds[bisect_right(bounds, start) - 1]
+        return (stop - start) * (start + stop + 1 - 2 * before) // 2
+
+    first, second = deal(list(pairwise(bounds)), 2, work)
+    cut = {bisect_right(bounds, start) - 1 for start, _ in first}
+    cut &= {bisect_right(bounds, start) - 1 for start, _ in second}
+    assert cut == {2, 3}
+
+
 @examples(200)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=30),
