@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_240,
-    "core": 12_220,
+    "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_320,
     "integration": 8_160,
     "planner": 5_710,
     "harness": 2_140,
     "scripts": 7_010,
-    "tests": 37_110,
+    "tests": 37_150,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

@@ -263,10 +263,10 @@ class _Pool:
         left = self._work(self._parts[last].start, self._parts[last].start + rows)
         for other in range(last - 1, self._low - 1, -1):
             part = self._parts[other]
-            if part.start > start and part.rows > rows > 0:
-                if self._work(part.start, part.start + rows) == left:
-                    self._parts[last], self._parts[other] = part, self._parts[last]
-                    return
+            behind = part.start > start and part.rows > rows > 0
+            if behind and self._work(part.start, part.start + rows) == left:
+                self._parts[last], self._parts[other] = part, self._parts[last]
+                return
 
     def _heavy(self, room: int, wanted: float, *, longest: bool) -> int:
         """The part whose last rows are taken: the part that the rank before has begun, or the

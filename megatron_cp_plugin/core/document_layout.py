@@ -23,8 +23,9 @@ from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 # A key of another rank, whose gradients go home when no kernel runs any more, takes as long as so
-# many pairs: 4 KiB by NVLink, with a KV head for four query heads.
-_PAIRS_OF_A_KEY = 144
+# many pairs: 4 KiB by NVLink, with a KV head for four query heads. At most a part of the pairs of a
+# row in the mean: kernels take longer for the pairs of short rows.
+_PAIRS_OF_A_KEY, _OF_A_ROW = 144, 8
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.
 _PARTS = 32
 
@@ -136,6 +137,8 @@ def _balanced(documents: Documents, seq_len: int, size: int) -> tuple[Ranges, ..
     if isinstance(documents, Slices):
         return _balanced_under(documents, seq_len, size)
     bounds = (0, *cast(tuple[int, ...], documents), seq_len)
+    squares = sum((stop - start) ** 2 for start, stop in pairwise(bounds))
+    of_a_key = min(_PAIRS_OF_A_KEY, squares // (2 * _OF_A_ROW * seq_len))
 
     def visible(start: int, stop: int) -> int:
         """Keys that rows see, all of one document, under a causal mask; and what keys before the
@@ -143,7 +146,7 @@ def _balanced(documents: Documents, seq_len: int, size: int) -> tuple[Ranges, ..
         """
         before = bounds[bisect_right(bounds, start) - 1]  # where their document begins
         pairs = (stop - start) * (start + stop + 1 - 2 * before) // 2
-        return pairs + _PAIRS_OF_A_KEY * (start - before) * (start < stop)
+        return pairs + of_a_key * (start - before) * (start < stop)
 
     return _dealt(list(pairwise(bounds)), size, visible)
 

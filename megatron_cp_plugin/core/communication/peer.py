@@ -41,9 +41,9 @@ class SlottedCommunicator(Communicator):
 
     All ranks post the same number of exchanges; tensors sent have the shapes that the receiver
     expects, and a slot has all tensors of an exchange. Exchanges, also those that receive nothing,
-    take `rotation` slots in turn. A received block may be read, on the stream that waited for it, until
-    the next receiving exchange of the same slot is posted or expected. The collective operations
-    are not offered.
+    take `rotation` slots in turn. A received block may be read, on the stream that waited for it,
+    until the next receiving exchange of the same slot is posted or expected. The collective
+    operations are not offered.
     """
 
     strided = True
