@@ -110,3 +110,21 @@ def test_inputs_of_merged_steps_leave_at_the_start() -> None:
         (results,) = (one for step in steps for one in step.results)
         assert (results.needed, steps[-2].results) == (plan.steps - 1, (results,))
         assert [step.number for step in steps if step.expects] == [0]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mask", [LONG, Mask(window=20000)], ids=["documents", "window"])
+def test_the_order_in_which_copy_engines_write(mask: Mask, phase: Phase) -> None:
+    """The last rank of a document waits least for its keys; no two ranks begin with one."""
+    options = {"layout": "documents"} if mask.documents else {"route": "straight"}
+    plan = plan_for("zigzag", options, 8, mask, phase, 2**16)
+    several = 0
+    for rank in range(8):
+        for step in program(plan, rank).rounds[0].steps:
+            for one in (*step.inputs, *step.results):
+                targets = [message.move.target for message in one.sends]
+                down = one in step.inputs and bool(mask.documents)
+                turn = [((rank - to) if down else (to - rank)) % 8 for to in targets]
+                assert turn == sorted(turn)
+                several += len(set(targets)) > 1
+    assert several > 4

@@ -43,6 +43,28 @@ def test_channels_of_one_name_have_the_slots_that_were_asked_for():
         assert got[:, 0].tolist() == [1.0 + 1 - rank, 2.0 + 1 - rank, 3.0 + 1 - rank]
 
 
+def test_one_receive_buffer_where_all_comes_in_one_step():
+    """Two from the first call on that needs them; what comes is right before and after."""
+    settings = {"algo": "zigzag", "layout": "documents", "route": "straight"}
+    short, long = [0, *range(20, 120, 20), 128], [0, 8, 128]
+
+    def body(topology: Topology):
+        counts, outs = [], []
+        for edges in (short, long, short, long):
+            how = settings | {"cu_seqlens": edges, "group": topology}
+            q = cp.shard(torch.arange(128 * 8.0).view(1, 128, 1, 8).sin(), 1, **how)
+            outs.append(cp.unshard(cp.attention(q, q, q, kernel="reference", **how), 1, **how))
+            if topology.size > 1:
+                channel = topology.peer_channel("fetches", 2)
+                counts.append((channel.rotation, channel.held_bytes // channel._slot_bytes))
+        return counts, torch.cat(outs)
+
+    ((_, whole),) = run_virtual(1, body)
+    for counts, outs in run_virtual(4, body, peer_access=True):
+        assert counts == [(1, 1), (2, 2), (1, 2), (2, 2)]
+        torch.testing.assert_close(outs, whole)
+
+
 def test_memory_of_subgroups_counts():
     def body(topology: Topology):
         attend(topology, algo="usp", ulysses=2, kernel="reference")

@@ -437,8 +437,8 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
         if joins:
             moves.sort(key=lambda move: (move.side, move.block.owners))
         sends = [move for move in moves if move.source == rank]
-        # In this order copy engines write: each rank begins with another one; under documents
-        # inputs go to the farthest rank first, which computes the fewest pairs of its own before.
+        # In this order copy engines write: each rank begins with another one. Keys of documents go
+        # to the last rank first, which computes the fewest pairs of its own before.
         away = -1 if joins and plan.mask.documents else 1
         sends.sort(key=lambda move: away * (move.target - rank) % plan.size)
         receives = [move for move in moves if move.target == rank]
