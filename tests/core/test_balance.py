@@ -30,7 +30,7 @@ def test_equal_parts_stay_whole():
 
 def test_the_document_that_fills_a_rank_up_is_cut_behind_the_heavy_one():
     """So that the rank gets rows of both, from the rank before, in the order of positions."""
-    bounds = list(accumulate((9, 8, 60, 8, 7), initial=0))
+    bounds = list(accumulate((10, 9, 60, 8, 7), initial=0))
 
     def work(start, stop):
         before = bounds[bisect_right(bounds, start) - 1]

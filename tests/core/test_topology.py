@@ -50,10 +50,11 @@ def test_one_receive_buffer_where_all_comes_in_one_step():
 
     def body(topology: Topology):
         counts, outs = [], []
-        for edges in (short, long, short, long):
+        for edges, heads in ((short, 4), (long, 1), (short, 1), (long, 1)):
             how = settings | {"cu_seqlens": edges, "group": topology}
-            q = cp.shard(torch.arange(128 * 8.0).view(1, 128, 1, 8).sin(), 1, **how)
-            outs.append(cp.unshard(cp.attention(q, q, q, kernel="reference", **how), 1, **how))
+            q = cp.shard(torch.arange(128 * heads * 8.0).view(1, 128, heads, 8).sin(), 1, **how)
+            out = cp.unshard(cp.attention(q, q, q, kernel="reference", **how), 1, **how)
+            outs.append(out.flatten())
             if topology.size > 1:
                 channel = topology.peer_channel("fetches", 2)
                 counts.append((channel.rotation, channel.held_bytes // channel._slot_bytes))
