@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_710,
     "harness": 2_140,
     "scripts": 7_010,
-    "tests": 37_150,
+    "tests": 37_190,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}
