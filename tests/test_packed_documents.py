@@ -27,7 +27,8 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
                 "ulysses",
             )
         )
-        assert balanced["work"] < 1.03 < plain["work"]
+        # Pairs alone: keys of other ranks are work too, which counts in short blocks.
+        assert balanced["work"] < 1.1 < plain["work"]
         assert ulysses["work"] == pytest.approx(1)
         assert straight["mean_mib"] < min(plain["mean_mib"], ulysses["mean_mib"])
     said = capsys.readouterr().out

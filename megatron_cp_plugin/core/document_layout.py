@@ -22,10 +22,10 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.ranges import Ranges, Span, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
-# A key of another rank, whose gradients go home when no kernel runs any more, takes as long as so
-# many pairs: 4 KiB by NVLink, with a KV head for four query heads. At most a part of the pairs of a
-# row in the mean: kernels take longer for the pairs of short rows.
-_PAIRS_OF_A_KEY, _OF_A_ROW = 144, 8
+# A key of another rank, whose gradients go home when no kernel runs any more, takes as long as 144
+# pairs: 4 KiB by NVLink, with a KV head for four query heads. It counts at most a 32nd of the pairs
+# of a row in the mean: kernels take longer for pairs of short rows.
+_PAIRS_OF_A_KEY, _OF_A_ROW = 144, 32
 # Into how many parts a rank those rows are cut of which later ones see fewer keys.
 _PARTS = 32
 
