@@ -252,10 +252,13 @@ class _Pool:
         return found
 
     def _cut_behind(self, start: int, last: int, index: int, room: int) -> None:
-        """Lets the lightest part that is cut, not taken whole, lie behind the heavy one if it can:
-        so a rank gets rows of both from the rank before in the order of positions.
+        """Lets the light part that is cut, not taken whole, lie behind the heavy one if it can. So
+        a rank gets rows of both, from the rank before, in the order of positions.
 
-        Args: start: of the heavy part. last: the part that would be cut. index: of the heavy one.
+        Args:
+            start, index: of the heavy part.
+            last: of the light part that would be cut.
+            room: rows that light parts fill.
         """
         if last >= index or self._parts[last].start > start:
             return

@@ -135,11 +135,12 @@ class Transport:
                 "auto"
             )
         buffers = slots if fits else 0
-        rotation = min(plan.merged, slots) if plan.merged else slots
+        rotation = min(plan.merged or slots, slots)
         return partial(self._open, *self._names(plan), slots=buffers, rotation=rotation)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int, rotation: int) -> Channels:
-        """Args: slots: receive buffers of copy engines; 0: messages go over the process group.
+        """Args:
+        slots: receive buffers of copy engines; 0: messages go over the process group.
         rotation: how many of them this plan takes in turn.
         """
         topology = self.topology
