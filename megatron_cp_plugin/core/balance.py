@@ -231,7 +231,7 @@ class _Pool:
         self._begun = start if rows else -1
         room, stop = room - rows, stop - rows
         if room and not heads:
-            self._cut_behind(start, self._first(room), index, room)
+            self._cut_behind(start, index, room)
         while room and self._low < index:
             part = self._parts[self._low]
             self._low += 1
@@ -251,15 +251,15 @@ class _Pool:
         self._sum()
         return found
 
-    def _cut_behind(self, start: int, last: int, index: int, room: int) -> None:
+    def _cut_behind(self, start: int, index: int, room: int) -> None:
         """Lets the light part that is cut, not taken whole, lie behind the heavy one if it can. So
         a rank gets rows of both, from the rank before, in the order of positions.
 
         Args:
             start, index: of the heavy part.
-            last: of the light part that would be cut.
             room: rows that light parts fill.
         """
+        last = self._first(room)  # it would be cut
         if last >= index or self._parts[last].start > start:
             return
         rows = self._rows[last + 1] - self._rows[self._low] - room  # that are left

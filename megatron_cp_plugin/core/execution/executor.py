@@ -135,7 +135,8 @@ class Transport:
                 "auto"
             )
         buffers = slots if fits else 0
-        rotation = min(plan.merged or slots, slots)
+        # Of a group's steps the first and the last need no inputs, if they are merged.
+        rotation = min(plan.steps // len(plan.groups) - 2, slots) if plan.merged else slots
         return partial(self._open, *self._names(plan), slots=buffers, rotation=rotation)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int, rotation: int) -> Channels:

@@ -309,7 +309,7 @@ def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = Fal
     whole = together(plan.groups)
     return Program(
         (Round(SomeHeads.of(whole, whole), (), {}, tuple(steps)),),
-        each <= 2 + bool(plan.merged),
+        each <= 2 + plan.merged,
         own,
         frozenset([move.side for move in of_own if move.source == rank and not move.result]),
         awaited,
@@ -318,7 +318,7 @@ def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = Fal
         joined,
         all_exchanges(plan),
         relay=plan.relay,
-        merged=bool(plan.merged),
+        merged=plan.merged,
     )
 
 
@@ -433,7 +433,7 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
         found.setdefault((move.result, move.posted, move.needed), []).append(move)
     exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
     for (result, posted, needed), moves in sorted(found.items(), key=itemgetter(0)):
-        joins = bool(plan.merged) and not result
+        joins = plan.merged and not result
         if joins:
             moves.sort(key=lambda move: (move.side, move.block.owners))
         sends = [move for move in moves if move.source == rank]

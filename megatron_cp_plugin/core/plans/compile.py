@@ -611,7 +611,7 @@ class _Writer:
             self.placement.relay,
             tuple(sorted(kept, key=itemgetter(0, 2))),
             times=frozenset(times),
-            merged=routes.last_merged or 0,
+            merged=routes.last_merged is not None,
         )
 
     def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:

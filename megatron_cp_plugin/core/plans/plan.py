@@ -149,8 +149,8 @@ class Plan:
         kept: what ranks keep of the forward for the backward.
         shares: number of shares into which ranks split the heads.
         times: in a plan of one rank, the times of all ranks' moves.
-        merged: number of merged steps of a group of heads, if steps were merged. Inputs of the
-            first `MERGED_SLOTS` leave at the start; results of all come home after the last one.
+        merged: steps were merged. Inputs of the first `MERGED_SLOTS` leave at the start; results
+            of all steps come home after the last step but one.
     """
 
     phase: Phase
@@ -164,7 +164,7 @@ class Plan:
     kept: tuple[Kept, ...] = ()
     shares: int = 1
     times: frozenset[Time] = frozenset()
-    merged: int = 0
+    merged: bool = False
 
     @property
     def slow(self) -> bool:
