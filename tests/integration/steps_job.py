@@ -1,4 +1,4 @@
-"""What may differ between ranks, in step 1, 2 and 20, and whether the next good step is right.
+"""What may differ between ranks, in step 1, 2 and 40, and whether the next good step is right.
 
 Two ranks over gloo print as JSON what each was told; test_over_nccl.py runs the same over NCCL.
 """
@@ -28,7 +28,7 @@ from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.batch import LaterValues
 
-STEPS = (1, 2, 20)
+STEPS = (1, 2, 40)
 BOUND = 1e-5
 ALONE = VirtualWorld(1).topology(0)
 Settings = Mapping[str, Any]
