@@ -28,19 +28,26 @@ ALONE: Any = Place(0, 1)
 def on_ranks[T](
     size: int, body: Callable[[dist.ProcessGroup], T], *, timeout_s: float = 30
 ) -> list[T]:
-    """Returns what body(group) returned on each rank, over gloo."""
-    store = dist.HashStore()
+    """Returns what body(group) returned on each rank, over gloo.
 
-    def rank(number: int) -> T:
+    No rank begins before all are connected, nor is its group destroyed before all have ended: gloo
+    gives up a rank that still connects, or receives, when its peer closes the connection.
+    """
+    store = dist.HashStore()
+    known = dist.distributed_c10d._world.pg_map
+
+    def connect(number: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, number, size)
         gloo = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=timeout_s))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        known = dist.distributed_c10d._world.pg_map
-        known[group] = "gloo", store  # which the plugin takes for destroyed otherwise
-        try:
-            return body(group)
-        finally:
-            del known[group]
+        return group
 
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(rank, range(size)))
+        groups = list(threads.map(connect, range(size)))
+        # Those that are not in it the plugin takes for destroyed.
+        known.update((group, ("gloo", store)) for group in groups)
+        try:
+            return list(threads.map(body, groups))
+        finally:
+            for group in groups:
+                del known[group]
