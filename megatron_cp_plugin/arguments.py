@@ -60,30 +60,11 @@ def check_tensors(function: str | None = None, /, **given: object) -> None:
             )
 
 
-def of_output_layer(
-    function: str,
-    hidden: object,
-    weight: object,
-    labels: object,
-    *,
-    chunk_tokens: object,
-    tp_group: object,
-    sequence_parallel: object,
-    into_main_grad: object,
-) -> dict[str, Any]:
-    """Reads the settings of the output layer that functions on chunks of logits share, by name.
-
-    Raises: ContextParallelError for a setting of a wrong type.
-    """
-    if not isinstance(tp_group, dist.ProcessGroup | None):
-        raise ContextParallelError(f"tp_group needs a process group, got {brief(tp_group)}")
-    check_tensors(function, hidden=hidden, weight=weight, labels=labels)
-    return {
-        "chunk_tokens": whole_number("chunk_tokens", chunk_tokens),
-        "tp_group": tp_group,
-        "sequence_parallel": flag("sequence_parallel", sequence_parallel),
-        "into_main_grad": flag("into_main_grad", into_main_grad),
-    }
+def process_group(name: str, value: object) -> dist.ProcessGroup | None:
+    """Raises: ContextParallelError unless it is None, or a process group."""
+    if not isinstance(value, dist.ProcessGroup | None):
+        raise ContextParallelError(f"{name} needs a process group, got {brief(value)}")
+    return value
 
 
 def word(name: str, value: object) -> str:

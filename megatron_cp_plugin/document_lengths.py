@@ -4,6 +4,7 @@ import csv
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from math import ceil, exp, log
@@ -140,11 +141,7 @@ def read_histogram(path: Path) -> Histogram:
 def _csv_rows(text: str) -> Sequence[Sequence[str]]:
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     rows = list(csv.reader(lines))
-    return rows[1:] if rows and _number(rows[0][0]) is None else rows
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    with suppress(ValueError, IndexError):  # a line of names, or no line
+        float(rows[0][0])
+        return rows
+    return rows[1:]

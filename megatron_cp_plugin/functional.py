@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import process_exit
-from megatron_cp_plugin.arguments import SpanMask, fixed_number, flag, of_output_layer
+from megatron_cp_plugin.arguments import (
+    SpanMask,
+    check_tensors,
+    fixed_number,
+    flag,
+    process_group,
+)
 from megatron_cp_plugin.context import (
     CallSettings,
     Group,
@@ -23,7 +29,7 @@ from megatron_cp_plugin.context import (
     softmax_algorithm,
 )
 from megatron_cp_plugin.core.communication.process_groups import release_topologies
-from megatron_cp_plugin.errors import ContextParallelError, brief
+from megatron_cp_plugin.errors import ContextParallelError, brief, whole_number
 from megatron_cp_plugin.token_losses import CHUNK_TOKENS, token_losses
 
 
@@ -233,17 +239,16 @@ def chunked_cross_entropy(
     """
     if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
         raise ContextParallelError(f"reduction must be none, sum or mean, got {brief(reduction)}")
-    settings = of_output_layer(
-        "chunked_cross_entropy",
+    check_tensors("chunked_cross_entropy", hidden=hidden, weight=weight, labels=labels)
+    losses, *_ = token_losses(
         hidden,
         weight,
         labels,
-        chunk_tokens=chunk_tokens,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        into_main_grad=into_main_grad,
+        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
+        tp_group=process_group("tp_group", tp_group),
+        sequence_parallel=flag("sequence_parallel", sequence_parallel),
+        into_main_grad=flag("into_main_grad", into_main_grad),
     )
-    losses = token_losses(hidden, weight, labels, **settings).losses
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.mean()
@@ -285,21 +290,18 @@ def chunked_log_probs(
     once.
     Raises: ContextParallelError for shapes, dtypes or settings that do not fit.
     """
-    settings = of_output_layer(
-        "chunked_log_probs",
+    check_tensors("chunked_log_probs", hidden=hidden, weight=weight, labels=labels)
+    losses, entropies, _ = token_losses(
         hidden,
         weight,
         labels,
-        chunk_tokens=chunk_tokens,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        into_main_grad=into_main_grad,
+        chunk_tokens=whole_number("chunk_tokens", chunk_tokens),
+        tp_group=process_group("tp_group", tp_group),
+        sequence_parallel=flag("sequence_parallel", sequence_parallel),
+        into_main_grad=flag("into_main_grad", into_main_grad),
+        temperature=_temperature(temperature, labels),
+        entropy=flag("entropy", entropy),
     )
-    settings |= {
-        "temperature": _temperature(temperature, labels),
-        "entropy": flag("entropy", entropy),
-    }
-    losses, entropies, _ = token_losses(hidden, weight, labels, **settings)
     return -losses if entropies is None else (-losses, entropies)
 
 
