@@ -85,13 +85,12 @@ def findings(
     _, unknown = parser.parse_known_args(given)
     flags, rest = split_flags(given)
     flags.check()
-    machine = machine_named(machine_name)
     if flags.algo is None:
         flags = replace(flags, algo=registry.AUTO)
         yield "note", "no algorithm is named: Megatron's own would run; this is what auto would do"
     if flags.is_auto:
         flags = replace(flags, machine=flags.machine or machine_name)
-        machine = machine_named(flags.machine or machine_name)
+    machine = machine_named(flags.machine or machine_name)
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         near = nearest(flag, parser._option_string_actions)
         yield "note", f"no flag of Megatron {flag}{near}: the script must define it"

@@ -8,7 +8,7 @@ positions that are off by one on a rank, is mostly far above it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -231,7 +231,33 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """Differences that rounding does not explain."""
-        return list(self._problems())
+        noise, ours, base, found = self.noise, self.ours, self.base, []
+        if noise is not None and not noise.rms <= NOISE_FACTOR * self.rounding:
+            found.append(
+                f"two kernels disagree without context parallelism, by {noise.rms:.1e} (root mean "
+                f"square), {noise.rms / self.rounding:.0f} times one rounding"
+            )
+        where = ""
+        if len(ours.ranks) > 1:
+            worst = max(ours.ranks, key=lambda rank: ours.ranks[rank])
+            rest = max(rms for rank, rms in ours.ranks.items() if rank != worst)
+            where = f"; rank {worst}'s tokens {ours.ranks[worst]:.1e}, others' {rest:.1e} at most"
+        if not ours.rms <= RMS_FACTOR * base:
+            return [*found, f"{ours.rms:.1e}, {ours.rms / base:.0f} times {self._words}{where}"]
+        pairs = zip(ours.sections, (noise or ours).sections, strict=True)
+        for (start, stop, tokens, rms), (*_, of_noise) in pairs:
+            allowed = max(base, of_noise) if noise else base
+            if tokens >= _SECTION_TOKENS and rms > RMS_FACTOR * allowed:
+                at = f"positions {start} to {stop - 1}"
+                words = f"{rms:.1e} at {at}, {rms / allowed:.0f} times {self._words}{where}"
+                return [*found, words]
+        largest = max(4 * base, noise.largest if noise else 8 * base)
+        if not ours.largest <= LARGEST_FACTOR * largest:
+            found.append(
+                f"{ours.largest:.1e} at position {ours.at}, {ours.largest / largest:.0f} times the "
+                f"largest that rounding gives ({largest:.1e}){where}"
+            )
+        return found
 
     def verdict(self) -> list[str]:
         """One line, or one for each problem."""
@@ -247,35 +273,6 @@ class Report:
         if self.noise is not None and self.noise.rms == self.base:
             return "the noise of another kernel"
         return f"what one rounding is taken for ({self.base:.1e})"
-
-    def _problems(self) -> Iterator[str]:
-        noise, ours, base = self.noise, self.ours, self.base
-        if noise is not None and not noise.rms <= NOISE_FACTOR * self.rounding:
-            yield (
-                f"two kernels disagree without context parallelism, by {noise.rms:.1e} (root mean "
-                f"square), {noise.rms / self.rounding:.0f} times one rounding"
-            )
-        where = ""
-        if len(ours.ranks) > 1:
-            worst = max(ours.ranks, key=lambda rank: ours.ranks[rank])
-            rest = max(rms for rank, rms in ours.ranks.items() if rank != worst)
-            where = f"; rank {worst}'s tokens {ours.ranks[worst]:.1e}, others' {rest:.1e} at most"
-        if not ours.rms <= RMS_FACTOR * base:
-            yield f"{ours.rms:.1e}, {ours.rms / base:.0f} times {self._words}{where}"
-            return
-        pairs = zip(ours.sections, (noise or ours).sections, strict=True)
-        for (start, stop, tokens, rms), (*_, of_noise) in pairs:
-            allowed = max(base, of_noise) if noise else base
-            if tokens >= _SECTION_TOKENS and rms > RMS_FACTOR * allowed:
-                at = f"positions {start} to {stop - 1}"
-                yield f"{rms:.1e} at {at}, {rms / allowed:.0f} times {self._words}{where}"
-                return
-        largest = max(4 * base, noise.largest if noise else 8 * base)
-        if not ours.largest <= LARGEST_FACTOR * largest:
-            yield (
-                f"{ours.largest:.1e} at position {ours.at}, {ours.largest / largest:.0f} times the "
-                f"largest that rounding gives ({largest:.1e}){where}"
-            )
 
 
 def report_of(found: Mapping[str, LogProbs], dtype: torch.dtype) -> Report:

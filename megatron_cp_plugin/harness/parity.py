@@ -264,15 +264,11 @@ def _gradient_errors(
         nothing = True
         for shard in sorted(at_reference.keys() & at_run.keys()):
             want, got = at_reference[shard], at_run[shard]
+            where = "" if len(at_reference) == 1 else " (pp {} tp {} ep {})".format(*shard)
             for name in sorted(want.keys() ^ got.keys()):
                 problems.append(f"only one of the runs has a gradient of {name}")
             for name in sorted(want.keys() & got.keys()):
-                label = (
-                    name
-                    if len(at_reference) == 1
-                    else f"{name} (pp {shard[0]} tp {shard[1]} ep {shard[2]})"
-                )
-                label += f", iteration {step}"
+                label = f"{name}{where}, iteration {step}"
                 if want[name].shape != got[name].shape:
                     problems.append(
                         f"gradient of {label} has shape {tuple(got[name].shape)}, "

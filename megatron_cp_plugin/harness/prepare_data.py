@@ -75,8 +75,8 @@ def write_dataset(
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     # Written beside the target and renamed: an interrupted run leaves no half-written dataset.
-    partial_bin, partial_idx = (_with_suffix(prefix, f"{s}.partial") for s in (".bin", ".idx"))
-    builder = IndexedDatasetBuilder(str(partial_bin), dtype=np.uint16)
+    partial_bin, partial_idx = f"{prefix}.bin.partial", f"{prefix}.idx.partial"
+    builder = IndexedDatasetBuilder(partial_bin, dtype=np.uint16)
     documents = 0
     tokens = 0
     for file in files:
@@ -87,9 +87,9 @@ def write_dataset(
             builder.add_document(document, [len(document)])
             documents += 1
             tokens += len(document)
-    builder.finalize(str(partial_idx))
-    os.replace(partial_bin, _with_suffix(prefix, ".bin"))
-    os.replace(partial_idx, _with_suffix(prefix, ".idx"))
+    builder.finalize(partial_idx)
+    os.replace(partial_bin, f"{prefix}.bin")
+    os.replace(partial_idx, f"{prefix}.idx")
     return documents, tokens
 
 
@@ -105,8 +105,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"{given.output}: {documents} documents, {tokens:,} tokens")
     return 0
-
-
-def _with_suffix(prefix: Path, suffix: str) -> Path:
-    # Path.with_suffix would cut a prefix such as "corpus.v2".
-    return prefix.with_name(prefix.name + suffix)
