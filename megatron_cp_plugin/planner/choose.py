@@ -188,14 +188,13 @@ def choose(
     """
     tables = []
     for kind in kinds:
-        refused: Sequence[Refusal]
+        topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
+        found, refused = candidates(kind.shape, kind.mask, topology, layouts)
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
-            topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
-            found, refused = candidates(kind.shape, kind.mask, topology, layouts)
             rows = [_simulated_row(one, kind, site) for one in found]
         else:
-            estimates, refused = _estimated(kind.shape, kind.mask, site, layouts)
+            estimates = _estimated(found, kind.shape, kind.mask, site)
             simulations = _SIMULATED if len(site.nodes) <= _FEW else _OF_MANY
             rows = _rows(estimates, kind, site, 0 if quick else simulations)
         rows.sort(key=lambda row: (row.seconds, len(row.options), row.name))
@@ -232,22 +231,15 @@ def choose(
 _Estimates = tuple[tuple[Candidate, tuple[Estimate, ...]], ...]  # of both passes
 
 
-def _estimated(
-    shape: Shape,
-    mask: Mask,
-    site: CallSite,
-    layouts: tuple[str, ...] | None,
-) -> tuple[_Estimates, tuple[Refusal, ...]]:
-    """All candidates, the best estimate first, and why others were refused."""
-    topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
-    found, refused = candidates(shape, mask, topology, layouts)
+def _estimated(found: Iterable[Candidate], shape: Shape, mask: Mask, site: CallSite) -> _Estimates:
+    """All candidates, the best estimate first."""
     estimator = Estimator(shape, mask, site.machine, site.nodes, site.peer, site.kernel)
     estimates: dict[object, tuple[Candidate, tuple[Estimate, ...]]] = {}
     for one in found:
         passes = tuple(estimator.passes(one.placements))
         # Of options that change nothing here the first ones are enough.
         estimates.setdefault((one.algo, one.layout.name, passes), (one, passes))
-    return tuple(sorted(estimates.values(), key=lambda one: _seconds(one[1]))), tuple(refused)
+    return tuple(sorted(estimates.values(), key=lambda one: _seconds(one[1])))
 
 
 def _seconds(passes: Iterable[Estimate]) -> float:

@@ -69,18 +69,13 @@ def _gathered_bytes(model: Model, split: Split, of_rank: float) -> float:
     Args: of_rank: parameters that are a GPU's own without sharding.
     """
     ends = model.embedding_parameters / split.tensor
-    layer = layer_parameters(model, split)
+    experts = model.experts * model.expert_parameters
+    layer = (model.layer_parameters - experts) / split.tensor
+    layer += experts / (split.expert * split.expert_tensor)
     ahead = layer * -(-max(_GATHERED_AHEAD, layer) // layer)
     gathered = ends + min(layer + ahead, of_rank - ends)
     waiting = min(layer + max(_GRADIENTS_WAITING, 2 * layer), of_rank)
     return 2 * gathered + 4 * waiting
-
-
-def layer_parameters(model: Model, split: Split) -> float:
-    """Of a layer with experts, if there are any, on a GPU."""
-    experts = model.experts * model.expert_parameters
-    others = model.layer_parameters - experts
-    return others / split.tensor + experts / (split.expert * split.expert_tensor)
 
 
 def activation_bytes(model: Model, split: Split) -> float:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.core.plans.plan import Plan
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner.drawing import Picture
 
@@ -76,9 +75,9 @@ def matrix(drawn: Picture) -> str:
     )
     for step in range(steps):
         x, y = 20 + step % columns * (_SMALL + 14), below + step // columns * (_SMALL + 30)
+        faded = ' opacity=".13"'
         small = "".join(
             f'<use href="#p{number}"{"" if part.step == step else faded}/>'
-            for faded in (' opacity=".13"',)
             for number, part in enumerate(scores.parts)
         )
         scale = _SMALL / scores.tokens
@@ -193,7 +192,7 @@ def scores_of(drawn: Picture) -> Scores:
 
     Raises: ConfigError: More than 512 tokens or 32 ranks.
     """
-    tokens = sum(drawn.plan.spans.lengths)
+    plan, tokens = drawn.plan, sum(drawn.plan.spans.lengths)
     if drawn.size > _MOST_RANKS:
         raise ConfigError(
             f"--tokens draws at most {_MOST_RANKS} ranks, got {drawn.size}: leave --tokens out"
@@ -204,21 +203,11 @@ def scores_of(drawn: Picture) -> Scores:
             "make --seq-len smaller"
         )
     owner = np.zeros(tokens, np.int64)
-    for rank, spans in enumerate(drawn.plan.spans):
+    for rank, spans in enumerate(plan.spans):
         owner[spans.elements] = rank
-    return Scores(owner, *_step_parts(drawn.plan, tokens))
-
-
-def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
-    """About 64 tokens that the ranks can split."""
-    multiple = registry.layout_of(algo, options).multiple(size)
-    return -(-_TOKENS // multiple) * multiple
-
-
-def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[StepPart, ...]]:
     first = min((compute.heads.q.start for compute in plan.computes), default=0)
-    ranks = np.zeros((seq_len, seq_len), np.int64)  # one bit each
-    step = np.zeros((seq_len, seq_len), np.int64)
+    ranks = np.zeros((tokens, tokens), np.int64)  # one bit each
+    step = np.zeros((tokens, tokens), np.int64)
     for compute in plan.computes:
         if compute.heads.q.start != first:
             continue
@@ -246,4 +235,10 @@ def _step_parts(plan: Plan, seq_len: int) -> tuple[NDArray[np.int64], tuple[Step
         for number in numbers.tolist()
         if number >= 0
     )
-    return part, parts
+    return Scores(owner, part, parts)
+
+
+def some_tokens(algo: str, size: int, options: Mapping[str, object]) -> int:
+    """About 64 tokens that the ranks can split."""
+    multiple = registry.layout_of(algo, options).multiple(size)
+    return -(-_TOKENS // multiple) * multiple

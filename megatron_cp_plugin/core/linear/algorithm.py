@@ -165,10 +165,6 @@ class StatePassing(LinearAlgorithm):
         mine = torch.zeros_like(like) if end is None else end
         return self._states.all_gather(mine).wait()[route.last_rank]
 
-    def collect(self, gradient: Tensor) -> Tensor:
-        """The sum of all ranks' gradients [B,H,D,E]."""
-        return self._states.all_gather(gradient).wait().sum(0)
-
     def forward(
         self, given: LinearTensors, call: LinearCall
     ) -> tuple[Tensor, Tensor | None, Saved]:
@@ -219,7 +215,8 @@ class StatePassing(LinearAlgorithm):
         back = route.back
         states = _of_shared(running.states, call, summed=True)
         if dfinal is not None:
-            dfinal = self.collect(_of_shared(dfinal.unsqueeze(0), call, summed=True)[0])
+            gradient = _of_shared(dfinal.unsqueeze(0), call, summed=True)[0]
+            dfinal = self._states.all_gather(gradient).wait().sum(0)
         arrived, end = self.carry(
             RunStates(states, _shared_decay(call) if through is None else through).back,
             dfinal,
