@@ -116,7 +116,16 @@ class ContextParallelAttention(SplitByHeads):
         self._keeps_largest = config.qk_clip or config.log_max_attention_logit
         self._cp_group = pg_collection.cp
         self.algorithm = runtime.algorithm(pg_collection.cp)
-        self._make_sinks(config, config.num_attention_heads // pg_collection.tp.size())
+        self.softmax_offset = None
+        if config.softmax_type == "vanilla":
+            return
+        heads = config.num_attention_heads // pg_collection.tp.size()
+        device = torch.cuda.current_device()
+        self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(self.softmax_offset)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
 
     @property
     def settings(self) -> tuple[bool, float, int | None, bool]:
@@ -125,17 +134,6 @@ class ContextParallelAttention(SplitByHeads):
         All ranks have the same ones.
         """
         return self._causal, self._scale, self._window, self.softmax_offset is not None
-
-    def _make_sinks(self, config: TransformerConfig, heads: int) -> None:
-        self.softmax_offset = None
-        if config.softmax_type == "vanilla":
-            return
-        device = torch.cuda.current_device()
-        self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
-        if config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(self.softmax_offset)
-            if config.perform_initialization:
-                config.init_method(self.softmax_offset)
 
     def forward(
         self,

@@ -79,12 +79,9 @@ def problems(*parts: Part, tables: Sequence[Name] = NAMES) -> list[str]:
     found = [line for row in rows for line in differences(row)]
     if "algorithm" in parts:
         configuration = importlib.import_module("megatron.core.transformer.transformer_config")
-        places: dict[Place, str] = {
-            "config": "TransformerConfig",
-            "latent config": "MLATransformerConfig",
-        }
-        for place, kind in places.items():
-            config = getattr(configuration, kind, None)  # itself a row of the table
+        places: tuple[Place, ...] = ("config", "latent config")
+        for place in places:
+            config = getattr(configuration, _PLACES[place], None)  # itself a row of the table
             if config is not None:
                 found += missing_settings(place, {field.name for field in fields(config)})
     return list(dict.fromkeys(found))

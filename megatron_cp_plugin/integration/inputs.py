@@ -293,11 +293,27 @@ class SplitInputs(Inputs):
             )
         mask = document_mask(packed, own)
         spans = self._batches.spans_of(map(given.get, _ARGUMENTS))
-        return mask if spans is None else _with_spans(mask, spans)
+        if spans is None:
+            return mask
+        if mask is not None and mask.spans is not None:
+            raise ContextParallelError(
+                "a batch's attention_spans say which keys a query sees, got others for the model "
+                "beside them: give them to one of the two"
+            )
+        return spans.beside(mask)
 
     def _check(self, call: _Call) -> None:
-        if self._cut is not None:
-            _check_documents(self._cut, call.mask)
+        resolved = None if self._cut is None else self._cut.resolved
+        seen = call.mask or DocumentMask()
+        if resolved is not None and (resolved.spans, resolved.starts) != (seen.spans, seen.starts):
+            by, got = (
+                f"{len(each.starts) + 1} documents and {len(each.spans or ())} spans"
+                for each in (resolved, seen)
+            )
+            raise ContextParallelError(
+                f"a batch was split by {by}, and the model got others, {got}: give both the same "
+                "cu_seqlens and attention_spans, or leave the option layout=documents out"
+            )
 
 
 class CutInputs(Inputs):
@@ -481,16 +497,6 @@ def _check_stages(first: Mapping[str, list[str]], held: Mapping[str, object]) ->
             )
 
 
-def _with_spans(mask: DocumentMask | None, spans: DocumentMask) -> DocumentMask:
-    """The spans of a batch in the documents that a model is given."""
-    if mask is not None and mask.spans is not None:
-        raise ContextParallelError(
-            "a batch's attention_spans say which keys a query sees, got others for the model "
-            "beside them: give them to one of the two"
-        )
-    return spans.beside(mask)
-
-
 def _check_spans(call: _Call, config: ContextParallelConfig, *, carries: bool) -> None:
     """Refuses spans if a layer would ignore them."""
     mask = call.mask
@@ -603,16 +609,3 @@ def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str
     tokens = position_ids.size(1) * size
     mismatch = describe_mismatch(position_ids, layout, group.rank(), size, tokens)
     return f" ({mismatch})" if mismatch else ""
-
-
-def _check_documents(cut: Cut, mask: DocumentMask | None) -> None:
-    resolved, seen = cut.resolved, mask or DocumentMask()
-    if resolved is not None and (resolved.spans, resolved.starts) != (seen.spans, seen.starts):
-        by, got = (
-            f"{len(each.starts) + 1} documents and {len(each.spans or ())} spans"
-            for each in (resolved, seen)
-        )
-        raise ContextParallelError(
-            f"a batch was split by {by}, and the model got others, {got}: give both the same "
-            "cu_seqlens and attention_spans, or leave the option layout=documents out"
-        )

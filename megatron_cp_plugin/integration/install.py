@@ -138,12 +138,11 @@ class ProgramInstaller(Installer):
             config = resolve_model(config, model, group)
         return Runtime(config, callers=True)
 
-    def _serve(self, model: Any) -> None:
-        super()._serve(model)
-        assert self._runtime is not None
+    def _serve(self, model: Any, runtime: Runtime) -> None:
+        super()._serve(model, runtime)
         if dist.get_rank() == 0:  # of the job's ranks, or of a program's workers
             layers = model.config.num_layers
-            said = describe(self._runtime.config, None)
+            said = describe(runtime.config, None)
             print(
                 f"megatron_cp_plugin: {said}, in a {type(model).__name__} of {layers} layers",
                 flush=True,

@@ -100,14 +100,13 @@ class Installer(ABC):
             if line not in self._said and torch.distributed.get_rank() == 0:
                 log.info(line)
             self._said.add(line)
-        self._serve(build_model(original, call, runtime, self._args))
+        self._serve(build_model(original, call, runtime, self._args), runtime)
 
-    def _serve(self, model: Any) -> None:
+    def _serve(self, model: Any, runtime: Runtime) -> None:
         """Prepares a built model for the batches that it will get."""
         from megatron_cp_plugin.integration.inputs import CutInputs
 
-        assert self._runtime is not None
-        CutInputs(model, self._runtime, model.pg_collection.cp)
+        CutInputs(model, runtime, model.pg_collection.cp)
 
     def _roll(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from megatron_cp_plugin.integration.multi_token import roll_tensor
@@ -224,14 +223,13 @@ class LauncherInstaller(Installer):
         self._batches = Batches(self._runtime)
         _say(self._args, said)
 
-    def _serve(self, model: Any) -> None:
+    def _serve(self, model: Any, runtime: Runtime) -> None:
         from megatron_cp_plugin.integration.chunked_loss import serve_loss
         from megatron_cp_plugin.integration.inputs import SplitInputs
 
-        assert self._runtime is not None
         assert self._batches is not None
-        if self._runtime.is_cut_by_callers:
-            super()._serve(model)
+        if runtime.is_cut_by_callers:
+            super()._serve(model, runtime)
         else:
             SplitInputs(model, self._batches, model.pg_collection.cp)
         if self._flags.chunked_loss is not None:
