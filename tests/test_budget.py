@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_240,
+    "package root": 4_220,
     "core": 12_270,
     "algorithms": 1_730,
     "kernels": 3_320,
-    "integration": 8_160,
-    "planner": 5_710,
-    "harness": 2_140,
+    "integration": 8_150,
+    "planner": 5_700,
+    "harness": 2_130,
     "scripts": 7_010,
     "tests": 37_190,
 }
