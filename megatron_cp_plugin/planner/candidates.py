@@ -14,7 +14,7 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Layout
-from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, LinearShape
+from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.placement import Placement
 from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
@@ -37,11 +37,6 @@ class Candidate:
     options: Options
     layout: Layout
     placements: tuple[Placement, ...]
-
-    @property
-    def name(self) -> str:
-        """As on a command line."""
-        return label(self.algo, self.options)
 
 
 class Refusal(NamedTuple):
@@ -84,33 +79,19 @@ def candidates(
         for options, given in _combinations(cls, topology.size):
             if not is_open(cls.layout_for(options)):
                 continue
+            placements: tuple[Placement, ...] = ()  # linear attention has none
             try:
-                layout, placements = _made(cls, options, shape, mask, topology)
+                algorithm = checked(cls(topology, options), shape, mask)
+                if isinstance(algorithm, Algorithm):
+                    assert isinstance(shape, Shape)
+                    placements = tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
             except ContextParallelError as error:
                 if len(given) < 2:
                     refused.setdefault(algo, Refusal(label(algo, given), str(error)))
                 continue
-            one = Candidate(algo, given, layout, placements)
-            found.setdefault(placements or one.name, one)
+            one = Candidate(algo, given, algorithm.layout, placements)
+            found.setdefault(placements or (algo, given), one)
     return list(found.values()), list(refused.values())
-
-
-def _made(
-    cls: registry.AnyClass,
-    options: Any,
-    shape: AnyShape,
-    mask: Mask,
-    topology: Topology,
-) -> tuple[Layout, tuple[Placement, ...]]:
-    """Layout and placements of an algorithm; linear attention has no placements.
-
-    Raises: ContextParallelError if it cannot serve this.
-    """
-    algorithm = checked(cls(topology, options), shape, mask)
-    if isinstance(algorithm, LinearAlgorithm):
-        return algorithm.layout, ()
-    assert isinstance(shape, Shape)
-    return algorithm.layout, tuple(algorithm.placement(shape, mask, phase) for phase in PHASES)
 
 
 @lru_cache(maxsize=128)  # many questions are of as many ranks

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 
-from megatron_cp_plugin.planner.choose import GIB, Choice, Row, peak_of_row
+from megatron_cp_plugin.planner.choose import GIB, Choice, peak_of_row
 from megatron_cp_plugin.terminal import text_table
 
 _OF_EACH = 3  # number of candidates of an algorithm that are shown
@@ -50,9 +50,9 @@ def described(choice: Choice) -> str:
 def table(choice: Choice) -> str:
     """Tables of the candidates for each kind of layers, the fastest first; and of refusals."""
     lines = []
-    for number, (kind, found, _) in enumerate(choice.tables):
+    for number, (kind, *_) in enumerate(choice.tables):
         lines.append(f"{kind.name}, one of {kind.count}:" if kind.count > 1 else f"{kind.name}:")
-        lines.append(_table_of_kind(choice, number, _shown(found, choice.best.rows[number])))
+        lines.append(_table_of_kind(choice, number))
     legend = "MiB that a rank sends in its node and between nodes; * chosen"
     if not all(row.simulated for one in choice.tables for row in one.rows):
         legend += "; ~ estimated, the others simulated"
@@ -61,26 +61,19 @@ def table(choice: Choice) -> str:
     return "\n".join(lines)
 
 
-def _shown(found: Sequence[Row], chosen: Row) -> list[Row]:
+def _table_of_kind(choice: Choice, number: int) -> str:
     """The best rows of each algorithm, and the chosen row."""
-    shown: list[Row] = []
-    for row in found:
-        same = sum(one.algo == row.algo for one in shown)
-        if row.name == chosen.name or same < _OF_EACH:
-            shown.append(row)
-    return shown
-
-
-def _table_of_kind(choice: Choice, number: int, rows: Sequence[Row]) -> str:
-    kind, chosen = choice.tables[number].kind, choice.best.rows[number].name
+    (kind, rows, _), chosen = choice.tables[number], choice.best.rows[number].name
     known = {one.rows[number].name: one.rows[number].peak_bytes for one in choice.combinations}
-    seen: set[str] = set()
+    shown: Counter[str] = Counter()  # rows of each algorithm
     cells = []
     for row in rows:
+        if row.name != chosen and shown[row.algo] >= _OF_EACH:
+            continue
         peak = known.get(row.name)
-        if peak is None and row.algo not in seen:
+        if peak is None and not shown[row.algo]:
             peak = peak_of_row(row, kind, choice.site)
-        seen.add(row.algo)
+        shown[row.algo] += 1
         cells.append(
             (
                 row.layout,

@@ -69,4 +69,4 @@ def test_a_rank_finds_all_its_pairs(size: int) -> None:
                     for k in every
                     if any(place.rank == rank for place in placement.place(q, k))
                 }
-                assert pairs <= set(placement.pairs_of(rank)), one.name
+                assert pairs <= set(placement.pairs_of(rank)), one

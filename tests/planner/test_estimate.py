@@ -22,7 +22,7 @@ def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     for one in found:
         estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
         made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
-        assert estimated == pytest.approx(made.seconds, rel=0.35), one.name
+        assert estimated == pytest.approx(made.seconds, rel=0.35), one
 
 
 def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
