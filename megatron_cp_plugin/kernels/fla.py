@@ -261,11 +261,11 @@ class KernelFamily:
     ) -> None:
         self.q, self.k, self.v, self.gate, self.beta = q, k, v, gate, beta
         self.sequences = sequences
-        self.where: dict[str, Any] = {
+        self.places: dict[str, Any] = {
             "cu_seqlens": sequences.starts,
-            "chunk_size": CHUNK,
             "chunk_indices": sequences.chunks,
         }
+        self.where = {**self.places, "chunk_size": CHUNK}
 
     def cumsum(self, x: Tensor, **settings: Any) -> Tensor:
         """Sums within chunks."""

@@ -160,8 +160,7 @@ class _GatedDeltaNet(_Delta):
             beta=self.beta,
             A=self._solved,
             g=sums,
-            cu_seqlens=self.sequences.starts,
-            chunk_indices=self.sequences.chunks,
+            **self.places,
         )
         self._dout = dout
         self._dvalues = chunk_bwd_dv_local(
@@ -196,8 +195,7 @@ class _GatedDeltaNet(_Delta):
             dw=dread,
             du=dvalues,
             **self.gated,
-            cu_seqlens=self.sequences.starts,
-            chunk_indices=self.sequences.chunks,
+            **self.places,
         )
         dgate = self.cumsum(dsums.add_(dsums_read), reverse=True)
         return dq, dk.add_(dk_read), dv, dgate, dbeta
@@ -244,8 +242,7 @@ class _Kda(_Delta):
             beta=self.beta,
             A=self._solved,
             gk=sums,
-            cu_seqlens=self.sequences.starts,
-            chunk_indices=self.sequences.chunks,
+            **self.places,
         )
         self._dout = dout
         self._states, self._new_values = self.states()

@@ -6,6 +6,7 @@ A kernel may compile and run with head dims, or on devices, with which it comput
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,10 +110,7 @@ def accuracy(kernel: SoftmaxKernel | LinearKernel, problem: Problem | LinearProb
 
 def _tiles(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Results]]:
     """What the kernel and the reference make of each kind of tile."""
-
-    def tile(rows: int | Packing, *, causal: bool, window: int = 0) -> Results:
-        return _tile(kernel, problem, rows, causal, window)
-
+    tile = partial(_tile, kernel, problem)
     few, rectangular = _TOKENS // 3, kernel.rectangular_causal
     yield "a causal tile", tile(_TOKENS, causal=True)
     yield "a full tile", tile(few, causal=False)
@@ -133,7 +131,7 @@ def _tiles(kernel: SoftmaxKernel, problem: Problem) -> Iterator[tuple[str, Resul
 
 
 def _tile(
-    kernel: SoftmaxKernel, problem: Problem, rows: int | Packing, causal: bool, window: int
+    kernel: SoftmaxKernel, problem: Problem, rows: int | Packing, *, causal: bool, window: int = 0
 ) -> Results:
     """(name, result, reference) of one tile of `rows` queries and all keys, or of several."""
     packing: Packing | None = None

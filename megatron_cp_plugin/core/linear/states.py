@@ -215,14 +215,10 @@ class Decay:
                 raise ConfigError(f"decay rates must be above 0 and at most 1, got {rate}")
         return Decay(rates)
 
+    @kept_on_device(maxsize=1024)
     def logarithms(self, device: torch.device) -> Tensor:
         """Natural logarithms of the rates: [H] float64."""
-        return _logarithms(self.rates, device)
-
-
-@kept_on_device(maxsize=1024)
-def _logarithms(rates: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor([log(rate) for rate in rates], dtype=torch.float64, device=device)
+        return torch.tensor([log(rate) for rate in self.rates], dtype=torch.float64, device=device)
 
 
 class Gates(NamedTuple):
