@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ class Recorder:
             self._begin()
         self._recording_s = 0.0
         if self._iteration in self._recorded:
-            call.arguments["forward_backward_func"] = self._observed(
-                call.arguments["forward_backward_func"], call.arguments["model"]
+            call.arguments["forward_backward_func"] = partial(
+                self._observed, call.arguments["forward_backward_func"], call.arguments["model"]
             )
         result = original(*call.args, **call.kwargs)
         losses, skipped, _, _, _, grad_norm, *_ = result  # see integration/contract.md
@@ -114,29 +115,27 @@ class Recorder:
         for path in self._folder.glob(f"{self._path('.').name}*"):
             path.unlink()
 
-    def _observed(self, forward_backward: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Wraps the pass through the model of an iteration whose gradients are recorded."""
-
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if self._iteration == 1:
-                started = time.perf_counter()
-                self._content["weights"] = {
-                    name: _digest(_whole_values(p)) for name, p in _parameters(model).items()
-                }
-                self._recording_s += time.perf_counter() - started
-            # A distributed optimizer would leave each rank with a part of the gradients.
-            with _all_reduced(model), record_communication() as log, _counted_replays() as replays:
-                result = forward_backward(*args, **kwargs)
+    def _observed(
+        self, forward_backward: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The pass through the model of an iteration whose gradients are recorded."""
+        if self._iteration == 1:
             started = time.perf_counter()
-            _gather_instances(model)
-            sent = {phase: log.bytes(phase=phase) for phase in PHASES}
-            for name, found in (("replays", len(replays)), ("sent_bytes", sent)):
-                self._content.setdefault(name, {})[self._iteration] = found
-            self._write_state(_gradient_copies(model))
+            self._content["weights"] = {
+                name: _digest(_whole_values(p)) for name, p in _parameters(model).items()
+            }
             self._recording_s += time.perf_counter() - started
-            return result
-
-        return observed
+        # A distributed optimizer would leave each rank with a part of the gradients.
+        with _all_reduced(model), record_communication() as log, _counted_replays() as replays:
+            result = forward_backward(*args, **kwargs)
+        started = time.perf_counter()
+        _gather_instances(model)
+        sent = {phase: log.bytes(phase=phase) for phase in PHASES}
+        for name, found in (("replays", len(replays)), ("sent_bytes", sent)):
+            self._content.setdefault(name, {})[self._iteration] = found
+        self._write_state(_gradient_copies(model))
+        self._recording_s += time.perf_counter() - started
+        return result
 
     def _write_state(self, gradients: Mapping[str, Tensor]) -> None:
         from megatron.core import parallel_state as state
