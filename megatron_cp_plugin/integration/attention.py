@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron_cp_plugin.core.autograd.function import attend, check_shapes
 from megatron_cp_plugin.core.autograd.latents import attend_latents
-from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.documents import DocumentMask, mask_of_layer
 from megatron_cp_plugin.integration.largest_score import largest_scores
@@ -178,7 +177,11 @@ class ContextParallelAttention(SplitByHeads):
         q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         check_shapes(q, k, v)
         if self._keeps_largest:
-            self._keep_largest(q, k, mask, packed, group)
+            layout = self.algorithm.layout.for_documents(mask.resolved)
+            seen = mask if packed is None else packed.without_padding(mask)
+            found = largest_scores(q, k, scale=self._scale, mask=seen, layout=layout, group=group)
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
         settings: dict[str, Any] = {
             "algorithm": self.runtime.algorithm(group),
             "seq_len": seq_len,
@@ -196,20 +199,6 @@ class ContextParallelAttention(SplitByHeads):
             latent = torch.cat((latent.transpose(0, 1), k[:, :, 0, plain:]), dim=-1)
             out = attend_latents(q, latent, weight, value_dim=v.size(3), **settings)
         return out.transpose(0, 1).flatten(2)
-
-    def _keep_largest(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Mask,
-        packed: DocumentMask | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        layout = self.algorithm.layout.for_documents(mask.resolved)
-        mask = mask if packed is None else packed.without_padding(mask)
-        found = largest_scores(q, k, scale=self._scale, mask=mask, layout=layout, group=group)
-        before = self.current_max_attn_logits
-        self.current_max_attn_logits = found if before is None else torch.maximum(before, found)
 
 
 def is_causal(mask_type: AttnMaskType, *, packed: bool = False) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -213,15 +213,10 @@ def kinds_of_model(model: Any, asked: ContextParallelConfig) -> list[Kind]:
     tokens = -(-asked.tokens // multiple) * multiple
     lengths = document_lengths(asked.mean_document, "mean_document")
     drawn = documents_like(lengths, tokens, asked.layout, asked.size)
+    masks = [Mask(documents=documents) for documents in drawn]
     settings = Settings(model)
     shape = settings.shape(tokens)
-
-    def masks_of(window: int | None) -> list[Mask]:
-        return [Mask(True, window, documents) for documents in drawn]
-
-    return counted(
-        _softmax(settings, number, shape, masks_of) for number in range(model.num_layers)
-    )
+    return counted(_softmax(settings, number, shape, masks) for number in range(model.num_layers))
 
 
 def counted(layers: Iterable[Kind]) -> list[Kind]:
@@ -229,16 +224,14 @@ def counted(layers: Iterable[Kind]) -> list[Kind]:
     return [replace(kind, count=count) for kind, count in Counter(layers).items()]
 
 
-def _softmax(
-    settings: Settings, number: int, shape: Shape, masks_of: Callable[[int | None], Sequence[Mask]]
-) -> Kind:
+def _softmax(settings: Settings, number: int, shape: Shape, masks: Sequence[Mask]) -> Kind:
     """The kind of a layer, counted from 0.
 
-    Args: masks_of: of its window, None for all: the mask to simulate, then those to measure.
+    Args: masks: without its window: the mask to simulate, then those to measure.
     """
     window = settings.window_of_layer(number + 1)
     name = "full attention" if window is None else f"windows of {window} tokens"
-    mask, *measured = masks_of(window)
+    mask, *measured = (replace(one, window=window) for one in masks)
     return Kind(name, shape, mask, measured=tuple(measured))
 
 
@@ -286,15 +279,11 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     if settings.packing and not pattern:
         lengths = document_lengths(flags.mean_document, "--cp-mean-document")
         drawn = documents_like(lengths, seq_length, Contiguous(), settings.ranks)
-
-    def masks_of(window: int | None) -> list[Mask]:
-        if flags.example_spans:
-            of_file = flags.example_spans, seq_length, drawn[0], window
-            return [example_spans.mask_of(*of_file)]
-        return [Mask(True, window, documents) for documents in drawn]
-
+    masks = [Mask(documents=documents) for documents in drawn]
+    if flags.example_spans:
+        masks = [example_spans.mask_of(flags.example_spans, seq_length, drawn[0])]
     if pattern:
-        softmax = Kind("full attention", shape, masks_of(None)[0])
+        softmax = Kind("full attention", shape, masks[0])
         return [softmax] * max(1, sum(letter in "*+" for letter in pattern))
     kinds = flags.layers or (("softmax",) if flags.linear_model is None else ("linear",))
     head_dim = settings.head_dims[1]
@@ -304,7 +293,7 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
     return [
         linear
         if kinds[number % len(kinds)] == "linear"
-        else _softmax(settings, number, shape, masks_of)
+        else _softmax(settings, number, shape, masks)
         for number in range(settings.num_layers)
     ]
 

@@ -33,13 +33,13 @@ def read(path: str) -> list[list[object]]:
     return found
 
 
-def mask_of(path: str, seq_len: int, documents: tuple[int, ...], window: int | None) -> Mask:
-    """The mask of a layer over a sequence.
+def mask_of(path: str, seq_len: int, documents: tuple[int, ...]) -> Mask:
+    """The mask of a layer without a window.
 
     Raises: ConfigError: As `read`; or the slices do not fit, or name a query and a key twice.
     """
     try:
-        return Mask.of(Slices.of(read(path), seq_len, documents), window)
+        return Mask.of(Slices.of(read(path), seq_len, documents))
     except ContextParallelError as error:
         if isinstance(error, ConfigError):
             raise

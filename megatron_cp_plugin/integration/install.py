@@ -88,7 +88,7 @@ def install(
     found = _in_force()
     if found is None:
         ProgramInstaller(config).install(allow_untested=allow_untested_megatron)
-    elif not _same(before := found.config(config.size), config):
+    elif _read(before := found.config(config.size)) != _read(config):
         raise ConfigError(
             f"a process has one algorithm, got {_words(config)} after {_words(before)}: leave one "
             "of them out, or call uninstall first"
@@ -204,10 +204,6 @@ def _check_batches(config: ContextParallelConfig) -> None:
             f"{config.algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
             "none: pass for example tokens=65536, or name an algorithm"
         )
-
-
-def _same(one: ContextParallelConfig, other: ContextParallelConfig) -> bool:
-    return one.algo == other.algo and _read(one) == _read(other)
 
 
 def _read(config: ContextParallelConfig) -> ContextParallelConfig:

@@ -31,7 +31,7 @@ from megatron_cp_plugin.core.communication.process_groups import (
 )
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
-from megatron_cp_plugin.core.layout import Contiguous, Documents, Layout, positions
+from megatron_cp_plugin.core.layout import Contiguous, Documents, positions
 from megatron_cp_plugin.core.linear.algorithm import LinearAlgorithm, StatePassing
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.integration.documents import ALONE, DocumentMask
@@ -182,9 +182,7 @@ class Runtime:
 
 
 # All tensors of a batch, and the angles of its positions, ask for the same ones.
-@kept_on_device(maxsize=16)
-def _positions(layout: Layout, rank: int, size: int, seq_len: int, device: torch.device) -> Tensor:
-    return positions(layout, rank, size, seq_len, device)
+_positions = kept_on_device(maxsize=16)(positions)
 
 
 def set_up_groups(

@@ -21,7 +21,7 @@ algorithm than the file takes the place of the file's algorithm and of all its o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,12 @@ def yaml_to_argv(
     sections = _resolved(path, parser, overrides)
     argv: list[str] = []
     given: dict[str, str] = {}
-    for key, value in (sections.get("megatron") or {}).items():
-        where = f"{path}: megatron.{key}"
-        candidates = _flags_of(key, where, parser)
+    for where, key, value, candidates in _of_megatron(sections, path, parser):
+        if not candidates:
+            every = {action.dest for action in parser._actions}
+            every |= set(map(_normal, parser._option_string_actions))
+            near = nearest(_normal(key), every - _ELSEWHERE.keys())
+            raise ConfigError(f"{where}: no such Megatron flag{near}")
         dest = candidates[0].dest
         if dest in given:
             raise ConfigError(f"{where} sets the same flag as megatron.{given[dest]}: keep one")
@@ -115,12 +118,9 @@ def own_arguments(path: str | Path, words: Sequence[str]) -> list[str]:
         # A flag of Megatron may be what it refers to: then the ranks follow the reference.
         written = as_written(path).get("context_parallel", {}).items()
         sections = {"context_parallel": {k: v for k, v in written if "${" not in str(v)}}
-    for key, value in (sections.get("megatron") or {}).items():
-        where = f"{path}: megatron.{key}"
-        if _normal(key) in _ELSEWHERE:
-            raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[_normal(key)]}")
-        if named := _named(parser, key):
-            argv += _arguments(named, key, value, where, parser)
+    for where, key, value, candidates in _of_megatron(sections, path, parser):
+        if candidates:
+            argv += _arguments(candidates, key, value, where, parser)
     return argv + _own_arguments(sections.get("context_parallel") or {}, path, parser, words)
 
 
@@ -229,17 +229,18 @@ def _named(parser: argparse.ArgumentParser, key: str) -> list[argparse.Action]:
     ]
 
 
-def _flags_of(key: str, where: str, parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """As `_named`. Raises: ConfigError if there are none, or the key belongs elsewhere."""
-    name = _normal(key)
-    if name in _ELSEWHERE:
-        raise ConfigError(f"{where} cannot be set there: {_ELSEWHERE[name]}")
-    if found := _named(parser, key):
-        return found
-    every = {action.dest for action in parser._actions}
-    every |= set(map(_normal, parser._option_string_actions))
-    near = nearest(name, every - _ELSEWHERE.keys())
-    raise ConfigError(f"{where}: no such Megatron flag{near}")
+def _of_megatron(
+    sections: Mapping[str, Mapping[str, Any]], path: str | Path, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, str, Any, list[argparse.Action]]]:
+    """The settings of Megatron: where each is, its key, its value, and its flags, as `_named`.
+
+    Raises: ConfigError if a key belongs elsewhere.
+    """
+    for key, value in sections.get("megatron", {}).items():
+        where, elsewhere = f"{path}: megatron.{key}", _ELSEWHERE.get(_normal(key))
+        if elsewhere is not None:
+            raise ConfigError(f"{where} cannot be set there: {elsewhere}")
+        yield where, key, value, _named(parser, key)
 
 
 def _own_arguments(
