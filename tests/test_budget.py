@@ -13,11 +13,11 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_220,
-    "core": 12_270,
+    "core": 12_260,
     "algorithms": 1_730,
     "kernels": 3_320,
-    "integration": 8_150,
-    "planner": 5_700,
+    "integration": 8_120,
+    "planner": 5_670,
     "harness": 2_130,
     "scripts": 7_010,
     "tests": 37_190,
