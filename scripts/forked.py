@@ -1,6 +1,8 @@
 """Imported once by the process that `forks` forks: the CPU platform, and what training needs."""
 
 import argparse
+import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -8,7 +10,6 @@ import sys
 import warnings
 import weakref
 from importlib import metadata
-from typing import Any
 
 import torch
 
@@ -54,15 +55,8 @@ def _read_sources() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     factory = sys.modules["megatron.training.argument_utils"].ArgumentGroupFactory
-    read = factory._get_field_docstrings
-    found: dict[type, dict[str, str]] = {}
-
-    def read_once(self: Any, source: type) -> dict[str, str]:
-        if source not in found:
-            found[source] = read(self, source)
-        return found[source]
-
-    factory._get_field_docstrings = read_once
+    read = functools.partial(factory._get_field_docstrings, factory)
+    factory._get_field_docstrings = staticmethod(functools.cache(read))
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -72,9 +66,13 @@ with warnings.catch_warnings():
     # Megatron says what is not installed.
     warnings.simplefilter("ignore")
     _import_megatron()
-# A rank that visited these objects, to collect garbage or at its end, would get a copy of most of
-# their memory.
+# A rank that counted references to these objects, or visited them to collect garbage or at its end,
+# would get a copy of most of their memory.
 gc.collect()
+for container in gc.get_objects():
+    for kept in (container, *(container.values() if type(container) is dict else ())):
+        # So many that CPython counts them no more (PEP 683).
+        ctypes.c_uint32.from_address(id(kept)).value = 2**32 - 1
 gc.freeze()
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     finalizer.atexit = False

@@ -67,11 +67,10 @@ class ForkedJob:
             The exit codes; -SIGKILL of a rank that had to be killed.
         """
         deadline = time.monotonic() + timeout
-        failed = False
         try:
             while None in (codes := self._codes()) and time.monotonic() < deadline:
-                if not failed and any(codes):
-                    failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+                if any(codes):
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 time.sleep(0.02)
         finally:
             for rank in self.ranks:

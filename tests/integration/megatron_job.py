@@ -35,13 +35,6 @@ TINY = tuple(
 # with larger ones the rounding of a gradient near zero would show in the next iteration's.
 SLOWLY = ("--lr", "1e-4", "--min-lr", "1e-5")
 
-# The same on GPUs, where neither apex nor Transformer Engine need be installed.
-TINY_ON_GPUS = (
-    *TINY[: TINY.index("--cp-platform")],
-    *"--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion".split(),
-    *"--no-masked-softmax-fusion --no-persist-layer-norm".split(),
-)
-
 _LINE = re.compile(r"iteration +\d+/.*lm loss: ([\d.E+-]+) .*grad norm: ([\d.]+) ")
 
 
@@ -165,29 +158,23 @@ def _finish(command: Sequence[str], environments: Sequence[dict[str, str]]) -> J
                     started.append(
                         subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr)
                     )
-            codes = _wait(started)
+            _wait(started)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
         texts = [(out.read_text(), err.read_text()) for out, err in outputs]
-    return Job(tuple(Process(c, *text) for c, text in zip(codes, texts, strict=True)))
+    # Of a process that hung: the signal.
+    return Job(tuple(Process(p.returncode, *t) for p, t in zip(started, texts, strict=True)))
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits for all; once one has failed, the others get ten seconds."""
     deadline = time.monotonic() + TIMEOUT_S
-    while any(p.poll() is None for p in processes):
-        if any(p.poll() for p in processes):
+    while None in (codes := [p.poll() for p in processes]) and time.monotonic() < deadline:
+        if any(codes):
             deadline = min(deadline, time.monotonic() + 10)
-        if time.monotonic() > deadline:
-            break
         time.sleep(0.05)
-    # A process that hangs has no exit code: kill, and let the test see the signal.
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    return [process.wait() for process in processes]
 
 
 def process_environment() -> dict[str, str]:
