@@ -113,7 +113,7 @@ def lost(how: str) -> dict[str, str]:
             call()
         except CommunicationError as error:
             found[name] = str(error)
-    if how == "SIGSTOP":
+    if how == "SIGSTOP" and rank == 0:
         os.kill(pids[1], signal.SIGKILL)
     return found
 
