@@ -104,6 +104,8 @@ def lost(how: str) -> dict[str, str]:
     if rank == 1:
         time.sleep(0.5)  # and have left the barrier
         os.kill(os.getpid(), getattr(signal, how))
+    elif rank == 0:
+        time.sleep(1)  # and sends to a rank that is gone
     found = {}
     for name, call in {
         "backward": lambda: out.sum().backward(),

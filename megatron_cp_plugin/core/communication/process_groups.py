@@ -27,7 +27,7 @@ from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, T
 from megatron_cp_plugin.core.communication.board import Board, shared_board
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
-from megatron_cp_plugin.errors import ContextParallelError
+from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
 _topologies: dict[ref[dist.ProcessGroup], "ProcessGroupTopology"] = {}
 
@@ -144,7 +144,11 @@ class ProcessGroupCommunicator(Communicator):
         group, ranks = self._group, self._ranks
         ops = [dist.P2POp(dist.isend, tensor, ranks[to], group) for tensor, to in sends]
         ops += [dist.P2POp(dist.irecv, buffer, ranks[source], group) for buffer, source in receives]
-        return self._after(dist.batch_isend_irecv(ops) if ops else [], None)
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:  # gloo sends nothing over a connection that was closed
+            raise self._lost(error) from error
+        return self._after(works, None)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         out = x.new_empty((self.size, *x.shape))
@@ -173,11 +177,13 @@ class ProcessGroupCommunicator(Communicator):
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    doing = f"on channel {self.channel!r}"
-                    raise others_lost(self.rank, self.size, doing, error) from error
+                    raise self._lost(error) from error
             return result
 
         return Pending(finish)
+
+    def _lost(self, error: RuntimeError) -> CommunicationError:
+        return others_lost(self.rank, self.size, f"on channel {self.channel!r}", error)
 
 
 class ProcessGroupTopology(Topology):
