@@ -40,7 +40,7 @@ class _PeerTopology(VirtualTopology):
 
     @property
     def peer_access(self) -> bool:
-        return self.size > 1
+        return self.size > 1 and len(set(self.nodes)) == 1
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
         return VirtualPeerCommunicator(

@@ -172,7 +172,7 @@ def worlds(draw: st.DrawFn, most: int = 8) -> World:
     # Grids and teams need sizes that divide.
     size = draw(st.integers(1, most) | st.sampled_from([4, 6, 8]))
     per_node = draw(st.just(size) | st.sampled_from(divisors(size)))
-    return World(size, per_node, per_node == size and draw(st.booleans()))
+    return World(size, per_node, draw(st.booleans()))
 
 
 @st.composite
@@ -196,7 +196,8 @@ def choices(draw: st.DrawFn, world: World, given: Case | None = None) -> Case:
         else:
             values = (False, True) if kind is bool else numbers.get(option, [0, *divisors(size)])
         options[option] = draw(st.sampled_from(values))
-    if not world.peer_access and options.get("transport") == "peer":
+    together = world.peer_access and world.ranks_per_node == size
+    if not together and options.get("transport") == "peer":
         del options["transport"]
     refused = {"no": ["layout", "transport"], "overlap": ["layout", "transport", "chunks"]}
     for option in refused.get(options.get("variant", ""), []):

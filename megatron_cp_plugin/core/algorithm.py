@@ -213,14 +213,16 @@ class Algorithm(Registered):
         """The plan of the steps, as far as this rank needs it.
 
         One rank's part is enough for collective operations, whose order does not depend on other
-        ranks, and without peer access. With peer access all ranks use buffers in each other's
-        memory in the same order, which takes the plan of all ranks.
+        ranks, and without peer access. With peer access, if only inside nodes, ranks use buffers in
+        each other's memory in the same order, which takes the plan of all these ranks.
         """
         among = steps_among(placement, self.topology)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)
-        rank = None if of_all else among.rank
-        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank)
+        rank, near = None if of_all else among.rank, 0
+        if mask.special and not (of_all or blocks.assembled or blocks.relay):
+            near = self._transport(placement).near
+        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank, near or 1)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""
@@ -259,6 +261,7 @@ class Algorithm(Registered):
         mask: Mask,
         phase: Phase,
         rank: int | None,
+        near: int = 1,
     ) -> Plan:
         """The plan of a placement that serves all calls. Args: as of `plan_of`.
 
@@ -266,13 +269,13 @@ class Algorithm(Registered):
         """
         foreign = not type(placement).__module__.startswith(f"{_PACKAGE}.")
         if not foreign or isinstance(placement, HeadPlacement) or placement.assembled:
-            return plan_of(placement, seq_len, mask, phase, rank)
+            return plan_of(placement, seq_len, mask, phase, rank, near)
         if phase not in self._checked:
             # The first plan is checked for all ranks, so that all ranks refuse a plan that is wrong
             # on one.
             check_placement(self.name, placement, seq_len, mask)
             check_steps(self.name, plan_of(placement, seq_len, mask, phase))
-        plan = plan_of(placement, seq_len, mask, phase, rank)
+        plan = plan_of(placement, seq_len, mask, phase, rank, near)
         check_steps(self.name, plan)
         self._checked.add(phase)
         return plan

@@ -266,6 +266,23 @@ class Topology(ABC):
     def peer_access(self) -> bool:
         """Whether every rank's GPU can write to every other's memory. A collective operation."""
 
+    @cached_property
+    def near(self) -> "Topology | None":
+        """The ranks of this rank's node, all with `peer_access`; None unless every node has such
+        ranks, equally many, with consecutive numbers. A collective operation the first time.
+        """
+        nodes, size = self.nodes, self.size
+        local = nodes.count(nodes[0])
+        if local == size:
+            return self if self.peer_access else None
+        if local == 1 or size % local:
+            return None
+        if any(nodes.index(nodes[rank]) != rank // local * local for rank in range(size)):
+            return None
+        first = self.rank // local * local
+        near = self.subgroup(range(first, first + local), "node")
+        return near if all(self.gather(near.peer_access)) else None
+
     def peer_channel(self, name: str, slots: int) -> Communicator:
         """As `channel`, but with copy engines and `slots` receive buffers, where there is
         `peer_access`: see core.communication.peer.

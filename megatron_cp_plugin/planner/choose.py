@@ -71,7 +71,7 @@ class CallSite:
 
     @property
     def peer(self) -> bool:
-        """Whether ranks can access each other's memory."""
+        """Whether all ranks can access each other's memory."""
         return self.machine.copies_among(self.nodes)
 
 
@@ -188,7 +188,7 @@ def choose(
     """
     tables = []
     for kind in kinds:
-        topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
+        topology = DryRunGroup(0, site.nodes, peer_access=site.machine.copy is not None)
         found, refused = candidates(kind.shape, kind.mask, topology, layouts)
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
@@ -374,7 +374,8 @@ def with_memory(combination: Combination, kinds: Sequence[Kind], site: CallSite)
 
 def peak_of_row(row: Row, kind: Kind, site: CallSite) -> int:
     """Peak memory of a GPU in bytes, beside q, k, v and dout."""
-    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
+    peer_access = site.machine.copy is not None
+    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, peer_access)
     return peak_bytes(layer, site.kernel)
 
 

@@ -228,13 +228,13 @@ def chosen_by_first(
         )
     name = None if machine is None else str(machine)
     check_agreement(gather(repr((kinds, kernel, name, how["layouts"]))))
-    nodes, peer_access = topology.nodes, topology.peer_access
+    nodes, near = topology.nodes, topology.near
     answer: tuple[Combination, ...] | ContextParallelError | None = None
     if first:
         try:
             gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             found, why = machine_here(name, gpu)
-            if not peer_access:
+            if near is None:
                 found = replace(found, copy=None)
             memory_bytes = found.memory_gib * GIB * (1 - SPARE)
             site = CallSite(found, nodes, kernel_on(found, kernel), memory_bytes)

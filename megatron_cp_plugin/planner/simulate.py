@@ -47,7 +47,7 @@ def simulate(
     Raises: ConfigError if the algorithm cannot serve this, or a name or value is unknown.
     """
     of_layer = tuple(options.items()), shape, mask, tuple(nodes)
-    layer = Layer(algo, *of_layer, peer_access=machine.copies_among(nodes))
+    layer = Layer(algo, *of_layer, peer_access=machine.copy is not None)
     return _simulated_layer(
         layer, machine, kernel or next(iter(machine.kernels)), captured=captured
     )

@@ -24,6 +24,7 @@ from tests.test_random_attention import (
     HEADS,
     World,
     choices,
+    divisors,
     lengths,
     mask_of,
     masks,
@@ -69,19 +70,21 @@ def test_plans_of_algorithms(data: st.DataObject) -> None:
         outer = outside(plan) if plan.shares == 1 else ()
         for rank in range(world.size):
             part = made.plan(shape, mask, plan.phase, rank=rank)
-            assert_is_of_rank(part, plan, rank, outer)
+            assert_is_of(part, plan, [rank], outer)
 
 
-def assert_is_of_rank(part: Plan, whole: Plan, rank: int, outer: Collection[Move] = ()) -> None:
-    """The steps of all, with what concerns a rank; it knows when others exchange anything."""
-    assert part.computes == tuple(c for c in whole.computes if c.rank == rank)
-    mine = [m for m in whole.moves if rank in (m.source, m.target) or m in outer]
+def assert_is_of(
+    part: Plan, whole: Plan, ranks: Collection[int], outer: Collection[Move] = ()
+) -> None:
+    """The steps of all, with what concerns some ranks; they know when others exchange anything."""
+    assert part.computes == tuple(c for c in whole.computes if c.rank in ranks)
+    mine = [m for m in whole.moves if {m.source, m.target} & {*ranks} or m in outer]
     assert sorted(map(str, part.moves)) == sorted(map(str, mine))
-    of_rank = [[kept for kept in plan.kept if kept.rank == rank] for plan in (part, whole)]
-    assert of_rank[0] == of_rank[1]
+    of_ranks = [[kept for kept in plan.kept if kept.rank in ranks] for plan in (part, whole)]
+    assert of_ranks[0] == of_ranks[1]
     within = {(m.result, m.posted, m.needed) for m in during(whole)}
     assert {(t.result, t.posted, t.needed) for t in part.times} == within
-    assert (part.steps, part.spans) == (whole.steps, whole.spans)
+    assert (part.steps, part.spans, part.once) == (whole.steps, whole.spans, whole.once)
 
 
 @st.composite
@@ -108,8 +111,9 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     placement = data.draw(placements(size))
     seq_len = data.draw(st.integers(1, 5 * min(size, 16)))
     mask = mask_of(data.draw(masks(seq_len)), seq_len)
-    rank = data.draw(st.integers(0, size - 1))
+    rank, near = data.draw(st.integers(0, size - 1)), data.draw(st.sampled_from(divisors(size)))
     for phase in PHASES:
         plan = plan_of(placement, seq_len, mask, phase)
         check(plan)
-        assert_is_of_rank(plan_of(placement, seq_len, mask, phase, rank=rank), plan, rank)
+        part = plan_of(placement, seq_len, mask, phase, rank=rank, near=near)
+        assert_is_of(part, plan, range(rank // near * near, rank // near * near + near))

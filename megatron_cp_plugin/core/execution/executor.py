@@ -82,8 +82,9 @@ def steps_among(placement: Placement, topology: Topology) -> Topology:
 class Transport:
     """The channels of one rank, for the plans of one algorithm.
 
-    Copy engines serve plans in which every rank holds the blocks of few exchanges at once. All
-    ranks of such a group are on one node.
+    Copy engines serve plans in which every rank holds the blocks of few exchanges at once. Between
+    nodes messages go over the process group; in merged steps those inside nodes go by copy engines
+    nevertheless.
     """
 
     def __init__(self, algorithm: str, topology: Topology, wanted: Wanted) -> None:
@@ -103,6 +104,14 @@ class Transport:
         """Whether copy engines may and can write to other ranks' memory. First time: collective."""
         return self._wanted != "group" and self.topology.peer_access
 
+    @property
+    def near(self) -> int:
+        """Ranks of each of several nodes in which copy engines may and can do so; else 0. First
+        time: collective.
+        """
+        near = None if self._wanted == "group" else self.topology.near
+        return 0 if near is None or near is self.topology else near.size
+
     def make(self, plan: Plan, *, gathers: bool) -> None:
         """Makes the process groups of a plan; a collective operation.
 
@@ -114,20 +123,26 @@ class Transport:
         if outside(plan):
             self.topology.channel(REDISTRIBUTED)
         if self._wanted != "peer" and sends(plan) and not gathers:
-            for name in self._names(plan):
+            for name in self._names(plan, self.split(plan)):
                 self.topology.channel(name)
 
-    def channels(self, plan: Plan, slots: int) -> Callable[[], Channels] | None:
+    def split(self, plan: Plan) -> int:
+        """`near`, if the plan's messages inside nodes and those between nodes go apart; else 0."""
+        return self.near if plan.once else 0
+
+    def channels(self, plan: Plan, slots: int, near: int = 0) -> Callable[[], Channels] | None:
         """Makes the channels of a plan's messages: over copy engines where wanted and possible,
         never between nodes; else over the process group. None: the plan has no messages.
 
-        Args: slots: how many blocks of others a rank holds at most, by copy engines.
+        Args:
+            slots: how many blocks of others a rank holds at most, by copy engines.
+            near: as `split` says.
 
         Raises: ConfigError if copy engines are wanted and cannot serve the plan.
         """
         if not sends(plan):
             return None
-        fits = self.pushes and fits_slots(plan, slots)
+        fits = near > 0 or (self.pushes and fits_slots(plan, slots))
         if self._wanted == "peer" and self.pushes and not fits:
             raise ConfigError(
                 f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
@@ -137,7 +152,8 @@ class Transport:
         buffers = slots if fits else 0
         # Of a group's steps the first and the last need no inputs, if they are merged.
         rotation = min(plan.steps // len(plan.groups) - 2, slots) if plan.merged else slots
-        return partial(self._open, *self._names(plan), slots=buffers, rotation=rotation)
+        names = self._names(plan, near)
+        return partial(self._open, *names, slots=buffers, rotation=rotation)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int, rotation: int) -> Channels:
         """Args:
@@ -146,16 +162,18 @@ class Transport:
         """
         topology = self.topology
         if slots:  # results are added before the next ones come
-            fast = topology.peer_channel(inputs, slots), topology.peer_channel(results, 1)
+            near = topology.near
+            assert near is not None
+            fast = near.peer_channel(inputs, slots), near.peer_channel(results, 1)
             fast[0].rotation = rotation
         else:
             fast = topology.channel(inputs), topology.channel(results)
         return Channels(*fast, *([topology.channel(name) for name in slow] or fast))
 
-    def _names(self, plan: Plan) -> list[str]:
-        """Names of channels for inputs and results; then of those for messages of several steps."""
+    def _names(self, plan: Plan, near: int) -> list[str]:
+        """Names of channels for inputs and results; then of those for slow messages."""
         names = ["fetches", "sums" if plan.relay else "returns"]
-        return names + [f"{name} between nodes" for name in names] if plan.slow else names
+        return names + [f"{name} between nodes" for name in names] if plan.slow or near else names
 
 
 def sends(plan: Plan) -> bool:
@@ -287,7 +305,8 @@ def executor_of(
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
     kinds = call.kernel.rectangular_causal, call.kernel.windows
-    parts = program(steps, transport.topology.rank, *kinds)
+    near = transport.split(steps)
+    parts = program(steps, transport.topology.rank, *kinds, near)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if channels and isinstance(placement, HeadPlacement):
         (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
@@ -298,7 +317,7 @@ def executor_of(
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None
-    common = transport.channels(steps, blocks.most_held), steps, topology, transport
+    common = transport.channels(steps, blocks.most_held, near), steps, topology, transport
     return Executor(call, parts, of_heads, *common, filled, keep)
 
 

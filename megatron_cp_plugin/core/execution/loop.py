@@ -70,8 +70,8 @@ Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
 
 class Channels(NamedTuple):
-    """Channels for inputs of computations and for results. Messages that may take several steps
-    have channels of their own, so that no other message waits for them.
+    """Channels for inputs of computations and for results. Messages between nodes, and those that
+    may take several steps, have channels of their own, so that no other message waits for them.
     """
 
     inputs: Communicator
@@ -266,7 +266,9 @@ class Pass(ABC):
         new = [one for one in each if one.sends and one not in packed]
         for later in new:
             packed[later] = [
-                (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
+                (x, one.move.target - later.first)
+                for one in later.sends
+                for x in self._sent(one, channel)
             ]
         if new:
             channel.mark()
@@ -293,6 +295,7 @@ class Pass(ABC):
             if exchange.receives and self.lent:
                 self.settle()
             self._post(exchange, result=True)
+        self._of_joints.clear()
         if self._complete:
             self._close()
 
@@ -350,8 +353,9 @@ class Pass(ABC):
     def _post(self, exchange: Exchange, *, result: bool) -> None:
         channel = self._channels[2 * exchange.slow + result]
         early = exchange in self._packed
+        first = exchange.first
         sends = self._packed.pop(exchange, None) or [
-            (x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)
+            (x, one.move.target - first) for one in exchange.sends for x in self._sent(one, channel)
         ]
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
@@ -361,8 +365,7 @@ class Pass(ABC):
             (message, tuple(islice(buffers, sum(map(len, message.move.messages)))))
             for message in exchange.receives
         ]
-        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
-        self._of_joints.clear()
+        receives = [(buffer, one.move.source - first) for one, own in arriving for buffer in own]
         beside = expected_beside(exchange, self._sizes) if exchange.beside else NOTHING_BESIDE
         pending = channel.exchange(sends, receives, beside, early=early)
         posted = Posted(pending, tuple(arriving), sends)
@@ -556,10 +559,10 @@ def _largest(
 @lru_cache(maxsize=1024)
 def expected_beside(exchange: Exchange, sizes: Sizes) -> Beside:
     """Memory for what each target with several sources receives, and the source of each tensor."""
-    found = {}
+    found, first = {}, exchange.first
     for to, messages in exchange.beside.items():
-        sources = [one.move.source for one in messages for _ in chain(*one.move.messages)]
-        found[to] = _room(messages, sizes, joins=exchange.joins), sources
+        sources = [one.move.source - first for one in messages for _ in chain(*one.move.messages)]
+        found[to - first] = _room(messages, sizes, joins=exchange.joins), sources
     return found
 
 

@@ -120,10 +120,11 @@ class Exchange:
 
     Attributes:
         needed: the step before which (results: after whose computation) they must be there.
-        slow: the messages may take several steps, on a channel of their own.
+        slow: the messages go between nodes, or may take several steps: on a channel of their own.
         beside: what each target receives in it, in a plan of all ranks: writes to memory of the
             target need the place of each message among all.
         joins: blocks of one side are to lie next to each other in memory.
+        first: the rank that its channel counts as 0.
     """
 
     needed: int
@@ -132,11 +133,12 @@ class Exchange:
     receives: tuple[Message, ...]
     beside: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
     joins: bool = False
+    first: int = 0
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """Ranks that send to this rank."""
-        return frozenset([one.move.source for one in self.receives])
+        """Ranks that send to this rank, as the channel counts them."""
+        return frozenset([one.move.source - self.first for one in self.receives])
 
 
 def _messages(moves: Iterable[Move]) -> tuple[Message, ...]:
@@ -245,10 +247,14 @@ class Program:
 
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
-def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = False) -> Program:
+def program(
+    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, near: int = 0
+) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
-    Args: rectangular, windows: as in `plan_tiles`.
+    Args:
+        rectangular, windows: as in `plan_tiles`.
+        near: ranks of each node, if messages between nodes have channels of their own; else 0.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -261,7 +267,7 @@ def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = Fal
     # Rows of another rank's block that came in the forward.
     retained = {(one.owners[0], KEYS): one.rows for one in kept if one.rows is not None}
     rows = {_block_of(move): move.block.rows for move in came if move.needed >= 0} | retained
-    exchanges, joints = _exchanges(plan, rank), _joints(plan, rank, rows)
+    exchanges, joints = _exchanges(plan, rank, near), _joints(plan, rank, rows)
     tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
     last_use, single = _last_uses(plan, rank, rows)
@@ -272,7 +278,8 @@ def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = Fal
         for (result, step), some in exchanges.items():
             if not result and step % each:
                 start = step // each * each
-                packs[start] = (*packs.get(start, ()), *(one for one in some if one.sends))
+                fast = [one for one in some if one.sends and not one.slow]
+                packs[start] = (*packs.get(start, ()), *fast)
     made: dict[int, tuple[Joint, ...]] = {}
     for (number, *_), joint in joints.items():
         made[number] = (*made.get(number, ()), joint)
@@ -316,7 +323,7 @@ def program(plan: Plan, rank: int, rectangular: bool = True, windows: bool = Fal
         next(iter(retained), None),
         rows,
         joined,
-        all_exchanges(plan),
+        all_exchanges(plan, near),
         relay=plan.relay,
         merged=plan.merged,
     )
@@ -424,15 +431,27 @@ def _block_of(move: Move) -> BlockId:
     return move.block.owners[0], move.side
 
 
-def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """A rank's exchanges, by (carries results, step in which it is posted)."""
-    found: dict[tuple[bool, int, int], list[Move]] = {
-        (time.result, time.posted, time.needed): [] for time in plan.times
+def _leaves(move: Move, near: int) -> bool:
+    """Whether a move goes to another node. Args: near: as of `program`."""
+    return bool(near) and move.source // near != move.target // near
+
+
+def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
+    """A rank's exchanges, by (carries results, step in which it is posted).
+
+    Those between nodes come first: the process group sends them before kernels, copy engines send
+    behind them.
+    """
+    found: dict[tuple[bool, int, bool, int], list[Move]] = {
+        (time.result, time.posted, stays, time.needed): []
+        for time in plan.times
+        for stays in ((False, True) if near else (True,))
     }
     for move in plan.moves:
-        found.setdefault((move.result, move.posted, move.needed), []).append(move)
+        key = move.result, move.posted, not _leaves(move, near), move.needed
+        found.setdefault(key, []).append(move)
     exchanges: dict[tuple[bool, int], tuple[Exchange, ...]] = {}
-    for (result, posted, needed), moves in sorted(found.items(), key=itemgetter(0)):
+    for (result, posted, stays, needed), moves in sorted(found.items(), key=itemgetter(0)):
         joins = plan.merged and not result
         if joins:
             moves.sort(key=lambda move: (move.side, move.block.owners))
@@ -447,18 +466,21 @@ def _exchanges(plan: Plan, rank: int) -> dict[tuple[bool, int], tuple[Exchange, 
             of_target = [move for move in moves if move.target == to]
             if any(move.source != rank for move in of_target):
                 beside[to] = _messages(of_target)
-        slow = needed > posted + 1 and not plan.merged
+        slow = not stays or (needed > posted + 1 and not plan.merged)
         both = _messages(sends), _messages(receives)
-        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins)
+        first = rank // near * near if near and stays else 0
+        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins, first=first)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
-def all_exchanges(plan: Plan) -> tuple[tuple[bool, Exchange], ...]:
-    """`receivable` of a program."""
+def all_exchanges(plan: Plan, near: int) -> tuple[tuple[bool, Exchange], ...]:
+    """`receivable` of a program, without what comes from other nodes."""
     received: dict[tuple[bool, int, int, int], list[Move]] = {}
     for move in plan.moves:
+        if _leaves(move, near):
+            continue
         (posted, needed, _, target), result = move[:4], move.result
         received.setdefault((result, posted, needed, target), []).append(move)
     unlike = {

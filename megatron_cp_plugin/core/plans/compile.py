@@ -61,16 +61,19 @@ def plan_of(
     mask: Mask,
     phase: Phase,
     rank: int | None = None,
+    near: int = 1,
 ) -> Plan:
     """The plan of one pass. It is made once, because the host limits training steps of short
     sequences.
 
-    Args: rank: the plan has only this rank's part: its computations, sends and receives, and all
-        ranks' exchanges before the first step and after the last. None: the plan of all ranks.
+    Args:
+        rank: the plan has only this rank's part: its computations, sends and receives, and all
+            ranks' exchanges before the first step and after the last. None: the plan of all ranks.
+        near: with the parts of all ranks of its node, of this number; 1: of the rank alone.
     """
     if isinstance(placement, BlockPlacement):
         returning = phase == "backward" and placement.retained_by(0) is not None
-        routes = _routes(placement, seq_len, mask, rank, returning)
+        routes = _routes(placement, seq_len, mask, rank, near, returning)
         return _Writer(routes, phase).plan()
     team = None if rank is None else rank // placement.members
     of_teams = plan_of(placement.of_teams, seq_len, mask, phase, team)
@@ -211,6 +214,7 @@ class _Routes:
         segments: the node segment of each rank; None: all ranks are in one.
         sources: the rank from which others get a block of keys, by the block's owner.
         pairs: pairs that are computed, those of `rank` only if it is given.
+        once: see Plan.
         steps: number of steps of one group of heads, the same on all ranks.
         received: rows of a block that a rank has, by side, owner and rank.
         retained: rows of a block of keys that a rank keeps, by the block's owner.
@@ -223,11 +227,14 @@ class _Routes:
         seq_len: int,
         mask: Mask,
         rank: int | None,
+        near: int,
         returning: bool,
     ) -> None:
         """Finds the pairs, and the hops of both passes.
 
-        Args: returning: blocks of keys come from the ranks that retained them in the forward.
+        Args:
+            near: as of `plan_of`.
+            returning: blocks of keys come from the ranks that retained them in the forward.
         """
         self.placement, self.mask, self.rank, self.size = placement, mask, rank, placement.size
         self.returning = returning
@@ -242,7 +249,8 @@ class _Routes:
         self.merging = special and self.masked and not (placement.relay or placement.assembled)
         self.merging = self.merging and placement.retained_by(0) is None
         self.parts: dict[tuple[int, int, int, int], tuple[Rows, Rows]] = {}
-        self.ranks = range(self.size) if rank is None else (rank,)
+        first = 0 if rank is None else rank // near * near
+        self.ranks = range(self.size) if rank is None else range(first, first + near)
         segments = [placement.node_segment(each) for each in range(self.size)]
         self.segments = segments if len(set(segments)) > 1 else None
         self.sources = [placement.key_source(owner) for owner in range(self.size)]
@@ -253,6 +261,7 @@ class _Routes:
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.last_merged: int | None = None  # the last merged step with pairs
+        self.once = False
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
         self._kinds: set[tuple[object, ...]] = set()
         self.steps = 1
@@ -335,6 +344,8 @@ class _Routes:
                 number[rank] += 1
                 held[rank] = rows_of_step
             numbers[step, rank] = number[rank]
+        uses = {(numbers[at], at[1], block) for at, found in needed.items() for block in found}
+        self.once = len(uses) == len({use[1:] for use in uses})
         if number:
             self.last_merged = max(number.values())
             self.steps = self.last_merged + 2
@@ -437,7 +448,9 @@ class _Routes:
                 source, self.received[side, owner, retaining] = retaining, whole
                 own = line.number.get((source - origin) % self.size)
                 sent = tuple([stop for stop in stops if stop != own])
-        here = self.rank in (None, home, source) or self._stop(origin, line) in stops
+        here = any(
+            rank in (home, source) or self._stop(rank, origin, line) in stops for rank in self.ranks
+        )
         # Blocks that are alike are sent at the same times.
         kind = line, stops, min(needed, default=0), self.segments and origin
         new = kind not in self._kinds
@@ -457,11 +470,9 @@ class _Routes:
             if here:
                 self.hops[results, side][owner] = self._hops_along(route, chains)
 
-    def _stop(self, origin: int, line: _Line) -> int:
-        """Number of the stop at `self.rank`, in a plan of one rank."""
-        if self.rank is None:
-            return _NOWHERE
-        return line.number.get((self.rank - origin) % self.size, _NOWHERE)
+    def _stop(self, rank: int, origin: int, line: _Line) -> int:
+        """Number of the stop at a rank."""
+        return line.number.get((rank - origin) % self.size, _NOWHERE)
 
     def _stops(self, origin: int, line: _Line, needed: Sequence[int]) -> Sequence[int]:
         """Numbers of the stops that a block reaches: a relay goes on, in each node segment, to the
@@ -538,17 +549,25 @@ class _Routes:
         return [(one == home, tuple([stop for _, stop in group])) for one, group in grouped]
 
     def _hops_along(self, route: _Route, chains: Sequence[_Chain]) -> list[_Hop]:
-        """The hops of chains that begin or end at the rank; all if the plan is of all ranks."""
+        """The hops of chains that begin or end at `ranks`; all if the plan is of all ranks."""
         results, needed, steps = route.results, route.needed, route.steps
         found: list[_Hop] = []
-        at = _HOME if self.rank == route.end else self._stop(route.origin, route.line)
+        own = (
+            []
+            if self.rank is None
+            else [
+                _HOME if rank == route.end else self._stop(rank, route.origin, route.line)
+                for rank in self.ranks
+            ]
+        )
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
             heading = not (near or results)
             wanted: Sequence[int] = range(len(stops))
             if self.rank is not None:
-                place = 0 if at == end else stops.index(at) + 1 if at in stops else _NOWHERE
-                wanted = [hop for hop in (place - 1, place) if 0 <= hop < len(stops)]
+                before = [end, *stops]  # the places of the chain: a hop leads to each but the first
+                places = {before.index(at) for at in own if at in before}
+                wanted = [hop for hop in wanted if {hop, hop + 1} & places]
             total, behind, hops = Rows(), len(stops), list[_Hop]()
             for hop in reversed([0, *wanted] if heading and 0 not in wanted else wanted):
                 more = [needed[stop] for stop in stops[hop:behind] if stop in needed]
@@ -612,6 +631,7 @@ class _Writer:
             tuple(sorted(kept, key=itemgetter(0, 2))),
             times=frozenset(times),
             merged=routes.last_merged is not None,
+            once=routes.once,
         )
 
     def _messages(self, result: bool, side: Side, number: int) -> Sequence[tuple[TensorNames, ...]]:

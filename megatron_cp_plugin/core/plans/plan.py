@@ -151,6 +151,7 @@ class Plan:
         times: in a plan of one rank, the times of all ranks' moves.
         merged: steps were merged. Inputs of the first `MERGED_SLOTS` leave at the start; results
             of all steps come home after the last step but one.
+        once: steps were merged, and each rank needs a block of another rank in one of them.
     """
 
     phase: Phase
@@ -165,6 +166,7 @@ class Plan:
     shares: int = 1
     times: frozenset[Time] = frozenset()
     merged: bool = False
+    once: bool = False
 
     @property
     def slow(self) -> bool:
