@@ -17,12 +17,14 @@ from megatron_cp_plugin.core.call import Call, Shape, head_groups
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.record import Phase
-from megatron_cp_plugin.core.placement import Place
+from megatron_cp_plugin.core.placement import HeadPlacement, Place
+from megatron_cp_plugin.core.plans.compile import plan_of
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels.reference import Reference
 from megatron_cp_plugin.registry import create
 from tests.pairwise import pairwise
-from tests.peer_world import VirtualPeerCommunicator, run_virtual
+from tests.peer_world import VirtualPeerCommunicator, run_virtual, virtual_world
 from tests.test_conformance import Case, assert_conforms
 
 CASES: list[tuple[str, dict[str, object]]] = [
@@ -72,6 +74,57 @@ def test_copy_engines_find_what_they_need(
 ) -> None:
     """Blocks of unequal lengths; with documents some ranks have nothing to add to sums."""
     compare(*case, size, mask, 5 * size + size // 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "nodes"),
+    pairwise(
+        [
+            ("zigzag", {"layout": "documents", "route": "straight"}),
+            ("zigzag", {"route": "straight", "chunks": 2}),
+            ("distflash", {"helpers": "work"}),
+            ("usp", {"ulysses": 2, "route": "straight", "layout": "documents"}),
+        ],
+        ((2, 2), (3, 2), (2, 4), (3, 3)),
+    ),
+    ids=str,
+)
+def test_copy_engines_send_inside_nodes_and_process_groups_between(
+    case: tuple[str, dict[str, object]], nodes: tuple[int, int]
+) -> None:
+    """In merged steps, whose inputs and results go straight to the ranks that need them."""
+    (algo, options), (count, near) = case, nodes
+    members = int(str(options.get("ulysses", 1)))
+    size, seq_len = count * near * members, 24 * count * near
+    documents = [0, 3, seq_len // 2, seq_len // 2 + 5, seq_len]
+    _, log = assert_conforms(
+        Case(algo, tuple(options.items())),
+        size,
+        seq_len=seq_len,
+        cu_seqlens=documents,
+        kernel="reference",
+        ranks_per_node=near * members,
+    )
+    mask = Mask(documents=tuple(documents[1:-1]))
+    topology = virtual_world(size, ranks_per_node=near * members).topology(0)
+    made = create(algo, topology, options).for_documents(mask.resolved)
+    for phase in PHASES:
+        placement = made.placement(Shape(2, seq_len, 4, 2, 8), mask, phase)
+        blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
+        plan = plan_of(blocks, seq_len, mask, phase)
+        assert plan.once or algo == "distflash"  # which needs some queries in several steps
+        planned = Counter[str]()
+        for move in plan.moves:
+            inside = not plan.once or move.source // near == move.target // near
+            name = f"{'returns' if move.result else 'fetches'}{'' if inside else ' between nodes'}"
+            planned[name] += members * sum(map(len, move.messages))
+        sent = Counter[str]()
+        for row in log.rows:
+            name = row.channel.split("/")[-1]
+            if row.phase == phase and row.direction == "sent" and row.op == "exchange":
+                sent[name] += row.messages
+        assert sent == planned
+        assert len(planned) > 1 or not plan.once
 
 
 def test_helpers_may_send_results_while_their_owner_computes(

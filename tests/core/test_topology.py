@@ -7,6 +7,7 @@ import torch
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin.core.comm import Room, Topology
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology
 from megatron_cp_plugin.errors import ConfigError
 from tests.peer_world import PeerWorld, run_virtual
 
@@ -74,6 +75,31 @@ def test_memory_of_subgroups_counts():
 
     for whole, inner in run_virtual(4, body, peer_access=True):
         assert whole == inner > 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "near"),
+    [
+        ((0, 0, 0, 0), 4),
+        ((0, 0, 2, 2), 2),
+        ((0, 1, 0, 1), None),
+        ((0, 0, 0, 3), None),
+        ((0, 1, 1, 3), None),
+        ((0, 1, 2, 3), None),
+    ],
+)
+def test_ranks_of_a_node_are_near_where_all_nodes_are_alike(nodes, near, monkeypatch):
+    def of_members(self):
+        return tuple([nodes[rank] for rank in self._members])
+
+    def body(topology: Topology):
+        found = topology.near
+        assert found is None or found.rank == topology.rank % near
+        return found and found.size
+
+    monkeypatch.setattr(VirtualTopology, "nodes", property(of_members))
+    assert run_virtual(4, body, peer_access=True) == [near] * 4
+    assert run_virtual(4, body) == [None] * 4
 
 
 def test_receive_buffers_are_made_once():

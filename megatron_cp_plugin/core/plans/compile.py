@@ -552,14 +552,10 @@ class _Routes:
         """The hops of chains that begin or end at `ranks`; all if the plan is of all ranks."""
         results, needed, steps = route.results, route.needed, route.steps
         found: list[_Hop] = []
-        own = (
-            []
-            if self.rank is None
-            else [
-                _HOME if rank == route.end else self._stop(rank, route.origin, route.line)
-                for rank in self.ranks
-            ]
-        )
+        own = [
+            _HOME if rank == route.end else self._stop(rank, route.origin, route.line)
+            for rank in self.ranks
+        ]
         later: Rows = ()  # rows that the segments behind need
         for stops, end, step, near in chains if results else reversed(chains):
             heading = not (near or results)
