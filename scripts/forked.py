@@ -71,7 +71,7 @@ with warnings.catch_warnings():
 gc.collect()
 for container in gc.get_objects():
     for kept in (container, *(container.values() if type(container) is dict else ())):
-        # The number of references that CPython changes no more (PEP 683).
+        # Above the count at which CPython stops counting (PEP 683).
         ctypes.c_uint32.from_address(id(kept)).value = 2**32 - 1
 gc.freeze()
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
