@@ -1,7 +1,6 @@
 """Imported once by the process that `forks` forks: the CPU platform, and what training needs."""
 
 import argparse
-import ctypes
 import functools
 import gc
 import importlib
@@ -66,13 +65,9 @@ with warnings.catch_warnings():
     # Megatron says what is not installed.
     warnings.simplefilter("ignore")
     _import_megatron()
-# A rank that counted references to these objects, or visited them to collect garbage or at its end,
-# would get a copy of most of their memory.
+# A rank that visited these objects, to collect garbage or at its end, would get a copy of most of
+# their memory.
 gc.collect()
-for container in gc.get_objects():
-    for kept in (container, *(container.values() if type(container) is dict else ())):
-        # Above the count at which CPython stops counting (PEP 683).
-        ctypes.c_uint32.from_address(id(kept)).value = 2**32 - 1
 gc.freeze()
 for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
     finalizer.atexit = False
