@@ -475,7 +475,9 @@ def measure(case: Case, spec: str, limit: Limit, args: argparse.Namespace, *, gr
             del settings["causal"]
             settings["spans"] = mask.slices
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        attend: Attend = partial(cp.attention, q, k, v, **settings)
+        calls = {name: settings[name] for name in ("causal", "window") if name in settings}
+        context = cp.Context(**{name: x for name, x in settings.items() if name not in calls})
+        attend: Attend = partial(context.attention, q, k, v, **calls)
         if case.wire is not None:
             attend, inputs = of_latents(case, q, name, settings, sent=sent)
 
