@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_220,
-    "core": 12_340,
+    "core": 12_350,
     "algorithms": 1_730,
     "kernels": 3_320,
     "integration": 8_120,
     "planner": 5_670,
     "harness": 2_130,
     "scripts": 7_010,
-    "tests": 37_270,
+    "tests": 37_280,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

@@ -271,13 +271,10 @@ class Topology(ABC):
         """The ranks of this rank's node, all with `peer_access`; None unless every node has such
         ranks, equally many, with consecutive numbers. A collective operation the first time.
         """
-        nodes, size = self.nodes, self.size
-        local = nodes.count(nodes[0])
-        if local == size:
+        local = self.nodes.count(self.nodes[0])
+        if local == self.size:
             return self if self.peer_access else None
-        if local == 1 or size % local:
-            return None
-        if any(nodes.index(nodes[rank]) != rank // local * local for rank in range(size)):
+        if local == 1 or self.size % local:
             return None
         first = self.rank // local * local
         near = self.subgroup(range(first, first + local), "node")

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from megatron_cp_plugin.core.call import Shape, head_groups
 from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
-from megatron_cp_plugin.core.plans.checks import check_placement, check_steps
+from megatron_cp_plugin.core.plans.checks import check_placement, check_steps, fits_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import PHASES, Move, Plan, during, outside
+from megatron_cp_plugin.core.plans.plan import (
+    MERGED_SLOTS,
+    PHASES,
+    Move,
+    Plan,
+    during,
+    outside,
+)
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered
@@ -115,5 +122,6 @@ def test_plans_of_any_placement(data: st.DataObject) -> None:
     for phase in PHASES:
         plan = plan_of(placement, seq_len, mask, phase)
         check(plan)
+        assert fits_slots(plan, MERGED_SLOTS) or not plan.once
         part = plan_of(placement, seq_len, mask, phase, rank=rank, near=near)
         assert_is_of(part, plan, range(rank // near * near, rank // near * near + near))

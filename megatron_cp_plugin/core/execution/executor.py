@@ -152,8 +152,7 @@ class Transport:
         buffers = slots if fits else 0
         # Of a group's steps the first and the last need no inputs, if they are merged.
         rotation = min(plan.steps // len(plan.groups) - 2, slots) if plan.merged else slots
-        names = self._names(plan, near)
-        return partial(self._open, *names, slots=buffers, rotation=rotation)
+        return partial(self._open, *self._names(plan, near), slots=buffers, rotation=rotation)
 
     def _open(self, inputs: str, results: str, *slow: str, slots: int, rotation: int) -> Channels:
         """Args:

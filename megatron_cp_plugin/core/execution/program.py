@@ -278,8 +278,7 @@ def program(
         for (result, step), some in exchanges.items():
             if not result and step % each:
                 start = step // each * each
-                fast = [one for one in some if one.sends and not one.slow]
-                packs[start] = (*packs.get(start, ()), *fast)
+                packs[start] = (*packs.get(start, ()), *(x for x in some if x.sends and not x.slow))
     made: dict[int, tuple[Joint, ...]] = {}
     for (number, *_), joint in joints.items():
         made[number] = (*made.get(number, ()), joint)
@@ -437,10 +436,8 @@ def _leaves(move: Move, near: int) -> bool:
 
 
 def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
-    """A rank's exchanges, by (carries results, step in which it is posted).
-
-    Those between nodes come first: the process group sends them before kernels, copy engines send
-    behind them.
+    """A rank's exchanges, by (carries results, step in which it is posted), those between nodes
+    first: copy engines may send behind a kernel.
     """
     found: dict[tuple[bool, int, bool, int], list[Move]] = {
         (time.result, time.posted, stays, time.needed): []
