@@ -73,6 +73,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         self._slab = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _grow(self, slot_bytes: int) -> None:
+        assert slot_bytes, "peer memory of no bytes has no address"
         mine = torch.tensor([self._turn, slot_bytes], device="cpu")
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:

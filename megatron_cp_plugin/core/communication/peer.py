@@ -61,6 +61,8 @@ class SlottedCommunicator(Communicator):
 
     def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot, which all layers share."""
+        if not room.like:
+            return ()
         slot = self._turn % self.rotation
         if (slot, room) not in self._views:
             self.reserve(room)

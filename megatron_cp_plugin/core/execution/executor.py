@@ -106,9 +106,7 @@ class Transport:
 
     @property
     def near(self) -> int:
-        """Ranks of each of several nodes in which copy engines may and can do so; else 0. First
-        time: collective.
-        """
+        """Ranks of each of several nodes, if copy engines may and can send inside them; else 0."""
         near = None if self._wanted == "group" else self.topology.near
         return 0 if near is None or near is self.topology else near.size
 
