@@ -1,14 +1,17 @@
 """Stress of the peer transport: random calls, delays and streams, compared to the bit.
 
     torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9 --seed 0
+    torchrun --nproc-per-node 4 --no-python bash -c 'export NCCL_HOSTID=$((RANK / 2))
+        LOCAL_RANK=$((RANK % 2)); python tests/stress_transport.py'  # two nodes, on two GPUs
     python tests/stress_transport.py --virtual 3 --minutes 0.1
 
 Rounds of several calls back to back, forwards and backwards of different algorithms mixed, each on
 a random stream behind random delays, other ones on each rank. Every result must be that of the same
-call over the process group (attention2d: over peer memory), made before without delays. Some calls
-are captured in CUDA graphs and replayed, behind delays and between other calls. `--virtual` does
-the same on threads of one process, whose slots are poisoned (core.communication.virtual), and needs
-no GPU.
+call over the process group (attention2d, and on several nodes: over peer memory), made before
+without delays. Some calls are captured in CUDA graphs and replayed, behind delays and between other
+calls. Ranks of several nodes make calls with documents alone, whose messages go by copy engines
+inside nodes. `--virtual` does the same on threads of one process, whose slots are poisoned
+(core.communication.virtual), and needs no GPU.
 
 Prints wrong results and one line at the end; exits 1 if there is a wrong element, or no case ran.
 """
@@ -142,6 +145,7 @@ class Stress:
         self.kernels, self.lengths = kernels, (shortest, longest)
         self.report = Counter[str]()
         self.control = topology.channel("control")
+        self.several_nodes = len(set(topology.nodes)) > 1
         self.sides = [torch.cuda.Stream() for _ in range(2)] if self.cuda else []
 
     def run(self, deadline: float, rounds: int | None = None) -> Counter[str]:
@@ -192,7 +196,11 @@ class Stress:
                 yield running.pop(self.random.randrange(len(running))), True
 
     def draw(self) -> Call:
-        return draw(self.random, self.kernels, *self.lengths)
+        while True:
+            call = draw(self.random, self.kernels, *self.lengths)
+            gathers = call.algo in ("allgather", "attention2d")
+            if not self.several_nodes or (call.cuts and not gathers):
+                return call
 
     def inputs(self, call: Call) -> list[Tensor]:
         """q, k, v, dout of this rank."""
@@ -230,9 +238,11 @@ class Stress:
         )
 
     def quiet(self, call: Call, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """(out, dq, dk, dv) over the process group, or over peer memory without delays."""
+        """(out, dq, dk, dv) over the process group, or over peer memory without delays, where
+        results are summed in another order.
+        """
         leaves = [x.detach().requires_grad_() for x in given[:3]]
-        out = self.attend(call, leaves, "group")
+        out = self.attend(call, leaves, "peer" if self.several_nodes else "group")
         return (out.detach(), *torch.autograd.grad(out, leaves, given[3]))
 
     def compare(
@@ -276,8 +286,6 @@ class Stress:
     def capture(self) -> None:
         """A call that is captured once and replayed with other inputs, between other calls."""
         call = self.draw()
-        while call.cuts:  # a graph keeps the documents of the call that was captured
-            call = self.draw()
         transport = self.random.choice(("peer", "peer", "group"))
         given = self.inputs(call)
         leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
@@ -392,7 +400,7 @@ def on_gpus(args: argparse.Namespace, deadline: float) -> list[Counter[str]]:
     torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group("nccl", timeout=timedelta(minutes=3))
     topology = topology_of(None)
-    if not topology.peer_access:
+    if topology.near is None:
         raise ConfigError("stress needs GPUs with access to each other's memory, got none")
     settings = {"shortest": args.shortest, "longest": args.longest}
     settings["kernels"] = serving(args.kernels.split(","), device)

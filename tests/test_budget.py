@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_670,
     "harness": 2_130,
     "scripts": 7_010,
-    "tests": 37_280,
+    "tests": 37_290,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}
