@@ -266,9 +266,7 @@ class Pass(ABC):
         new = [one for one in each if one.sends and one not in packed]
         for later in new:
             packed[later] = [
-                (x, one.move.target - later.first)
-                for one in later.sends
-                for x in self._sent(one, channel)
+                (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
             ]
         if new:
             channel.mark()
@@ -353,9 +351,8 @@ class Pass(ABC):
     def _post(self, exchange: Exchange, *, result: bool) -> None:
         channel = self._channels[2 * exchange.slow + result]
         early = exchange in self._packed
-        first = exchange.first
         sends = self._packed.pop(exchange, None) or [
-            (x, one.move.target - first) for one in exchange.sends for x in self._sent(one, channel)
+            (x, one.move.target) for one in exchange.sends for x in self._sent(one, channel)
         ]
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
@@ -365,7 +362,7 @@ class Pass(ABC):
             (message, tuple(islice(buffers, sum(map(len, message.move.messages)))))
             for message in exchange.receives
         ]
-        receives = [(buffer, one.move.source - first) for one, own in arriving for buffer in own]
+        receives = [(buffer, one.move.source) for one, own in arriving for buffer in own]
         beside = expected_beside(exchange, self._sizes) if exchange.beside else NOTHING_BESIDE
         pending = channel.exchange(sends, receives, beside, early=early)
         posted = Posted(pending, tuple(arriving), sends)
@@ -559,10 +556,10 @@ def _largest(
 @lru_cache(maxsize=1024)
 def expected_beside(exchange: Exchange, sizes: Sizes) -> Beside:
     """Memory for what each target with several sources receives, and the source of each tensor."""
-    found, first = {}, exchange.first
+    found = {}
     for to, messages in exchange.beside.items():
-        sources = [one.move.source - first for one in messages for _ in chain(*one.move.messages)]
-        found[to - first] = _room(messages, sizes, joins=exchange.joins), sources
+        sources = [one.move.source for one in messages for _ in chain(*one.move.messages)]
+        found[to] = _room(messages, sizes, joins=exchange.joins), sources
     return found
 
 

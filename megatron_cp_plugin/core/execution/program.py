@@ -124,7 +124,8 @@ class Exchange:
         beside: what each target receives in it, in a plan of all ranks: writes to memory of the
             target need the place of each message among all.
         joins: blocks of one side are to lie next to each other in memory.
-        first: the rank that its channel counts as 0.
+
+    Their moves have the ranks as its channel counts them.
     """
 
     needed: int
@@ -133,12 +134,11 @@ class Exchange:
     receives: tuple[Message, ...]
     beside: Mapping[int, tuple[Message, ...]] = field(default_factory=dict)
     joins: bool = False
-    first: int = 0
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """Ranks that send to this rank, as the channel counts them."""
-        return frozenset([one.move.source - self.first for one in self.receives])
+        """Ranks that send to this rank."""
+        return frozenset([one.move.source for one in self.receives])
 
 
 def _messages(moves: Iterable[Move]) -> tuple[Message, ...]:
@@ -452,21 +452,25 @@ def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple
         joins = plan.merged and not result
         if joins:
             moves.sort(key=lambda move: (move.side, move.block.owners))
-        sends = [move for move in moves if move.source == rank]
+        # A channel inside nodes counts its ranks from the node's first one.
+        first = rank // near * near if near and stays else 0
+        own = rank - first
+        if first:
+            moves = [x._replace(source=x.source - first, target=x.target - first) for x in moves]
+        sends = [move for move in moves if move.source == own]
         # In this order copy engines write: each rank begins with another one. Keys of documents go
         # to the last rank first, which computes the fewest pairs of its own before.
         away = -1 if joins and plan.mask.documents else 1
-        sends.sort(key=lambda move: away * (move.target - rank) % plan.size)
-        receives = [move for move in moves if move.target == rank]
+        sends.sort(key=lambda move: away * (move.target - own) % plan.size)
+        receives = [move for move in moves if move.target == own]
         beside = dict[int, tuple[Message, ...]]()
         for to in {move.target for move in sends}:
             of_target = [move for move in moves if move.target == to]
-            if any(move.source != rank for move in of_target):
+            if any(move.source != own for move in of_target):
                 beside[to] = _messages(of_target)
         slow = not stays or (needed > posted + 1 and not plan.merged)
         both = _messages(sends), _messages(receives)
-        first = rank // near * near if near and stays else 0
-        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins, first=first)
+        exchange = Exchange(needed, slow, *both, beside=beside, joins=joins)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
 
