@@ -219,10 +219,10 @@ class Algorithm(Registered):
         among = steps_among(placement, self.topology)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)
-        rank, near = None if of_all else among.rank, 0
+        rank, near = None if of_all else among.rank, 1
         if mask.special and not (of_all or blocks.assembled or blocks.relay):
             near = self._transport(placement).near
-        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank, near or 1)
+        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank, near)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""

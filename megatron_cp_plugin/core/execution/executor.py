@@ -106,9 +106,9 @@ class Transport:
 
     @property
     def near(self) -> int:
-        """Ranks of each of several nodes, if copy engines may and can send inside them; else 0."""
+        """Ranks of each of several nodes, if copy engines may and can send inside them; else 1."""
         near = None if self._wanted == "group" else self.topology.near
-        return 0 if near is None or near is self.topology else near.size
+        return 1 if near is None or near is self.topology else near.size
 
     def make(self, plan: Plan, *, gathers: bool) -> None:
         """Makes the process groups of a plan; a collective operation.
@@ -125,10 +125,10 @@ class Transport:
                 self.topology.channel(name)
 
     def split(self, plan: Plan) -> int:
-        """`near`, if the plan's messages inside nodes and those between nodes go apart; else 0."""
-        return self.near if plan.once else 0
+        """`near`, if the plan's messages inside nodes and those between nodes go apart; else 1."""
+        return self.near if plan.once else 1
 
-    def channels(self, plan: Plan, slots: int, near: int = 0) -> Callable[[], Channels] | None:
+    def channels(self, plan: Plan, slots: int, near: int = 1) -> Callable[[], Channels] | None:
         """Makes the channels of a plan's messages: over copy engines where wanted and possible,
         never between nodes; else over the process group. None: the plan has no messages.
 
@@ -140,7 +140,7 @@ class Transport:
         """
         if not sends(plan):
             return None
-        fits = near > 0 or (self.pushes and fits_slots(plan, slots))
+        fits = near > 1 or (self.pushes and fits_slots(plan, slots))
         if self._wanted == "peer" and self.pushes and not fits:
             raise ConfigError(
                 f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
@@ -170,7 +170,9 @@ class Transport:
     def _names(self, plan: Plan, near: int) -> list[str]:
         """Names of channels for inputs and results; then of those for slow messages."""
         names = ["fetches", "sums" if plan.relay else "returns"]
-        return names + [f"{name} between nodes" for name in names] if plan.slow or near else names
+        return (
+            names + [f"{name} between nodes" for name in names] if plan.slow or near > 1 else names
+        )
 
 
 def sends(plan: Plan) -> bool:

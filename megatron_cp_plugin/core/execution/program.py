@@ -248,13 +248,13 @@ class Program:
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
 def program(
-    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, near: int = 0
+    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, near: int = 1
 ) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
     Args:
         rectangular, windows: as in `plan_tiles`.
-        near: ranks of each node, if messages between nodes have channels of their own; else 0.
+        near: ranks of each node, if messages between nodes have channels of their own; else 1.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -432,7 +432,7 @@ def _block_of(move: Move) -> BlockId:
 
 def _leaves(move: Move, near: int) -> bool:
     """Whether a move goes to another node. Args: near: as of `program`."""
-    return bool(near) and move.source // near != move.target // near
+    return near > 1 and move.source // near != move.target // near
 
 
 def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple[Exchange, ...]]:
@@ -442,7 +442,7 @@ def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple
     found: dict[tuple[bool, int, bool, int], list[Move]] = {
         (time.result, time.posted, stays, time.needed): []
         for time in plan.times
-        for stays in ((False, True) if near else (True,))
+        for stays in ((False, True) if near > 1 else (True,))
     }
     for move in plan.moves:
         key = move.result, move.posted, not _leaves(move, near), move.needed
@@ -453,7 +453,7 @@ def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple
         if joins:
             moves.sort(key=lambda move: (move.side, move.block.owners))
         # A channel inside nodes counts its ranks from the node's first one.
-        first = rank // near * near if near and stays else 0
+        first = rank // near * near if near > 1 and stays else 0
         own = rank - first
         if first:
             moves = [x._replace(source=x.source - first, target=x.target - first) for x in moves]
