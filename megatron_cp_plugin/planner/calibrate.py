@@ -430,7 +430,7 @@ class Calibration:
             times.append((middle - begin, perf_counter() - middle))
         shape = Shape(1, whole, heads, kv_heads, dim)
         nodes = self.topology.nodes
-        layer = Layer("zigzag", (), shape, Mask(), nodes, machine.copies_among(nodes))
+        layer = Layer("zigzag", (), shape, Mask(), nodes, machine.copy is not None)
         known = [launched(machine, events) for events in traces_of(layer, (0,))[0]]
         call, backward = (
             max(0.0, median(column) - one)

@@ -71,8 +71,8 @@ class CallSite:
 
     @property
     def peer(self) -> bool:
-        """Whether all ranks can access each other's memory."""
-        return self.machine.copies_among(self.nodes)
+        """Whether ranks of one node can access each other's memory."""
+        return self.machine.copy is not None
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def choose(
     """
     tables = []
     for kind in kinds:
-        topology = DryRunGroup(0, site.nodes, peer_access=site.machine.copy is not None)
+        topology = DryRunGroup(0, site.nodes, peer_access=site.peer)
         found, refused = candidates(kind.shape, kind.mask, topology, layouts)
         if isinstance(kind.shape, LinearShape):
             # Few candidates and quick to simulate: all of them.
@@ -233,7 +233,7 @@ _Estimates = tuple[tuple[Candidate, tuple[Estimate, ...]], ...]  # of both passe
 
 def _estimated(found: Iterable[Candidate], shape: Shape, mask: Mask, site: CallSite) -> _Estimates:
     """All candidates, the best estimate first."""
-    estimator = Estimator(shape, mask, site.machine, site.nodes, site.peer, site.kernel)
+    estimator = Estimator(shape, mask, site.machine, site.nodes, site.kernel)
     estimates: dict[object, tuple[Candidate, tuple[Estimate, ...]]] = {}
     for one in found:
         passes = tuple(estimator.passes(one.placements))
@@ -374,8 +374,7 @@ def with_memory(combination: Combination, kinds: Sequence[Kind], site: CallSite)
 
 def peak_of_row(row: Row, kind: Kind, site: CallSite) -> int:
     """Peak memory of a GPU in bytes, beside q, k, v and dout."""
-    peer_access = site.machine.copy is not None
-    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, peer_access)
+    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
     return peak_bytes(layer, site.kernel)
 
 

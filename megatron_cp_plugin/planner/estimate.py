@@ -110,7 +110,6 @@ class Estimator:
 
     Attributes:
         nodes: of each rank.
-        peer: whether messages go by copy engines.
         kernel: of the machine.
     """
 
@@ -118,11 +117,15 @@ class Estimator:
     mask: Mask
     machine: Machine
     nodes: tuple[int, ...]
-    peer: bool
     kernel: str
 
     def __post_init__(self) -> None:
         vars(self).update({name: cache(getattr(self, name)) for name in _KEPT})
+
+    @cached_property
+    def peer(self) -> bool:
+        """Whether all messages go by copy engines."""
+        return self.machine.copy is not None and len(set(self.nodes)) == 1
 
     def passes(self, placements: Sequence[Placement]) -> list[Estimate]:
         """Forward and backward."""

@@ -5,7 +5,7 @@ A machine is a YAML file: `configs/machines/NAME.yaml`, or one that `megatron-cp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, log
 from pathlib import Path
@@ -160,10 +160,6 @@ class Machine:
     def nodes(self, size: int) -> tuple[int, ...]:
         """The node of each rank; nodes are filled one after another."""
         return tuple(rank // self.gpus_per_node for rank in range(size))
-
-    def copies_among(self, nodes: Sequence[int]) -> bool:
-        """Whether ranks on these nodes reach each other's memory."""
-        return self.copy is not None and len(set(nodes)) == 1
 
     def collective_seconds(
         self, operation: Operation, ranks: int, stride: int, sent: float

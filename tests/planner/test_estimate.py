@@ -18,7 +18,7 @@ def test_estimates_are_near_simulations(size: int, per_node: int) -> None:
     """So near that the one that is the fastest by a simulation is not left out."""
     shape, where = Shape(1, size * 8192, 32, 8, 128), site(size, per_node=per_node)
     found, _ = candidates(shape, Mask(), DryRunGroup(0, where.nodes, peer_access=where.peer))
-    estimator = Estimator(shape, Mask(), H200, where.nodes, where.peer, where.kernel)
+    estimator = Estimator(shape, Mask(), H200, where.nodes, where.kernel)
     for one in found:
         estimated = sum(passed.seconds for passed in estimator.passes(one.placements))
         made = simulate(one.algo, dict(one.options), shape, Mask(), H200, where.nodes)
@@ -32,7 +32,7 @@ def test_the_busiest_rank_of_a_span_mask_is_looked_at() -> None:
     shape, where = Shape(1, tokens, 8, 8, 128), site(16)
     found, _ = candidates(shape, mask, DryRunGroup(0, where.nodes, peer_access=where.peer))
     ring = next(one for one in found if one.algo == "ring" and not one.options)
-    estimator = Estimator(shape, mask, H200, where.nodes, where.peer, where.kernel)
+    estimator = Estimator(shape, mask, H200, where.nodes, where.kernel)
     estimated = sum(passed.seconds for passed in estimator.passes(ring.placements))
     made = simulate("ring", {}, shape, mask, H200, where.nodes)
     assert estimated == pytest.approx(made.seconds, rel=0.35)

@@ -170,9 +170,9 @@ class Transport:
     def _names(self, plan: Plan, near: int) -> list[str]:
         """Names of channels for inputs and results; then of those for slow messages."""
         names = ["fetches", "sums" if plan.relay else "returns"]
-        return (
-            names + [f"{name} between nodes" for name in names] if plan.slow or near > 1 else names
-        )
+        if plan.slow or near > 1:
+            names += [f"{name} between nodes" for name in names]
+        return names
 
 
 def sends(plan: Plan) -> bool:
