@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_220,
-    "core": 12_350,
+    "core": 12_319,
     "algorithms": 1_730,
     "kernels": 3_320,
     "integration": 8_120,

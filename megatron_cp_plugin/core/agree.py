@@ -69,11 +69,6 @@ class Digest:
     def __repr__(self) -> str:
         return str(self._number)
 
-    @property
-    def words(self) -> str:
-        """The value, shortened."""
-        return shorten(repr(self._value), 80, placeholder=" ...")
-
 
 class SameCall:
     """Within this context a rank reads a call; at its end the ranks compare their calls.
@@ -172,9 +167,8 @@ def _number_of(text: str) -> int:
 
 def words_of(value: object) -> str:
     """A value in one line, shortened."""
-    if isinstance(value, Digest):
-        return value.words
-    return shorten(repr(value), 80, placeholder=" ...")
+    text = repr(value._value if isinstance(value, Digest) else value)
+    return shorten(text, 80, placeholder=" ...")
 
 
 def _line_of(error: Exception) -> str:

@@ -91,12 +91,6 @@ class _Part(NamedTuple):
 _ROWS, _LOAD = map(attrgetter, ("rows", "load"))
 
 
-def _part(work: Work, start: int, stop: int) -> _Part:
-    rows, of_all = stop - start, work(start, stop)
-    density = of_all / rows
-    return _Part(density, start, stop, rows, of_all, density * rows)
-
-
 class _Pool:
     """Parts that are left, in ascending order of work per row. Attributes: work: of all of it."""
 
@@ -134,7 +128,9 @@ class _Pool:
 
     def _add(self, start: int, stop: int) -> None:
         if start < stop:
-            part = _part(self._work, start, stop)
+            rows, work = stop - start, self._work(start, stop)
+            density = work / rows
+            part = _Part(density, start, stop, rows, work, density * rows)
             index = bisect_left(self._parts, part, self._low)
             self._parts.insert(index, part)
             self.work += part.work

@@ -204,28 +204,24 @@ class Packing:
         """Whether there are queries, or keys, between sequences."""
         return bool((self.edges[:, 1, :-1] != self.edges[:, 0, 1:]).any())
 
+    @kept_on_device(maxsize=512)  # all layers of a micro-batch have the same packings
     def lengths(self, batch: int, device: torch.device) -> Lengths:
         """Lengths of the sequences of all batch entries, one entry after the other."""
-        return _lengths(self, batch, device)
-
-
-@kept_on_device(maxsize=512)  # all layers of a micro-batch have the same packings
-def _lengths(packing: Packing, batch: int, device: torch.device) -> Lengths:
-    first, stops = torch.from_numpy(packing.edges).unbind(1)
-    ends = stops.amax(1, keepdim=True)
-    starts = torch.arange(batch, device="cpu")[:, None] * ends[:, None] + first[:, None]
-    used = stops - first
-    longest_q, longest_k = used.amax(1).tolist()
-    count = batch * used.shape[1]
-    # flash-attn 4 copies what does not begin at a multiple of 16 bytes.
-    numbers = starts.new_zeros((2, 2, -(-(count + 1) // 4) * 4))
-    numbers[:, 0, : count + 1] = torch.cat((starts.flatten(1), batch * ends), 1)
-    numbers[:, 1, :count] = used.repeat(1, batch)
-    (cu_q, used_q), (cu_k, used_k) = (
-        (cu[: count + 1], used[:count]) for cu, used in uploaded(numbers, device)
-    )
-    lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
-    return lengths._replace(used_q=used_q, used_k=used_k) if packing.gaps else lengths
+        first, stops = torch.from_numpy(self.edges).unbind(1)
+        ends = stops.amax(1, keepdim=True)
+        starts = torch.arange(batch, device="cpu")[:, None] * ends[:, None] + first[:, None]
+        used = stops - first
+        longest_q, longest_k = used.amax(1).tolist()
+        count = batch * used.shape[1]
+        # flash-attn 4 copies what does not begin at a multiple of 16 bytes.
+        numbers = starts.new_zeros((2, 2, -(-(count + 1) // 4) * 4))
+        numbers[:, 0, : count + 1] = torch.cat((starts.flatten(1), batch * ends), 1)
+        numbers[:, 1, :count] = used.repeat(1, batch)
+        (cu_q, used_q), (cu_k, used_k) = (
+            (cu[: count + 1], used[:count]) for cu, used in uploaded(numbers, device)
+        )
+        lengths = Lengths(cu_q, cu_k, longest_q, longest_k)
+        return lengths._replace(used_q=used_q, used_k=used_k) if self.gaps else lengths
 
 
 def check_scale(scale: float) -> None:

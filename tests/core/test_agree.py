@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megatron_cp_plugin as cp
-from megatron_cp_plugin.core.agree import Digest, SameCall
+from megatron_cp_plugin.core.agree import Digest, SameCall, words_of
 from megatron_cp_plugin.core.comm import Recent
 from megatron_cp_plugin.core.communication.virtual import VirtualTopology, run_virtual
 from megatron_cp_plugin.errors import ContextParallelError
@@ -134,8 +134,8 @@ def test_digests():
     assert repr(Digest(many)) == repr(Digest(torch.tensor(many))) == repr(Digest(np.array(many)))
     assert repr(Digest(many)) != repr(Digest([*many[:-1], 0]))
     assert repr(Digest(None)) != repr(Digest(()))
-    assert Digest(many).words.endswith(" ...")
-    assert len(Digest(many).words) <= 80
+    assert words_of(Digest(many)).endswith(" ...")
+    assert len(words_of(Digest(many))) <= 80
 
 
 def test_what_a_rank_remembers_is_bounded():

@@ -45,7 +45,7 @@ class HostMemory:
             return x
         if x.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
-        moved = Moved(self, x, pieces, self._last)
+        moved = Moved(self, x, pieces)
         self._last = weakref.ref(moved)
         return moved
 
@@ -107,17 +107,11 @@ class HostMemory:
 class Moved:
     """A tensor in host memory."""
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        x: Tensor,
-        pieces: list[Tensor],
-        before: "weakref.ref[Moved] | None",
-    ) -> None:
-        """Args: x: contiguous. before: the one that the backward will want after this one."""
+    def __init__(self, memory: HostMemory, x: Tensor, pieces: list[Tensor]) -> None:
+        """Args: x: contiguous."""
         self._memory, self._pieces = memory, pieces
         self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
-        self._before = before
+        self._before = memory._last  # the one that the backward will want after this one
         self._back: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         with memory.copying() as stream:

@@ -84,9 +84,6 @@ class Checkpointed:
             _running.reset(token)
             self._keeping = False
 
-    def _keep(self, recompute_key: Hashable, kept: _Kept) -> None:
-        self._kept.setdefault(recompute_key, deque()).append(kept)
-
     def _take(self, recompute_key: Hashable) -> _Kept | None:
         waiting = None if self._keeping else self._kept.get(recompute_key)
         return waiting.popleft() if waiting else None
@@ -119,5 +116,5 @@ def computed_once[T: Tensor | None](
     if keeping:
         kept = _Kept.of(inputs, results, keeping[0]._memory)
         for checkpoint in keeping:
-            checkpoint._keep(recompute_key, kept)
+            checkpoint._kept.setdefault(recompute_key, deque()).append(kept)
     return results

@@ -62,25 +62,21 @@ class Batch:
             return Packing(np.stack([x.extents - x.start.min() for x in sides]))
         return Packing(np.stack([x.packed.extents for x in sides]))
 
+    @kept_on_device(maxsize=512)  # batches of some micro-batches: they take memory of the device
     def sides(self, device: torch.device) -> tuple[BatchRows, BatchRows]:
         """Rows of queries and of keys; the same for all layers of a micro-batch."""
-        return _on_device(self, device)
-
-
-@kept_on_device(maxsize=512)  # batches of some micro-batches: they take memory of the device
-def _on_device(batch: Batch, device: torch.device) -> tuple[BatchRows, BatchRows]:
-    rows = _rows(batch.rows, apart=batch.apart)
-    cols = _rows(batch.cols, apart=batch.apart, given=not batch.forward)
-    leaves, structure = tree_flatten((rows, cols))
-    numbers = {id(x): x for x in leaves if isinstance(x, Tensor)}
-    if not numbers:
-        return rows, cols
-    line = uploaded(torch.cat([*numbers.values()]), device)
-    parts = line.split([len(x) for x in numbers.values()])
-    placed = dict(zip(numbers, parts, strict=True))
-    sides: tuple[BatchRows, BatchRows]
-    sides = tree_unflatten([placed.get(id(x), x) for x in leaves], structure)
-    return sides
+        rows = _rows(self.rows, apart=self.apart)
+        cols = _rows(self.cols, apart=self.apart, given=not self.forward)
+        leaves, structure = tree_flatten((rows, cols))
+        numbers = {id(x): x for x in leaves if isinstance(x, Tensor)}
+        if not numbers:
+            return rows, cols
+        line = uploaded(torch.cat([*numbers.values()]), device)
+        parts = line.split([len(x) for x in numbers.values()])
+        placed = dict(zip(numbers, parts, strict=True))
+        sides: tuple[BatchRows, BatchRows]
+        sides = tree_unflatten([placed.get(id(x), x) for x in leaves], structure)
+        return sides
 
 
 def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:

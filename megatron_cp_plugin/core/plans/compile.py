@@ -384,18 +384,15 @@ class _Routes:
         for side in Side:
             teams = [team for team in {each[side]: 0 for each in blocks.values()} if len(team) > 1]
             for team in teams:
-                self._gather_team(side, team)
+                homes = [self.home(side, owner) for owner in team]
+                for owner, home in zip(team, homes, strict=True):
+                    block = Block((owner,), self._whole(owner))
+                    ends = [one for one in homes if one != home and self.rank in (None, one, home)]
+                    self.hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
+                    self.hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
             if teams and self.rank is not None:
                 self.times[False, side].add((-1, 0))
                 self.times[True, side].add((0, 1))
-
-    def _gather_team(self, side: Side, team: Sequence[int]) -> None:
-        homes = [self.home(side, owner) for owner in team]
-        for owner, home in zip(team, homes, strict=True):
-            block = Block((owner,), self._whole(owner))
-            ends = [one for one in homes if one != home and self.rank in (None, one, home)]
-            self.hops[False, side][owner] = [_Hop(-1, 0, home, one, block) for one in ends]
-            self.hops[True, side][owner] = [_Hop(0, 1, one, home, block) for one in ends]
 
     # What the mask needs of them
 
