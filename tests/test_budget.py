@@ -15,7 +15,7 @@ LINES = {
     "package root": 4_220,
     "core": 12_319,
     "algorithms": 1_730,
-    "kernels": 3_320,
+    "kernels": 3_312,
     "integration": 8_120,
     "planner": 5_670,
     "harness": 2_130,

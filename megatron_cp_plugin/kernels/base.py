@@ -4,7 +4,7 @@ B batch, S query tokens, T key tokens, H query heads, G KV heads (G divides H), 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.errors import ContextParallelError
 
 
-def gpu_reason(
-    problem: Problem, head_dims: Collection[int], capability: tuple[int, int]
-) -> str | None:
+def gpu_reason(problem: Problem, capability: tuple[int, int]) -> str | None:
     """Why a half-precision GPU kernel cannot serve a problem; None if it can.
 
     Args: capability: the least compute capability.
@@ -34,12 +32,8 @@ def gpu_reason(
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {problem.dtype}"
     for dim in (problem.head_dim, problem.value_dim):
-        if dim not in head_dims:
-            if isinstance(head_dims, range):
-                taken = f"divisible by {head_dims.step} up to {head_dims[-1]}"
-            else:
-                taken = ", ".join(map(str, head_dims))
-            return f"takes head dims {taken}, got {dim}"
+        if dim not in range(8, 257, 8):
+            return f"takes head dims divisible by 8 up to 256, got {dim}"
     if torch.cuda.get_device_capability(problem.device) < capability:
         return f"needs compute capability {'.'.join(map(str, capability))}"
     return None

@@ -26,7 +26,7 @@ class Flash2(FlashAttention2):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.flash_attn_interface") is None:
             return "needs the package flash-attn (version 2), which is not installed"
-        return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
+        return equal_dims_reason(problem) or gpu_reason(problem, (8, 0))
 
     def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
         from flash_attn import flash_attn_interface as interface

@@ -36,7 +36,7 @@ class Flash4(PackingKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
             return "needs the package flash-attn-4, which is not installed"
-        reason = gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
+        reason = gpu_reason(problem, (9, 0)) or wide_heads_reason(problem)
         if reason is not None or not problem.deterministic:
             return reason
         blackwell_12 = torch.cuda.get_device_capability(problem.device)[0] == 12

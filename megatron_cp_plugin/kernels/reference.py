@@ -32,8 +32,7 @@ class Reference(SoftmaxKernel):
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.unsqueeze(-1))
         out = torch.einsum("bgnst,btgd->bsgnd", p, v.to(p.dtype))
-        found = out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)
-        return found if call.into is None else call.placed(found)
+        return call.placed((out.flatten(2, 3).to(q.dtype), lse.flatten(1, 2)))
 
     def backward(self, call: KernelCall, dout: Tensor, statistics: Statistics) -> Gradients:
         if call.packing is not None:
@@ -49,8 +48,7 @@ class Reference(SoftmaxKernel):
         dq = torch.einsum("bgnst,btgd->bsgnd", ds, wide_k).flatten(2, 3)
         dk = torch.einsum("bgnst,bsgnd->btgd", ds, wide_q.unflatten(2, (kv_heads, -1)))
         dv = torch.einsum("bgnst,bsgnd->btgd", p, dout_g)
-        found = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-        return found if call.into is None else call.placed(found)
+        return call.placed((dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)))
 
 
 def _by_group(row_values: Tensor, kv_heads: int) -> Tensor:

@@ -65,7 +65,7 @@ class CudaFlashAttention(FlashAttention2):
     deterministic = True  # it looks at torch's setting itself
 
     def unsupported(self, problem: Problem) -> str | None:
-        return equal_dims_reason(problem) or gpu_reason(problem, range(8, 257, 8), (8, 0))
+        return equal_dims_reason(problem) or gpu_reason(problem, (8, 0))
 
     def attend(self, call: KernelCall, lengths: Lengths | None) -> tuple[Tensor, Tensor]:
         q, k, v, scale, causal, *_ = call
@@ -109,7 +109,7 @@ class CudnnAttention(SoftmaxKernel):
     def unsupported(self, problem: Problem) -> str | None:
         if problem.documents:
             return "builds a plan for every new length, and documents keep having new ones"
-        return gpu_reason(problem, range(8, 257, 8), (9, 0)) or wide_heads_reason(problem)
+        return gpu_reason(problem, (9, 0)) or wide_heads_reason(problem)
 
     def forward(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         if call.k.shape[1] == 1:
