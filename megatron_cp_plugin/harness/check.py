@@ -31,10 +31,8 @@ from megatron_cp_plugin.integration.auto import kinds_of_layers, memory_of, node
 from megatron_cp_plugin.integration.installer import LauncherInstaller
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.settings import Settings
-from megatron_cp_plugin.planner.call_memory import peak_bytes
-from megatron_cp_plugin.planner.choose import GIB, CallSite
+from megatron_cp_plugin.planner.choose import GIB, CallSite, peak_at
 from megatron_cp_plugin.planner.detected_machine import kernel_on, machine_named
-from megatron_cp_plugin.planner.layer import Layer
 
 _SAID = "megatron_cp_plugin: "
 _PROCESSES = re.compile(r"--(nproc[-_]per[-_]node|nnodes)[= ](\d+)")
@@ -150,11 +148,8 @@ def _memory(flags: PluginFlags, settings: Settings, site: CallSite) -> str:
     named = settings.cp.layers or (settings.cp.algo,)
     asked = replace(flags, layers=tuple(map(registry.kind_of, settings.cp.layers)))
     kinds = kinds_of_layers(asked, settings)
-    peaks = []
-    for algo, kind in {(named[at % len(named)], kind) for at, kind in enumerate(kinds)}:
-        options = tuple(settings.cp.options_of(algo))
-        layer = Layer(algo, options, kind.shape, kind.mask, site.nodes, site.peer)
-        peaks.append(peak_bytes(layer, site.kernel) / GIB)
+    each = {(named[at % len(named)], kind) for at, kind in enumerate(kinds)}
+    peaks = [peak_at(algo, settings.cp.options_of(algo), kind, site) / GIB for algo, kind in each]
     parts = memory_of(settings, settings.shape(settings.tokens)) | {"attention": max(peaks)}
     total, gib = sum(parts.values()), site.machine.memory_gib
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -223,11 +224,8 @@ def _counted_replays() -> Iterator[list[None]]:
         replays.append(None)
         original(graph)
 
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.cuda.CUDAGraph, "replay", replay):
         yield replays
-    finally:
-        torch.cuda.CUDAGraph.replay = original  # type: ignore[method-assign]
 
 
 def _auxiliary_losses() -> dict[str, Tensor]:

@@ -130,10 +130,8 @@ class Calibration:
         else:
             host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             gpu, gib = "CPU", host / self.per_node / 2**30  # a rank's part of the host's memory
-        source = (
-            f"megatron-cp calibrate on {self.topology.size} ranks, {len(self.by_node)} node(s) "
-        )
-        source += f"of {self.per_node}: {gpu}, torch {torch.__version__}"
+        source = f"megatron-cp calibrate on {self.topology.size} ranks, {len(self.by_node)} node(s)"
+        source += f" of {self.per_node}: {gpu}, torch {torch.__version__}"
         if len(self.by_node) == 1:
             source += "; links between nodes not measured, taken as those inside"
         machine = Machine(
@@ -309,16 +307,13 @@ class Calibration:
         collective: dict[Operation, dict[int, Rate]] = {}
         counts = {n for n in (2, 4, 8) if not len(ranks) % n} | {len(ranks)}
         for count in sorted(counts - {1}):
-            comm = self._group(ranks, count)
+            first = ranks.index(self.topology.rank) // count * count
+            group = self.topology.subgroup(ranks[first : first + count], "calibration")
+            comm = group.channel("links")
             for operation in ("all_gather", "reduce_scatter", "all_to_all"):
                 rate = self._rate(comm, operation)
                 collective.setdefault(operation, {})[count] = rate
         return Links(self._rate_of_exchange(ranks), collective)
-
-    def _group(self, ranks: Sequence[int], count: int) -> Communicator:
-        """A channel of this rank's part of the ranks, `count` in each."""
-        first = ranks.index(self.topology.rank) // count * count
-        return self.topology.subgroup(ranks[first : first + count], "calibration").channel("links")
 
     def _rate_of_exchange(self, ranks: Sequence[int], *, idle: bool = False) -> Rate:
         """Of pairs of these ranks, both ways. Args: idle: this rank only looks on."""

@@ -210,8 +210,7 @@ def choose(
         if not quick and len(algorithms) < 2 and combination.algo not in algorithms:
             reason = refusal(combination)
             if reason is None:
-                combination = with_memory(combination, kinds, site)
-                reason = too_large(combination, site)
+                combination, reason = with_memory(combination, kinds, site)
         if reason is None:
             taken.append(combination)
         else:
@@ -363,27 +362,23 @@ def _beside(lead: Row, rows: Iterable[Row]) -> Iterator[Row]:
                 yield row
 
 
-def with_memory(combination: Combination, kinds: Sequence[Kind], site: CallSite) -> Combination:
-    """The combination with the peak memory of all rows."""
-    rows = tuple(
-        replace(row, peak_bytes=peak_of_row(row, kind, site))
-        for row, kind in zip(combination.rows, kinds, strict=True)
-    )
-    return replace(combination, rows=rows)
+def with_memory(
+    combination: Combination, kinds: Sequence[Kind], site: CallSite
+) -> tuple[Combination, str | None]:
+    """The combination with all rows' peak memory, and why it does not fit; None if it does."""
+    each = list(zip(combination.rows, kinds, strict=True))
+    peaks = [peak_at(row.algo, row.options, kind, site) for row, kind in each]
+    rows = (replace(row, peak_bytes=peak) for (row, _), peak in zip(each, peaks, strict=True))
+    reason = None
+    if site.memory_bytes is not None and max(peaks) > site.memory_bytes:
+        reason = (
+            f"attention needs {max(peaks) / GIB:.1f} GiB of a GPU, of which it may take "
+            f"{site.memory_bytes / GIB:.1f}"
+        )
+    return replace(combination, rows=tuple(rows)), reason
 
 
-def peak_of_row(row: Row, kind: Kind, site: CallSite) -> int:
+def peak_at(algo: str, options: Options, kind: Kind, site: CallSite) -> int:
     """Peak memory of a GPU in bytes, beside q, k, v and dout."""
-    layer = Layer(row.algo, row.options, kind.shape, kind.mask, site.nodes, site.peer)
+    layer = Layer(algo, options, kind.shape, kind.mask, site.nodes, site.peer)
     return peak_bytes(layer, site.kernel)
-
-
-def too_large(combination: Combination, site: CallSite) -> str | None:
-    """Why a combination with its peak memory does not fit; None if it does."""
-    peaks = [row.peak_bytes for row in combination.rows if row.peak_bytes is not None]
-    if site.memory_bytes is None or max(peaks, default=0) <= site.memory_bytes:
-        return None
-    return (
-        f"attention needs {max(peaks) / GIB:.1f} GiB of a GPU, of which it may take "
-        f"{site.memory_bytes / GIB:.1f}"
-    )

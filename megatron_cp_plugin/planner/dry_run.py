@@ -173,11 +173,7 @@ class _Posting:
 
     def __init__(self, channel: ChannelId) -> None:
         self.channel = channel
-        self._number = 0
-
-    def offer(self) -> None:
-        """Notes that others may write the messages of the next operation."""
-        note(Offer(self.channel, self._number))
+        self.number = 0  # of the next operation
 
     def __call__[T](
         self,
@@ -195,8 +191,8 @@ class _Posting:
         block: of it, that goes to each other rank.
         early: see Communicator.exchange.
         """
-        number, ranks = self._number, self.channel[1]
-        self._number += 1
+        number, ranks = self.number, self.channel[1]
+        self.number += 1
         leave, come = (
             tuple((ranks[rank], x.nbytes) for x, rank in each) for each in (sends, receives)
         )
@@ -252,7 +248,7 @@ class _PeerChannel(SlottedCommunicator):
         note(Mark(self._posting.channel))
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        self._posting.offer()
+        note(Offer(self._posting.channel, self._posting.number))
 
     def _post(
         self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool

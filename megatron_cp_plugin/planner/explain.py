@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_cp_plugin.planner.choose import GIB, Choice, peak_of_row
+from megatron_cp_plugin.planner.choose import GIB, Choice, peak_at
 from megatron_cp_plugin.terminal import text_table
 
 _OF_EACH = 3  # number of candidates of an algorithm that are shown
@@ -72,7 +72,7 @@ def _table_of_kind(choice: Choice, number: int) -> str:
             continue
         peak = known.get(row.name)
         if peak is None and not shown[row.algo]:
-            peak = peak_of_row(row, kind, choice.site)
+            peak = peak_at(row.algo, row.options, kind, choice.site)
         shown[row.algo] += 1
         cells.append(
             (

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.planner.dry_run import Event, Memory, recording
+from megatron_cp_plugin.planner.dry_run import Event, Memory, note, recording
 from megatron_cp_plugin.planner.layer import AnyAlgorithm, AnyShape, passes
 from megatron_cp_plugin.planner.sizes import SizesOnly
 
@@ -67,7 +67,7 @@ def _recorded[T](body: Callable[[], T]) -> tuple[tuple[Event, ...], T]:
     events: list[Event] = []
     token = recording.set(events)
     try:
-        with _Operations(events):
+        with _Operations():
             found = body()
     finally:
         recording.reset(token)
@@ -85,10 +85,6 @@ class _Operations(OnMeta):
         | {"_unsafe_view", "_reshape_alias"}
     )
 
-    def __init__(self, events: list[Event]) -> None:
-        super().__init__()
-        self._events = events
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -99,8 +95,7 @@ class _Operations(OnMeta):
         # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
         # indices and lengths, only a first call does.
         if name != "empty_like" and not _of_host(args):
-            size = _bytes_of((args, tuple(kwargs.values()), result))
-            self._events.append(Memory(name, size))
+            note(Memory(name, _bytes_of((args, tuple(kwargs.values()), result))))
         return result
 
 

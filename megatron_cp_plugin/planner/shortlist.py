@@ -25,13 +25,7 @@ from megatron_cp_plugin.core.communication.record import UNRECORDED, holding
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.kernels import resolver
 from megatron_cp_plugin.layers import Options
-from megatron_cp_plugin.planner.choose import (
-    Choice,
-    Combination,
-    Kind,
-    too_large,
-    with_memory,
-)
+from megatron_cp_plugin.planner.choose import Choice, Combination, Kind, with_memory
 from megatron_cp_plugin.planner.layer import DTYPES, AnyShape, input_sizes
 
 _FEWEST, _MOST = 4, 6  # candidates
@@ -104,8 +98,8 @@ def shortlist(
         if one is not choice.best:  # which has been looked at
             if refusal(one) is not None:
                 continue
-            one = with_memory(one, kinds, choice.site)
-            if too_large(one, choice.site):
+            one, reason = with_memory(one, kinds, choice.site)
+            if reason is not None:
                 continue
         found.append(one)
     return tuple(found)

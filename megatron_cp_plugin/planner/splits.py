@@ -74,7 +74,7 @@ def proposals(job: Job, most: int) -> list[Proposal]:
             "two, --tokens is a multiple of 2 * TP * CP, and data parallelism a divisor of "
             f"--batch: use {_nearest(job)}"
         )
-    open_ = sorted((_small_enough(job, one) for one in ways), key=_time)
+    open_ = sorted((_small_enough(job, one, _least(job, one)) for one in ways), key=_time)
     fitting = [best for best in open_ if best.fits(job.machine)]
     if not fitting:
         raise _too_large(job, open_)
@@ -91,10 +91,7 @@ def proposals(job: Job, most: int) -> list[Proposal]:
         if len(closer) < _CLOSER or (split.tensor, split.context) in closer:
             choice = _choice_for(job, split, closer, quick=False)
             gib = max(row.peak_bytes or 0 for row in choice.best.rows) / GIB
-            taken = _training_step(job, split, choice.best.seconds, gib)
-            if not taken.fits(job.machine) and not split.chunked_loss:
-                chunked = replace(split, chunked_loss=True)
-                taken = _training_step(job, chunked, choice.best.seconds, gib)
+            taken = _small_enough(job, split, choice.best.seconds, gib)
             with_attention.append(taken)
             if taken.fits(job.machine):
                 made.append(Proposal(taken, choice))
@@ -136,13 +133,12 @@ def _nearest(job: Job) -> str:
     return " and ".join(found)
 
 
-def _small_enough(job: Job, split: Split) -> TrainingStep:
-    """A lower bound of a step's time; the loss is chunked if the whole logits do not fit."""
-    seconds = _least(job, split)
-    whole = _training_step(job, split, seconds)
-    if whole.fits(job.machine):
-        return whole
-    return _training_step(job, replace(split, chunked_loss=True), seconds)
+def _small_enough(job: Job, split: Split, seconds: float, gib: float = 0.0) -> TrainingStep:
+    """As `_training_step`; the loss is chunked if the whole logits do not fit."""
+    found = _training_step(job, split, seconds, gib)
+    if split.chunked_loss or found.fits(job.machine):
+        return found
+    return _training_step(job, replace(split, chunked_loss=True), seconds, gib)
 
 
 def _time(one: TrainingStep) -> tuple[float, int, int, bool]:
