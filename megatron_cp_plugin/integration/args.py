@@ -231,10 +231,9 @@ def chosen_algorithm(argv: Sequence[str]) -> str | None:
 
     Raises: ConfigError: As `split_flags`.
     """
-    known, _ = add_arguments(OneLineParser(add_help=False, allow_abbrev=False)).parse_known_args(
-        list(argv)
-    )
-    return MEGATRON if known.context_parallel_algo == MEGATRON else split_flags(argv)[0].algo
+    parser = add_arguments(OneLineParser(add_help=False, allow_abbrev=False))
+    algo = parser.parse_known_args(list(argv))[0].context_parallel_algo
+    return MEGATRON if algo == MEGATRON else split_flags(argv)[0].algo
 
 
 class OneLineParser(argparse.ArgumentParser):

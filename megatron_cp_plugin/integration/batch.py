@@ -226,10 +226,9 @@ def _spans_of(spans: Any, positions: Any) -> DocumentMask | None:
     return None
 
 
-def _mark(batch: Mapping[str, Tensor | None], cut: Cut) -> None:
+def _mark(batch: Mapping[str, Tensor], cut: Cut) -> None:
     for key, tensor in batch.items():
-        if isinstance(tensor, Tensor):
-            setattr(tensor, _MARK, _Mark(key, cut, _changes(tensor)))
+        setattr(tensor, _MARK, _Mark(key, cut, _changes(tensor)))
 
 
 def _changes(tensor: Tensor) -> int | None:

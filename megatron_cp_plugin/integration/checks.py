@@ -33,20 +33,14 @@ def check_arguments(args: Any, config: ContextParallelConfig, device: torch.devi
     check("sizes", settings)
     if settings.tokens is not None:
         config.check_sequence(settings.tokens)
-    check_algorithms(settings)
+    if settings.num_attention_heads is not None:  # else nobody knows what ranks are to split
+        heads, kv_heads = settings.split_heads
+        for name in config.algorithms:
+            algorithm = registry.algorithm_class(name)
+            options = registry.read_options(name, dict(config.options_of(name)))
+            algorithm.check(options, size=config.size, heads=heads, kv_heads=kv_heads, causal=True)
     check("arguments", settings)
     return _check_kernel(settings)
-
-
-def check_algorithms(settings: Settings) -> None:
-    """Asks the algorithms whether they can split the heads over the ranks."""
-    if settings.num_attention_heads is None:
-        return
-    config, (heads, kv_heads) = settings.cp, settings.split_heads
-    for name in config.algorithms:
-        algorithm = registry.algorithm_class(name)
-        options = registry.read_options(name, dict(config.options_of(name)))
-        algorithm.check(options, size=config.size, heads=heads, kv_heads=kv_heads, causal=True)
 
 
 def _check_kernel(settings: Settings) -> str | None:

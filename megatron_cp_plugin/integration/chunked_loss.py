@@ -316,27 +316,21 @@ class _Loss:
         """
         head = Head(self._layer, input_, weight)
         if labels is not None:
-            return self._chunked(input_, head.weight, labels, wanted)
+            predicts = bool(self._model.config.mtp_num_layers) and self._model.training
+            settings = {
+                "chunk_tokens": self._chunk_tokens,
+                "tp_group": self._layer.tp_group,
+                "sequence_parallel": self._layer.sequence_parallel,
+                "into_main_grad": _has_main_grad(head.weight),
+                **(wanted or {"predict": predicts}),
+            }
+            losses, entropies, predicted = token_losses(input_, head.weight, labels, **settings)
+            return losses, entropies if wanted else predicted
         if self._has_labels:
             return head, None
         if self._is_pending and not runtime_gather_output:
             return ChunkedLogits(head), None
         return self._logits(input_, weight=weight, runtime_gather_output=runtime_gather_output)
-
-    def _chunked(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, wanted: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        layer = self._layer
-        predict = bool(self._model.config.mtp_num_layers) and self._model.training
-        settings = {
-            "chunk_tokens": self._chunk_tokens,
-            "tp_group": layer.tp_group,
-            "sequence_parallel": layer.sequence_parallel,
-            "into_main_grad": _has_main_grad(weight),
-            **(wanted or {"predict": predict}),
-        }
-        losses, entropies, predicted = token_losses(hidden, weight, labels, **settings)
-        return losses, entropies if wanted else predicted
 
     def _losses(self, labels: Tensor, logits: Head | Tensor) -> Tensor:
         """The model's method: losses [B,S] of labels [B,S]."""

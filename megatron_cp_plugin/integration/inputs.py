@@ -370,17 +370,15 @@ class CutInputs(Inputs):
             )
         layout = self._runtime.config.layout.for_documents(mask.starts if mask else ())
         layout.spans(group.rank(), size, total)
-        if size > 1 and (mask is None or mask.has_documents):
-            self._check_positions(call, total)
-
-    def _check_positions(self, call: _Call, total: int) -> None:
         positions, ids = call.given.get("position_ids"), call.given.get("input_ids")
+        if size == 1 or not (mask is None or mask.has_documents):
+            return
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor) or capturing(positions):
             return
         if positions.shape == ids.shape:  # else left as they were before samples were packed
-            group, layout = call.group, self._runtime.config.layout
-            look = self._positions.setdefault(group, PositionsOfPacks(layout, group))
-            check = partial(look.check, mask=call.mask, seq_len=total)
+            packs = PositionsOfPacks(self._runtime.config.layout, group)
+            look = self._positions.setdefault(group, packs)
+            check = partial(look.check, mask=mask, seq_len=total)
             self._later.add("position_ids", positions[0], check)
 
 
@@ -601,9 +599,8 @@ def _cut_of(given: Mapping[str, Any], batches: Batches, group: dist.ProcessGroup
 
 def _whose(position_ids: Any, batches: Batches, group: dist.ProcessGroup) -> str:
     """Which tokens position ids [b, S] belong to, in words and in brackets."""
-    if not isinstance(position_ids, Tensor) or batches.runtime.follows_documents:
-        return ""
-    if is_multimodal(position_ids):
+    known = isinstance(position_ids, Tensor) and not is_multimodal(position_ids)
+    if not known or batches.runtime.follows_documents:
         return ""
     layout, size = batches.runtime.config.layout, group.size()
     tokens = position_ids.size(1) * size

@@ -74,10 +74,20 @@ def install(
     Raises: ContextParallelError: There is no parallel state, another algorithm is installed, this
     Megatron is not as the plugin takes it to be, or a setting has no meaning.
     """
-    config = _config(
+    if not parallel_state.model_parallel_is_initialized():
+        raise ContextParallelError(
+            "the plugin needs Megatron's parallel state, got none in this process: call it in "
+            "each worker that builds models, after initialize_model_parallel"
+        )
+    if layout not in _LAYOUTS:
+        raise ConfigError(
+            f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
+            f"{layout!r}: use one of them, or the launcher"
+        )
+    config = ContextParallelConfig(
         algo,
-        layout,
-        options,
+        parallel_state.get_context_parallel_world_size(),
+        options=tuple(sorted({**options, "layout": layout}.items())),
         kernel=kernel,
         recompute_attention=recompute_attention,
         chunked_loss=chunked_loss,
@@ -85,6 +95,7 @@ def install(
         tokens=tokens,
         mean_document=mean_document,
     )
+    _check_config(config)
     found = _in_force()
     if found is None:
         ProgramInstaller(config).install(allow_untested=allow_untested_megatron)
@@ -158,38 +169,10 @@ def _in_force() -> Installer | None:
     return found if isinstance(found, Installer) else None
 
 
-def _config(
-    algo: str, layout: str, options: Mapping[str, object], **settings: Any
-) -> ContextParallelConfig:
-    """What was asked for, over the ranks of Megatron's parallel state.
-
-    Args: settings: of `RunSettings`.
+def _check_config(config: ContextParallelConfig) -> None:
+    """Raises: ConfigError unless auto, and auto alone, is told of the batches of a program; or for
+    linear attention, or an unknown option.
     """
-    if not parallel_state.model_parallel_is_initialized():
-        raise ContextParallelError(
-            "the plugin needs Megatron's parallel state, got none in this process: call it in "
-            "each worker that builds models, after initialize_model_parallel"
-        )
-    if layout not in _LAYOUTS:
-        raise ConfigError(
-            f"batches that the caller splits need the layout {' or '.join(_LAYOUTS)}, got "
-            f"{layout!r}: use one of them, or the launcher"
-        )
-    size = parallel_state.get_context_parallel_world_size()
-    given = tuple(sorted({**options, "layout": layout}.items()))
-    config = ContextParallelConfig(algo, size, options=given, **settings)
-    _check_batches(config)
-    if algo != registry.AUTO and registry.kind_of(algo) == "linear":
-        raise ConfigError(
-            f"batches that the caller splits need softmax attention, got {algo}: use one of "
-            f"{', '.join(registry.available('softmax'))}"
-        )
-    config.layout  # noqa: B018  (an unknown option is the first thing to say)
-    return config
-
-
-def _check_batches(config: ContextParallelConfig) -> None:
-    """Raises: ConfigError unless auto, and auto alone, is told of the batches of a program."""
     for name in ("tokens", "mean_document"):
         if getattr(config, name) is not None and config.algo != registry.AUTO:
             raise ConfigError(
@@ -204,6 +187,12 @@ def _check_batches(config: ContextParallelConfig) -> None:
             f"{config.algo} needs the tokens of a micro-batch on all context-parallel ranks, got "
             "none: pass for example tokens=65536, or name an algorithm"
         )
+    if config.algo != registry.AUTO and registry.kind_of(config.algo) == "linear":
+        raise ConfigError(
+            f"batches that the caller splits need softmax attention, got {config.algo}: use one of "
+            f"{', '.join(registry.available('softmax'))}"
+        )
+    config.layout  # noqa: B018  (an unknown option is the first thing to say)
 
 
 def _read(config: ContextParallelConfig) -> ContextParallelConfig:

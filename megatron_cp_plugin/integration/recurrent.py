@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from megatron_cp_plugin.config import ContextParallelConfig
@@ -35,10 +35,11 @@ class RecurrentSequence:
         documents: Positions where documents begin, as in `core.linear.function.attend_linearly`.
     """
 
-    def __init__(self, runtime: Runtime, group: Any, tokens: int, packed: Any) -> None:
-        """Args: packed: a `DocumentMask`, or None."""
-        group = getattr(packed, "group", None) or group
-        self._algorithm, self._rank = runtime.recurrent_algorithm(group), group.rank()
+    def __init__(self, layer: Any, tokens: int, packed: Any) -> None:
+        """Args: layer: as of `served`. packed: a `DocumentMask`, or None."""
+        group = getattr(packed, "group", None) or layer.pg_collection.cp
+        self._layer, self._rank = layer, group.rank()
+        self._algorithm = layer.runtime.recurrent_algorithm(group)
         self.seq_len = tokens * group.size()
         self.documents = starts_of(packed, self.seq_len, causal=True)
 
@@ -54,14 +55,7 @@ class RecurrentSequence:
         )
 
     def attended(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        gate: Tensor,
-        beta: Tensor | None = None,
-        recompute_key: nn.Module,
+        self, query: Tensor, key: Tensor, value: Tensor, *, gate: Tensor, beta: Tensor | None = None
     ) -> Tensor:
         """Outputs [b,s,h,e] of states that pass through all ranks; see `attend_linearly`."""
         out, _ = attend_linearly(
@@ -74,7 +68,7 @@ class RecurrentSequence:
             seq_len=self.seq_len,
             documents=self.documents,
             kernel_for=partial(resolve_linear, "auto"),
-            recompute_key=recompute_key,
+            recompute_key=self._layer,
         )
         return out
 
@@ -133,7 +127,7 @@ def _mamba(kind: Any) -> type:
             alone.cp = ALONE  # else Megatron would split heads
             super().__init__(*args, pg_collection=alone, **kwargs)
             self.pg_collection = pg_collection
-            self._runtime = runtime
+            self.runtime = runtime
 
         def forward(
             self,
@@ -152,9 +146,7 @@ def _mamba(kind: Any) -> type:
             _refuse_arguments("Mamba", asked, packed_seq_params)
             projected, _ = self.in_proj(hidden_states)
             mixed = projected.transpose(0, 1)
-            sequence = RecurrentSequence(
-                self._runtime, self.pg_collection.cp, mixed.shape[1], packed_seq_params
-            )
+            sequence = RecurrentSequence(self, mixed.shape[1], packed_seq_params)
             inner, groups = self.d_inner_local_tp, self.ngroups_local_tp
             states = groups * self.d_state
             z, convolved, dt = mixed.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
@@ -165,11 +157,7 @@ def _mamba(kind: Any) -> type:
             wide = torch.promote_types(dt.dtype, torch.float32)
             dt = functional.softplus(dt.to(wide) + self.dt_bias.to(wide))
             out = sequence.attended(
-                queries,
-                keys,
-                (x * dt[..., None]).to(x.dtype),
-                gate=dt * -self.A_log.to(wide).exp(),
-                recompute_key=self,
+                queries, keys, (x * dt[..., None]).to(x.dtype), gate=dt * -self.A_log.to(wide).exp()
             )
             skip = self.D.unflatten(0, (-1, self.headdim if self.D_has_hdim else 1))
             y = ((out + x * skip).flatten(2) * self.act(z)).to(z.dtype)
@@ -187,7 +175,7 @@ def _delta_net(kind: Any) -> type:
         def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
             _check_states_pass(runtime.config, experimental_attention_variant=GATED[0])
             super().__init__(*args, **kwargs)
-            self._runtime = runtime
+            self.runtime = runtime
             self.cp_size = 1  # every rank has all heads, whose numbers follow from it
             self._setup_variant_attrs()
 
@@ -212,9 +200,7 @@ def _delta_net(kind: Any) -> type:
             _refuse_arguments("gated delta net", asked, packed_seq_params)
             mixed, _ = self.in_proj(hidden_states)
             tokens, batch, _ = mixed.shape
-            sequence = RecurrentSequence(
-                self._runtime, self.pg_collection.cp, tokens, packed_seq_params
-            )
+            sequence = RecurrentSequence(self, tokens, packed_seq_params)
             qkv, gate, beta, alpha = mixed.transpose(0, 1).split(self.feat_dim_split, -1)
             qkv = sequence.convolved(qkv, self.conv1d.weight, self.conv1d.bias)
             gate = gate.reshape(batch, tokens, -1, self.value_head_dim)
@@ -224,12 +210,7 @@ def _delta_net(kind: Any) -> type:
             query, key, value, gate, beta, alpha = prepared
             log_decay, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
             out = sequence.attended(
-                query * self.key_head_dim**-0.5,
-                key,
-                value,
-                gate=log_decay,
-                beta=beta,
-                recompute_key=self,
+                query * self.key_head_dim**-0.5, key, value, gate=log_decay, beta=beta
             )
             if not self.recompute_norm_out:
                 return self.out_proj(self._normalized(out, gate))

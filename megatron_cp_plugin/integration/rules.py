@@ -169,15 +169,6 @@ def _options_for(s: Settings, layouts: Sequence[str]) -> list[str]:
     ]
 
 
-def _zigzag_choices(s: Settings) -> str:
-    """How to have Megatron's own layout."""
-    every = registry.available("softmax")
-    default = [name for name in every if registry.layout_of(name, {}).name == Zigzag.name]
-    choices = _options_for(s, [Zigzag.name])
-    choices.append(f"--context-parallel-algo {' or '.join(default)}")
-    return ", or ".join(choices)
-
-
 def _heads_of_gated(name: str, divisor: str) -> Callable[[Settings], object]:
     def asked(s: Settings) -> Mapping[str, object] | None:
         if not s.is_gated:
@@ -306,7 +297,11 @@ def _other_layout_than_sparse(s: Settings) -> Mapping[str, object] | None:
     layout = s.cp.layout.name
     if not s.is_sparse or s.cp.size == 1 or layout in (Zigzag.name, PaddedDocuments.name):
         return None
-    return {"layout": layout, "choices": _zigzag_choices(s)}
+    every = registry.available("softmax")
+    default = [name for name in every if registry.layout_of(name, {}).name == Zigzag.name]
+    choices = _options_for(s, [Zigzag.name])
+    choices.append(f"--context-parallel-algo {' or '.join(default)}")
+    return {"layout": layout, "choices": ", or ".join(choices)}
 
 
 def comm_type(algo: str) -> str:
