@@ -309,10 +309,8 @@ class _Tree:
                 (float(self._works(half).sum()), half) for half in self._halves(works[at][1])
             ]
         works.sort(key=lambda pack: -pack[0])
-        loads, of_ranks = (
-            [(0.0, at) for at in range(ranks)],
-            [list[list[int]]() for _ in range(ranks)],
-        )
+        loads = [(0.0, at) for at in range(ranks)]
+        of_ranks = [list[list[int]]() for _ in range(ranks)]
         for work, members in works:
             load, chosen = heappop(loads)
             of_ranks[chosen].append(members)

@@ -225,10 +225,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 hidden, weight, labels, of_rows, ctx.head, ctx.needs_input_grad[:2]
             )
         # Not before the chunk of logits is gone.
-        if dweight is not None and dweight is not ctx.head.main_grad:
-            dweight = dweight.to(weight.dtype)
-        elif dweight is not None:
-            dweight = torch.zeros_like(weight)
+        if dweight is not None:
+            added = dweight is ctx.head.main_grad
+            dweight = torch.zeros_like(weight) if added else dweight.to(weight.dtype)
         return dhidden, dweight, None, None, None
 
 

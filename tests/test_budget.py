@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_220,
-    "core": 12_319,
-    "algorithms": 1_730,
+    "package root": 4_217,
+    "core": 12_309,
+    "algorithms": 1_724,
     "kernels": 3_312,
-    "integration": 8_068,
+    "integration": 8_055,
     "planner": 5_641,
     "harness": 2_120,
     "scripts": 7_010,

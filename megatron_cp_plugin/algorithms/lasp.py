@@ -3,8 +3,6 @@
 B batch, H heads, D, E head dims, n runs of a rank, P ranks. States are [B,H,D,E].
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -52,6 +50,7 @@ class Lasp(StatePassing):
         """
         chain = sorted(range(self.topology.size), key=lambda rank: route.runs[rank])
         place = chain.index(self.topology.rank)
+        at_the_end = place + 1 == len(chain)
         ((start, stop),) = route.runs[self.topology.rank]
         (own,) = states.added
         beside = SideStream(own.device)
@@ -70,7 +69,11 @@ class Lasp(StatePassing):
             end = own
             if arrived is not None and route.lasts(start, stop - 1):
                 end = states.passed(0, stop - start, arrived)
-            self._pass_on(end, chain[place + 1 :])
+            if capturing(end):
+                self._sent = None  # sent before the capture, which began when all that was done
+            self._finish_sending()  # the message before has long arrived
+            if not at_the_end:
+                self._sent = self._states.exchange([(end, chain[place + 1])], []), end
             if capturing(own):
                 self._finish_sending()  # a graph has no work that goes on after it
         self._sit_out(len(chain) - place - 2)
@@ -78,16 +81,7 @@ class Lasp(StatePassing):
             local_work()
         beside.join()
         del before
-        at_the_end = place + 1 == len(chain)
         return None if arrived is None else arrived.unsqueeze(0), end if at_the_end else None
-
-    def _pass_on(self, state: Tensor, later: Sequence[int]) -> None:
-        """Sends to the first of the later ranks; the message before this one has long arrived."""
-        if capturing(state):
-            self._sent = None  # sent before the capture, which began when all that was done
-        self._finish_sending()
-        if later:
-            self._sent = self._states.exchange([(state, later[0])], []), state
 
     def _finish_sending(self) -> None:
         if self._sent is not None:

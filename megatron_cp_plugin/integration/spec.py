@@ -176,7 +176,11 @@ def with_attention(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
     layer: Any = getattr(spec, "submodules", None)
     linear = registry.kind_of(runtime.config.algo) == "linear"
     if hasattr(layer, "attention_layer"):
-        return replace(spec, submodules=_stack(layer, runtime, latent=not linear))
+        # Linear attention serves no others: they stay, and the rules refuse a model that has some.
+        others = () if linear else ("mla_layer", "gdn_layer", "mamba_layer")
+        given = {kind: getattr(layer, kind, IdentityOp) for kind in ("attention_layer", *others)}
+        found = {kind: one for kind, one in given.items() if one is not IdentityOp}
+        return _with(spec, **{kind: with_attention(found[kind], runtime) for kind in found})
     mixer: Any = getattr(layer, "mixer", None)
     if is_mamba(getattr(mixer, "module", mixer)):
         return _with(spec, mixer=_recurrent(mixer, runtime))
@@ -246,23 +250,6 @@ def use_attention(model: Any, runtime: Runtime) -> None:
 def _with(spec: Any, **parts: Any) -> Any:
     """A copy of a spec with other submodules."""
     return replace(spec, submodules=replace(spec.submodules, **parts))
-
-
-def _stack(layers: Any, runtime: Runtime, latent: bool) -> Any:
-    """The kinds of layers of a HybridModel's stack, from which its pattern chooses.
-
-    Args: latent: whether layers with multi-latent attention and recurrent ones are served;
-        otherwise they are left as they are, and the rules refuse a model that has some.
-    """
-    others = ("mla_layer", "gdn_layer", "mamba_layer") if latent else ()
-    kinds = ("attention_layer", *others)
-    given = {kind: getattr(layers, kind, IdentityOp) for kind in kinds}
-    served: dict[str, Any] = {
-        kind: with_attention(layer, runtime)
-        for kind, layer in given.items()
-        if layer is not IdentityOp
-    }
-    return replace(layers, **served)
 
 
 def _recurrent(spec: Any, runtime: Runtime) -> ModuleSpec:

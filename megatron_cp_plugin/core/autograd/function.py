@@ -226,7 +226,16 @@ def compiled_call(
     if not dtype == k.dtype == v.dtype or dtype not in _DTYPES:
         check_dtypes(q, k, v)
     if sink is not None:
-        _check_sink(sink, q)
+        if sink.shape != (q.shape[2],):
+            raise ContextParallelError(
+                f"a sink is one number for each of the {q.shape[2]} query heads, got "
+                f"{tuple(sink.shape)}"
+            )
+        _check_dtype("a sink needs", sink, "cast it")
+        if sink.device != q.device:
+            raise ContextParallelError(
+                f"a sink needs the device of q, {q.device}, got {sink.device}"
+            )
     deterministic = torch.are_deterministic_algorithms_enabled()
     of_tensors = q.shape, k.shape, v.shape, dtype, q.device, deterministic
     return algorithm.compiled(*of_tensors, *setting)
@@ -280,14 +289,3 @@ def _check_dtype(need: str, x: Tensor, advice: str) -> None:
     if x.dtype not in _DTYPES:
         allowed = ", ".join(map(str, _DTYPES))
         raise ContextParallelError(f"{need} one of {allowed}, got {x.dtype}: {advice}")
-
-
-def _check_sink(sink: Tensor, q: Tensor) -> None:
-    heads = q.shape[2]
-    if sink.shape != (heads,):
-        raise ContextParallelError(
-            f"a sink is one number for each of the {heads} query heads, got {tuple(sink.shape)}"
-        )
-    _check_dtype("a sink needs", sink, "cast it")
-    if sink.device != q.device:
-        raise ContextParallelError(f"a sink needs the device of q, {q.device}, got {sink.device}")

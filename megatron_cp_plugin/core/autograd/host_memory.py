@@ -86,10 +86,6 @@ class HostMemory:
         del self._pieces[-count:]
         return taken
 
-    def give_back(self, pieces: list[Tensor]) -> None:
-        """Takes pieces back; copies into them begin after those from them, on the same stream."""
-        self._pieces += pieces
-
     @contextmanager
     def copying(self) -> Iterator[torch.cuda.Stream | None]:
         """Copies that are asked for here come after what the current stream was given so far.
@@ -121,7 +117,8 @@ class Moved:
             x.record_stream(stream)
 
     def __del__(self) -> None:
-        self._memory.give_back(self._pieces)
+        # Copies into them begin after those from them, on the same stream.
+        self._memory._pieces += self._pieces
 
     def tensor(self) -> Tensor:
         """The tensor, on its device; those before it begin to come back."""

@@ -147,19 +147,14 @@ class TeamHeads:
     ) -> Iterator[Move]:
         back = messages[0][0] in RESULTS
         lengths, width = self.spans.lengths, max(self.spans.lengths)
-        for source, target in self._mates():
-            share = (source if back else target) % self.members
-            owner = target if back else source
-            block = Block((owner,), between(0, lengths[owner]))
-            yield Move(posted, needed, source, target, messages, block, width, heads, share)
-
-    def _mates(self) -> Iterator[tuple[int, int]]:
-        """Pairs of different ranks of a team, both ways; in a plan of one rank, its pairs."""
         for first in dict.fromkeys(rank // self.members * self.members for rank in self.ranks):
-            team = range(first, first + self.members)
-            for source, target in permutations(team, 2):
-                if self.rank in (None, source, target):
-                    yield source, target
+            for source, target in permutations(range(first, first + self.members), 2):
+                if self.rank not in (None, source, target):
+                    continue
+                share = (source if back else target) % self.members
+                owner = target if back else source
+                block = Block((owner,), between(0, lengths[owner]))
+                yield Move(posted, needed, source, target, messages, block, width, heads, share)
 
 
 @dataclass(frozen=True)
