@@ -13,11 +13,11 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_217,
-    "core": 12_309,
+    "core": 12_307,
     "algorithms": 1_724,
     "kernels": 3_312,
     "integration": 8_055,
-    "planner": 5_641,
+    "planner": 5_633,
     "harness": 2_120,
     "scripts": 7_010,
     "tests": 37_290,

@@ -19,6 +19,7 @@ import torch
 
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.algorithm import Algorithm
+from megatron_cp_plugin.core.autograd.host_memory import free_bytes
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import UNRECORDED, holding
@@ -123,8 +124,7 @@ def measure(
         rank has no GPU, or fewer than two fit.
     """
     timer = timer_on(device)
-    free = _free_bytes(device)
-    able = gather((timer is not None, free))
+    able = gather((timer is not None, free_bytes(device)))
     if timer is None or not all(one for one, _ in able):
         return None
     room = min(bytes_free for _, bytes_free in able)
@@ -149,14 +149,6 @@ def measure(
         torch.cuda.empty_cache()
     found = (sum(kinds[key[0]].count * seconds[key] for key in own) for own in keys)
     return Measured(tuple(fitting), tuple(found))
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2**62
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + held)
 
 
 def _needed(combination: Combination, kinds: Sequence[Kind], size: int) -> float:

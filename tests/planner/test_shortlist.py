@@ -266,7 +266,7 @@ def test_nothing_is_measured_unless_all_ranks_can(
         )
     else:
         monkeypatch.setattr(
-            module, "_free_bytes", lambda device: 1 if ranks[get_ident()] == 1 else 2**40
+            module, "free_bytes", lambda device: 1 if ranks[get_ident()] == 1 else 2**40
         )
     of_call = kinds(Mask())
     listed = shortlist(choose(of_call, CallSite(MACHINE, MACHINE.nodes(2), "flash4")), of_call)

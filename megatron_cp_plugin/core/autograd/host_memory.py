@@ -40,9 +40,16 @@ class HostMemory:
         """x itself, or where it went if the GPU is short of memory and the host is not."""
         if not self._is_short(x):
             return x
-        pieces = self._pieces_for(x.numel() * x.element_size())
-        if pieces is None:
+        count = -(-x.nbytes // _PIECE_BYTES)
+        missing = count - len(self._pieces)
+        if missing > 0 and not host_has_room(missing * _PIECE_BYTES):
             return x
+        pinned = torch.cuda.is_available()
+        for _ in range(missing):
+            piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            self._pieces.append(piece)
+        pieces = self._pieces[-count:]
+        del self._pieces[-count:]
         if x.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         moved = Moved(self, x, pieces)
@@ -67,24 +74,7 @@ class HostMemory:
             return False
         if self._stream is not None and self._stream.device != x.device:
             return False
-        free, _ = torch.cuda.mem_get_info(x.device)
-        unused = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-        return free + unused < ROOM * size
-
-    def _pieces_for(self, size: int) -> list[Tensor] | None:
-        """Pieces that hold `size` bytes; None if the host has no room for them."""
-        count = -(-size // _PIECE_BYTES)
-        missing = count - len(self._pieces)
-        if missing > 0:
-            if not host_has_room(missing * _PIECE_BYTES):
-                return None
-            pinned = torch.cuda.is_available()
-            for _ in range(missing):
-                piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-                self._pieces.append(piece)
-        taken = self._pieces[-count:]
-        del self._pieces[-count:]
-        return taken
+        return free_bytes(x.device) < ROOM * size
 
     @contextmanager
     def copying(self) -> Iterator[torch.cuda.Stream | None]:
@@ -150,6 +140,14 @@ class Moved:
 def _bytes_of(x: Tensor) -> tuple[Tensor, ...]:
     """A contiguous tensor in pieces."""
     return x.view(-1).view(torch.uint8).split(_PIECE_BYTES)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that no tensor takes, whether torch holds them or nobody; no bound on CPUs."""
+    if device.type != "cuda":
+        return 2**62
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def host_has_room(size: int) -> bool:
