@@ -214,28 +214,25 @@ def _topology() -> list[Finding]:
 
 def _parity(device: torch.device, head_dim: int) -> list[Finding]:
     """Every softmax algorithm against attention over the unsplit sequence in float64."""
-    size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
-    heads = lcm(8, size)
     dtype, bound = (torch.bfloat16, HALF_BOUND) if device.type == "cuda" else (torch.float64, 1e-10)
-    whole = _whole_inputs(device, dtype, size, heads, head_dim)
+    whole = _whole_inputs(device, dtype, head_dim)
     expected = _unsplit(whole)
     findings = []
     for name in registry.available("softmax"):
         try:
             error = max(_everywhere(partial(_error, name, whole, expected)))
         except ContextParallelError as refusal:
-            finding = Finding("parity", name, f"refused: {refusal}", costs="refused here")
-            findings.append(finding)
+            findings.append(Finding("parity", name, f"refused: {refusal}", costs="refused here"))
             continue
         text = f"head dim {head_dim}: error {error:.1e} (at most {bound:.0e})"
         findings.append(Finding("parity", name, text, error <= bound))
     return findings
 
 
-def _whole_inputs(
-    device: torch.device, dtype: torch.dtype, size: int, heads: int, head_dim: int
-) -> list[Tensor]:
+def _whole_inputs(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[Tensor]:
     """q, k, v and dout of the unsplit sequence, the same on all ranks: [1, N, heads, D]."""
+    size = dist.get_world_size() if dist.is_initialized() else VIRTUAL_RANKS
+    heads = lcm(8, size)
     generator = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(
@@ -255,15 +252,13 @@ def _graphs(device: torch.device, head_dim: int) -> list[Finding]:
         return [Finding(topic, "capture", "not tried: no GPU")]
     if not dist.is_initialized():
         return [Finding(topic, "capture", "not tried: one process, start with torchrun")]
-    size = dist.get_world_size()
-    whole = _whole_inputs(device, torch.bfloat16, size, lcm(8, size), head_dim)
+    whole = _whole_inputs(device, torch.bfloat16, head_dim)
     expected = _unsplit(whole)
     transports = ("peer", "group") if topology_of(None).peer_access else ("group",)
     findings = []
     for transport in transports:
         failures: list[str] = []
-        body = partial(_replay_error, transport, whole, expected, failures)
-        error = max(_everywhere(body))
+        error = max(_everywhere(partial(_replay_error, transport, whole, expected, failures)))
         text = f"captured and replayed: error {error:.1e} (at most {HALF_BOUND:.0e})"
         if failures or error == float("inf"):
             text = f"failed: {failures[0] if failures else 'on another rank'}"

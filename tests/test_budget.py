@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_217,
+    "package root": 4_212,
     "core": 12_307,
     "algorithms": 1_724,
     "kernels": 3_312,
-    "integration": 8_055,
+    "integration": 8_043,
     "planner": 5_633,
-    "harness": 2_120,
+    "harness": 2_119,
     "scripts": 7_010,
     "tests": 37_290,
 }

@@ -111,7 +111,7 @@ def test_a_replay_is_compared_with_the_unsplit_sequence(monkeypatch):
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    whole = doctor._whole_inputs(torch.device("cpu"), torch.float64, 1, 4, 16)
+    whole = doctor._whole_inputs(torch.device("cpu"), torch.float64, 16)
     expected = doctor._unsplit(whole)
 
     def replay(graph):

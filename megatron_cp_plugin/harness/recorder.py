@@ -86,11 +86,10 @@ class Recorder:
         result = original(*call.args, **call.kwargs)
         losses, skipped, _, _, _, grad_norm, *_ = result  # see integration/contract.md
         auxiliary = _auxiliary_losses()
+        found = losses | auxiliary if losses else {}
         line = {
             "iteration": self._iteration,
-            "losses": {name: float(v) for name, v in (losses | auxiliary).items()}
-            if losses
-            else {},
+            "losses": {name: float(value) for name, value in found.items()},
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "skipped": bool(skipped),
             "seconds": time.perf_counter() - started - self._recording_s,

@@ -73,8 +73,8 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
     check("sizes", settings)
     layers = kinds_of_layers(flags, settings)
     kinds = counted(layers)
-    asks = device.type == "cuda" and flags.machine is None
-    gpu = torch.cuda.get_device_name(device) if asks else None
+    here = device.type == "cuda" and flags.machine is None
+    gpu = torch.cuda.get_device_name(device) if here else None
     machine, how = machine_here(flags.machine, gpu)
     site = CallSite(
         machine,
@@ -85,17 +85,15 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
     errors: list[ContextParallelError] = []
 
     def named(combination: Combination) -> PluginFlags:
-        algorithms = {
-            kind.name: row.algo for kind, row in zip(kinds, combination.rows, strict=True)
-        }
+        rows = zip(kinds, combination.rows, strict=True)
+        algorithms = {kind.name: row.algo for kind, row in rows}
+        each = tuple(algorithms[kind.name] for kind in layers)
         return replace(
             flags,
             algo=combination.algo,
             options=combination.options,
             by_auto=True,
-            layers=tuple(algorithms[kind.name] for kind in layers)
-            if len(set(algorithms.values())) > 1
-            else (),
+            layers=each if len(set(each)) > 1 else (),
         )
 
     def refusal(combination: Combination) -> str | None:
@@ -118,9 +116,7 @@ def resolve_auto(flags: PluginFlags, args: Any, device: torch.device) -> Resolve
         if errors:
             raise errors[0] from None
         raise
-    listed: tuple[Combination, ...] = (choice.best,)
-    if flags.machine is None and device.type == "cuda":
-        listed = shortlist(choice, kinds, refusal)
+    listed = shortlist(choice, kinds, refusal) if here else (choice.best,)
     contenders = {one: named(one) for one in listed}
     said = list(_said(choice, flags, settings, how))
     return Resolved(contenders[listed[0]], said, contenders, tuple(kinds))
@@ -135,11 +131,9 @@ def fastest(
     """
     if len(resolved.contenders) == 1:
         return resolved.flags, None
-    kernel, gather = resolved.flags.kernel, _over_the_job
+    contenders, kernel = tuple(resolved.contenders), resolved.flags.kernel
     with _further_topology(group) as topology:
-        found = measure(
-            tuple(resolved.contenders), resolved.kinds, topology, kernel, device, gather
-        )
+        found = measure(contenders, resolved.kinds, topology, kernel, device, _over_the_job)
     if found is None:
         return resolved.flags, None
     flags = resolved.contenders[found.best]
@@ -300,11 +294,9 @@ def kinds_of_layers(flags: PluginFlags, settings: Settings) -> list[Kind]:
 
 def _memory_bytes(settings: Settings, machine: Machine, kind: Kind) -> float | None:
     """Bytes of a GPU that are left for attention, roughly; None: nothing is left by this count."""
-    shape = kind.shape
-    if None in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
-        return machine.memory_gib * GIB * (1 - SPARE)
-    others = sum(memory_of(settings, shape).values())
-    left = machine.memory_gib * (1 - SPARE) - others
+    left = machine.memory_gib * (1 - SPARE)
+    if None not in (settings.vocab_size, settings.micro_batch_size, settings.num_layers):
+        left -= sum(memory_of(settings, kind.shape).values())
     return left * GIB if left > 0 else None
 
 
@@ -334,13 +326,10 @@ def memory_of(settings: Settings, shape: Shape | LinearShape) -> dict[str, float
 def _model(settings: Settings, shape: Shape | LinearShape) -> Model:
     experts = settings.num_experts or 0
     wide = settings.ffn_hidden_size or 4 * settings.hidden_size
-    with_experts = (
-        layers_with_experts(settings.moe_layer_freq, settings.num_layers) if experts else 0
-    )
-    latent = bool(settings.multi_latent_attention)
+    layers, latent = settings.num_layers, bool(settings.multi_latent_attention)
     return Model(
         "this model",
-        settings.num_layers,
+        layers,
         settings.hidden_size,
         (settings.moe_ffn_hidden_size or wide) if experts else wide,
         settings.num_attention_heads,
@@ -351,7 +340,7 @@ def _model(settings: Settings, shape: Shape | LinearShape) -> Model:
         experts=experts,
         active=settings.moe_router_topk if experts else 0,
         shared=(settings.moe_shared_expert_intermediate_size or 0) if experts else 0,
-        dense=settings.num_layers - with_experts if experts else 0,
+        dense=layers - layers_with_experts(settings.moe_layer_freq, layers) if experts else 0,
         dense_ffn=wide if experts else 0,
         value_dim=shape.value_dim,
         query_rank=(settings.q_lora_rank or 0) if latent else 0,

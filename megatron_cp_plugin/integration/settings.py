@@ -101,8 +101,7 @@ class Settings:
     @property
     def packing(self) -> str | None:
         """The flag that packs documents into a sequence, if it is given."""
-        given = [name for name in PACKING if getattr(self, name)]
-        return flag_of(given[0]) if given else None
+        return next((flag_of(name) for name in PACKING if getattr(self, name)), None)
 
     @property
     def graphs(self) -> str:
