@@ -13,7 +13,7 @@ from importlib import metadata
 import torch
 
 from megatron_cp_plugin import packages
-from megatron_cp_plugin.integration import cpu
+from megatron_cp_plugin.integration import compat, cpu
 
 
 def _import_megatron() -> None:
@@ -39,6 +39,9 @@ def _import_megatron() -> None:
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     inspect.unwrap(writer.get_write_results_queue).__defaults__ = ("fork",)
     _read_sources()
+    # A search of the others for Megatron's names would give each rank a copy of their memory.
+    theirs = {name.partition(".")[0] for name in sys.modules}
+    compat._WITHOUT_MEGATRON |= theirs - {"megatron", "megatron_cp_plugin", "scripts", "__main__"}
     # What is installed is looked up here for all ranks.
     packages.load_installed()
     metadata.entry_points = metadata.entry_points().select

@@ -34,10 +34,10 @@ importlib.util.find_spec = find_spec
 EXTRAS = "megatron,omegaconf,yaml,rich"
 
 
-# Each command in a fork of one process, which imports torch once; its output goes to files.
+# Each command in a fork of one process, which imports what all need; its output goes to files.
 RUN = """
 import json, os
-import megatron_cp_plugin
+from megatron_cp_plugin import cli, launch
 
 folder, commands = sys.argv[1:]
 for number, (program, *words) in enumerate(json.loads(commands)):

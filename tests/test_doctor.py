@@ -1,8 +1,6 @@
 """The doctor finds what is right, refuses nothing that runs, and notices a wrong result."""
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.execution.executor import Executor
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
+from tests.integration.megatron_job import run_torchrun
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="virtual ranks of one process check the CPU path"
@@ -182,15 +181,9 @@ def test_kernels_are_checked_with_the_model_s_head_dims(monkeypatch, capsys):
 def test_real_ranks_find_all_algorithms_right(tmp_path):
     """Under torchrun, with a report, as someone with more GPUs would send it."""
     path = tmp_path / "report.json"
-    words = ["--nproc-per-node", "2", "-m", "megatron_cp_plugin.cli", "doctor", "--head-dim", "16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--heads", "4:2", "--report", path],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "megatron_cp_plugin.cli", "doctor", "--head-dim", "16", "--heads", "4:2"]
+    job = run_torchrun(tmp_path, *words, "--report", str(path), ranks=2).succeeded()
+    (done,) = job.processes
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("│ parity")]
     assert {row[3] for row in rows} == set(registry.available("softmax"))
     assert "2 over gloo, 1 node(s)" in done.stdout

@@ -134,15 +134,10 @@ def run_program(folder: Path, *words: str, ranks: int = 1) -> Job:
     return run_warm(folder / "printed", str(folder), *words, ranks=ranks, script=PROGRAM)
 
 
-def run_torchrun(*arguments: str, ranks: int) -> Job:
-    """Runs `torchrun --nproc-per-node ranks *arguments`."""
-    return _finish(torchrun(*arguments, ranks=ranks), [process_environment()])
-
-
-def torchrun(*arguments: str, ranks: int) -> list[str]:
-    """The command."""
+def run_torchrun(folder: Path, *arguments: str, ranks: int) -> Job:
+    """Runs `torchrun --nproc-per-node ranks *arguments`: a fork, whose ranks start as users' do."""
     options = ("--standalone", f"--nproc-per-node={ranks}")
-    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+    return run_program(folder, "-m", "torch.distributed.run", *options, *arguments)
 
 
 def _finish(command: Sequence[str], environments: Sequence[dict[str, str]]) -> Job:

@@ -163,9 +163,9 @@ def test_a_mistake_is_said_by_one_rank(mistake: Mistake, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_mistake_is_one_line_said_once_and_last() -> None:
+def test_a_mistake_is_one_line_said_once_and_last(tmp_path: Path) -> None:
     """Under torchrun, in its own report."""
-    (launcher,) = run_torchrun(*DOCTOR, ranks=2).processes
+    (launcher,) = run_torchrun(tmp_path, *DOCTOR, ranks=2).processes
     assert launcher.returncode == 1  # torchrun's own, whatever the ranks end with
     before, _, report = launcher.stderr.partition(_TORCHRUN)
     lines = [line for line in before.splitlines() if not _START.search(line)]
