@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp_plugin.core.comm import Room
+from megatron_cp_plugin.core.communication import peer
 from megatron_cp_plugin.core.communication.peer import PeerCommunicator
 
 # "streams": each has a queue of its own in the hardware, and each branch of a graph. "graph": all
@@ -209,6 +211,10 @@ class Gpus:
             return address
         return self.memory[found].data_ptr() + address % (1 << 32)
 
+    def kernel(self, work: Callable[[], object]) -> None:
+        assert self.current is not None
+        self.current.do(work)
+
     def captures(self) -> bool:
         return self.current is not None and self.current.graph is not None
 
@@ -288,6 +294,9 @@ def modelled(module: ModuleType, gpus: Gpus) -> type[PeerCommunicator]:
     class Modelled(base):  # type: ignore[valid-type, misc]
         count = 0
 
+        def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
+            return super().buffers(room, self._device if device.type == "cpu" else device)
+
         def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
             self.count += 1  # all ranks make theirs in one order
             memory = torch.full((size_bytes,), 255, dtype=torch.uint8)
@@ -313,4 +322,5 @@ def cuda(gpus: Gpus) -> Iterator[None]:
         patch.setattr(dist, "get_rank", lambda group=(0, 0): group[0])
         patch.setattr(dist, "get_world_size", lambda group: group[1])
         patch.setattr(Tensor, "record_stream", lambda self, stream: None)
+        patch.setattr(peer, "copy_into", lambda to, x: gpus.kernel(partial(to.copy_, x)))
         yield

@@ -107,9 +107,9 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                 self._world.post(address, bits.view(-1))
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
+        begin = slot * self._slot_bytes + self._slab.storage_offset()  # larger slots may come
 
         def finish() -> None:
-            begin = slot * self._slot_bytes + self._slab.storage_offset()
             for buffer, source in receives:
                 address = self._address("blocks", turn, source, self.rank)
                 place, message = self._world.take(address).item(), self._world.take(address)

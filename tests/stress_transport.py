@@ -91,6 +91,8 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
     heads, kv_heads = random.choice(HEADS)
     algo = random.choice(
         ("zigzag", "zigzag", "distflash", "distflash", "ring", "allgather", "attention2d")
+        if random.random() < 0.75
+        else ("ulysses", "usp")
     )
     options: dict[str, object] = {}
     if algo in ("zigzag", "ring"):
@@ -103,6 +105,10 @@ def draw(random: Random, kernels: Sequence[str], shortest: int, longest: int) ->
         options["chunks"] = random.choice((1, 2))
     else:
         options["chunks"] = random.choice((1, 2))
+    if algo in ("ulysses", "usp"):
+        options["keep"] = random.choice(("exchanged", "local"))
+    if algo == "usp":
+        options["ulysses"] = 2
     if algo == "attention2d":
         options["rows"] = random.choice((0, 1))
     cuts = sorted(random.random() for _ in range(random.choice((0, 0, 1, 4, 12))))
@@ -199,6 +205,8 @@ class Stress:
         while True:
             call = draw(self.random, self.kernels, *self.lengths)
             gathers = call.algo in ("allgather", "attention2d")
+            if call.algo == "usp" and self.topology.size % 2:
+                continue
             if not self.several_nodes or (call.cuts and not gathers):
                 return call
 

@@ -57,8 +57,7 @@ class LinearUlysses(LinearAlgorithm):
         q, k, v, gates, initial = given
         exchange, heads, local = self._exchange(call), q.shape[2], q.shape[1]
         all_given = [_with_numbers(x) for x in (q, k, v, *gates) if x is not None]
-        coming = [exchange.come(self._filled(x, 2)) for x in all_given]
-        q, k, v, *came = [wait()[0] for wait in coming]
+        q, k, v, *came = exchange.come([(self._filled(x, 2), None) for x in all_given])()
         gates = gates.each(lambda x: came.pop(0).view(*q.shape[:3], *x.shape[3:]))
         if initial is not None:
             initial = self._filled(initial, 1)[:, self._mine(heads)].contiguous()
@@ -66,7 +65,7 @@ class LinearUlysses(LinearAlgorithm):
         share = LinearTensors(q, k, v, gates, initial)
         part, final, saved = self._whole.forward(share, of_share)
         out = part.new_empty((len(part), local, self._all(heads), part.shape[3]))
-        sending = exchange.send_results(part, out)
+        sending = exchange.send_results([(part, out, None)])
         if final is not None:
             final = self._states.all_gather(final).wait().movedim(0, 1).flatten(1, 2)
             final = final[:, :heads].contiguous()
@@ -79,18 +78,16 @@ class LinearUlysses(LinearAlgorithm):
         """See LinearAlgorithm.backward: dinitial is 0 but for this rank's heads."""
         exchange, heads = self._exchange(call), dout.shape[2]
         dout = self._filled(dout, 2)
-        arriving = exchange.come(dout)
+        arriving = exchange.come([(dout, None)])
         if dfinal is not None:
             by_rank = self._filled(dfinal, 1).unflatten(1, (self.topology.size, -1)).movedim(1, 0)
-            dfinal = self._states.all_to_all(by_rank).wait().sum(0)
+            dfinal = self._states.all_to_all(by_rank).wait()[0].sum(0)
         *parts, own, dgates = self._whole.backward(
             arriving()[0], dfinal, saved, self._of(call, heads)
         )
         parts += [_with_numbers(x) for x in dgates if x is not None]
         gradients = [part.new_empty((*dout.shape[:3], part.shape[3])) for part in parts]
-        sending = [exchange.send_results(*each) for each in zip(parts, gradients, strict=True)]
-        while sending:
-            sending.pop(0)()
+        exchange.send_results([(*both, None) for both in zip(parts, gradients, strict=True)])()
         dq, dk, dv, *found = (x[:, :, :heads].contiguous() for x in gradients)
         returned = dgates.each(lambda x: found.pop(0).squeeze(3) if x.dim() == 3 else found.pop(0))
         if own is None:

@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.call import (
     successive_groups,
 )
 from megatron_cp_plugin.core.communication.record import Phase
+from megatron_cp_plugin.core.execution.executor import Wanted
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement
 from megatron_cp_plugin.core.plans.team_heads import PaddedHeads
@@ -28,9 +29,9 @@ from megatron_cp_plugin.registry import register
 class Ulysses(Algorithm):
     """DeepSpeed-Ulysses: all ranks are one team, and each computes H/P heads of all tokens.
 
-    All tokens of one head meet on one rank by an all-to-all inside the team; results go back the
-    same way. It is done by groups of heads: while one is computed, the next one comes and the last
-    one's output leaves. KV heads that several ranks of a team need are sent to each, and their
+    All tokens of one head meet on one rank by an all-to-all inside the team, of copy engines if the
+    team is on one node; results go back the same way. It is done by groups of heads: while one is
+    computed, the next one comes and the last one's output leaves. KV heads that several ranks of a team need are sent to each, and their
     gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
     zeros are added, exchanged and computed, and taken off again: 33:33 are 36:36 on 4 ranks, 33:11
     are 36:12, 2:2 are 8:8 on 8. H and G count these heads too.
@@ -53,11 +54,13 @@ class Ulysses(Algorithm):
                 are exchanged again. Local ones cost nothing where checkpointing recomputes them.
             layout: "contiguous", where nothing needs to be put in order; "zigzag", Megatron's own;
                 or "thd", see ring.
+            transport: see PointToPoint.
         """
 
         chunks: int = number(0, least=0)
         keep: Literal["exchanged", "local"] = "exchanged"
         layout: Literal["contiguous", "zigzag", "thd"] = "contiguous"
+        transport: Wanted = "auto"
 
     options: Options
     windows = True
@@ -72,12 +75,25 @@ class Ulysses(Algorithm):
         return replace(shape, heads=filled.heads, kv_heads=filled.all_kv_heads)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
-        size, exchanged = self.degree(shape.kv_heads), self.exchanged_groups(shape, mask)
+        found = self._placement(shape, mask, phase, share_kv=True)
+        if found.of_teams.size == 1 or (mask.special and not found.of_teams.relay):
+            return found
+        # Ranks do not hold all blocks until the next groups of heads.
+        return self._placement(shape, mask, phase, share_kv=False)
+
+    def _placement(
+        self, shape: Shape, mask: Mask, phase: Phase, *, share_kv: bool
+    ) -> HeadPlacement:
+        size = self.degree(shape.kv_heads)
+        exchanged = self.exchanged_groups(shape, mask, share_kv=share_kv)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
         elements = 0 if mask.special else of_group.elements(self.topology.size // size)
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.offset_into(group) for group in exchanged for part in inner)
-        of_teams = self.between_teams(Grouped(self.layout, size), groups, of_group, mask, phase)
+        # Keys cross once for all groups that share them.
+        sharing = sum(group.kv == exchanged[0].kv for group in exchanged)
+        of_all = replace(of_group, heads=sharing * of_group.heads)
+        of_teams = self.between_teams(Grouped(self.layout, size), groups, of_all, mask, phase)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)
@@ -89,15 +105,16 @@ class Ulysses(Algorithm):
         of_call = shape, mask, phase, self.rules, layout.members
         return ring_placement(self, layout, groups, *of_call)
 
-    def exchanged_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
+    def exchanged_groups(
+        self, shape: Shape, mask: Mask, *, share_kv: bool
+    ) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""
-        size, total = self.degree(shape.kv_heads), self.topology.size
-        filled, flop = self._filled(shape), flop_of_rank(shape, mask, total)
-        most = group_count(self.options.chunks, flop) if size > 1 else 1
-        # A ring would send shared KV heads once for each group. Otherwise sharing them is worth
-        # it only where there would be no second group.
+        size, flop = self.degree(shape.kv_heads), flop_of_rank(shape, mask, self.topology.size)
+        filled, most = self._filled(shape), group_count(self.options.chunks, flop)
         of_rank = filled.heads // size, filled.sent_kv_heads // size
-        return head_groups(*of_rank, most, share_kv=size == total and of_rank[1] == 1)
+        # Sharing KV heads is worth it only where there would be no second group.
+        share_kv = share_kv and of_rank[1] == 1
+        return head_groups(*of_rank, most if size > 1 else 1, share_kv=share_kv)
 
     def _filled(self, shape: Shape) -> PaddedHeads:
         return PaddedHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))

@@ -11,7 +11,6 @@ from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import Phase
-from megatron_cp_plugin.core.execution.executor import Wanted
 from megatron_cp_plugin.core.layout import Grouped
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.tiles import Mask
@@ -37,6 +36,9 @@ class Usp(Ulysses):
     as many ranks, see `attention2d`, where a mask hides nothing, and less where it hides rows.
     Memory: docs/algorithms.md.
 
+    Where several groups of heads share a KV head, its keys cross between teams once, unless they
+    go on in a relay: a rank would hold the keys of all teams.
+
     Source: USP (Fang and Zhao), sections 3 and 4. Differs: pipelined by groups of heads; the
     backward may rotate queries. Of the grid: Attention2D, section 5.
     """
@@ -54,7 +56,6 @@ class Usp(Ulysses):
             route: of the ring, see there; or "grid".
             backward, gradients: of the ring, see there.
             rows: R; 0: the number of rows that sends the fewest bytes.
-            transport: see PointToPoint.
         """
 
         # A team of one rank is the ring, one of all ranks is ulysses.
@@ -66,7 +67,6 @@ class Usp(Ulysses):
             default="auto", metadata={"worth_trying": lambda size: ("auto", "grid")}
         )
         rows: int = number(0, least=0)
-        transport: Wanted = "auto"
 
     options: Options
 

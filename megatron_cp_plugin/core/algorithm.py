@@ -191,10 +191,11 @@ class Algorithm(Registered):
         # Masks that hide rows may need other channels.
         for mask in (Mask(), Mask(window=2))[: 1 + self.windows]:
             placement = self.placement(shape, mask, "backward")
-            teams = team_channels(placement, self.topology)
+            transport = self._transport(placement)
+            teams = team_channels(placement, self.topology, transport.wanted)
             steps = self._steps(placement, shape, mask, "backward")
             gathers = bool(teams) and isinstance(placement, BlockPlacement)
-            self._transport(placement).make(steps, gathers=gathers)
+            transport.make(steps, gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
         """Makes the executor of a rank's part in one pass of a call."""

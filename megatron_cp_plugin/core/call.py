@@ -122,7 +122,7 @@ class HeadGroup:
             slice(whole.start + part.start, whole.start + part.stop)
             for part, whole in ((self.q, outer.q), (self.kv, outer.kv))
         )
-        return HeadGroup(q, kv, self.first, self.last)
+        return HeadGroup(q, kv, self.first and outer.first, self.last and outer.last)
 
 
 def together(groups: Sequence[HeadGroup]) -> HeadGroup:

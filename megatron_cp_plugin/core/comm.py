@@ -186,13 +186,16 @@ class Communicator(ABC):
             self._count_with_all("reduce_scatter", x[0])
         return self._reduce_scatter(x.contiguous())
 
-    def all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        """x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]."""
+    def all_to_all(self, *tensors: Tensor) -> Pending[Sequence[Tensor]]:
+        """Of each x, x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]. Results
+        may be lent, see `lends`.
+        """
         if self.size == 1:
-            return Pending(lambda: x)
+            return Pending(lambda: tensors)
         if RECORDINGS:
-            self._count_with_all("all_to_all", x[0])
-        return self._all_to_all(x if x.is_contiguous() else contiguous_copy(x))
+            for x in tensors:
+                self._count_with_all("all_to_all", x[0])
+        return self._all_to_all_of(tensors)
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""
@@ -204,6 +207,11 @@ class Communicator(ABC):
     ) -> Pending[None]:
         """As `_exchange`, for channels that write to others' memory."""
         return self._exchange(sends, receives)
+
+    def _all_to_all_of(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        each = [x if x.is_contiguous() else contiguous_copy(x) for x in tensors]
+        under_way = [self._all_to_all(x) for x in each]
+        return Pending(lambda: [one.wait() for one in under_way])
 
     @abstractmethod
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...

@@ -362,13 +362,12 @@ class Estimator:
         if phase == "backward":
             leaving += self._width(("dk", "dv"), share)
         tokens = shape.batch * shape.seq_len // len(self.nodes) * (members - 1)
-        team = range(members)
-        return self._pipeline(
-            count,
-            computing,
-            self._collective("all_to_all", team, tokens * coming),
-            self._collective("all_to_all", team, tokens * leaving),
-        )
+        sizes, team, copy = (tokens * coming, tokens * leaving), range(members), self.machine.copy
+        if copy is not None and len(self._on(tuple(team))) == 1:
+            both = [Estimate(copy.time(size), inside=size) for size in sizes]
+        else:
+            both = [self._collective("all_to_all", team, size) for size in sizes]
+        return self._pipeline(count, computing, *both)
 
     # -- parts of both
 

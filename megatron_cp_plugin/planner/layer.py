@@ -105,7 +105,7 @@ class Layer:
         if isinstance(algorithm, Ulysses):
             team = algorithm.degree(shape.kv_heads)
             at_once = team == self.size
-            options["chunks"] = len(algorithm.exchanged_groups(shape, mask))
+            options["chunks"] = len(algorithm.placement(shape, mask, "forward").exchanges)
             if "ulysses" in names:
                 options["ulysses"] = team
                 if isinstance(algorithm, Usp) and algorithm.options.route == "grid":

@@ -9,7 +9,7 @@ import torch
 
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology
+from megatron_cp_plugin.core.communication.virtual import VirtualTopology, VirtualWorld
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
@@ -47,6 +47,42 @@ def test_rounding_of_what_travels_costs_little(kind: str) -> None:
 
     for narrow, wide in zip(errors(grid), errors(Case("zigzag")), strict=True):
         assert narrow <= 1.5 * wide
+
+
+@pytest.mark.parametrize(
+    ("size", "route", "options", "peer_access"),
+    [
+        (4, "straight", {"backward": "kv"}, True),
+        (6, "straight", {"backward": "kv", "keep": "local"}, False),
+        (6, "straight", {"backward": "query"}, True),
+        (8, "grid", {"rows": 2}, True),
+        (6, "ring", {}, False),
+    ],
+)
+def test_keys_cross_between_teams_once_for_all_groups_of_heads(
+    size: int, route: str, options: dict[str, object], peer_access: bool
+) -> None:
+    """Except in a relay, in which ranks would hold the blocks of all."""
+    given = {"ulysses": 2, "layout": "documents", "route": route, **options}
+    sizes = {"seq_len": 8 * size, "heads": 8, "kv_heads": 2}
+    cuts = [3, 2 * size, 7 * size + 1]
+    shape, mask = Shape(2, *sizes.values(), 8), Mask(documents=tuple(cuts))
+    both = []
+    for chunks in (1, 4):
+        case = Case("usp", (*given.items(), ("chunks", chunks)))
+        edges = [0, *cuts, 8 * size]
+        log = assert_conforms(case, size, **sizes, peer_access=peer_access, cu_seqlens=edges)[1]
+        both.append(log.bytes())
+    assert both[0] == both[1] > 0
+    made = create("usp", VirtualWorld(size).topology(0), dict(case.options))
+    groups = made.placement(shape, mask, "forward").exchanges
+    assert len(groups) == (1 if route == "ring" else 4)
+    found = [move for move in made.plan(shape, mask, "backward").moves if "dk" in move.messages[0]]
+    come, leave = (
+        {move[time] for move in found if (move.source // 2 == move.target // 2) == inside}
+        for inside, time in ((False, 1), (True, 0))
+    )
+    assert leave == {max(come, default=min(leave))}
 
 
 def test_rows_inside_nodes_and_any_numbering(monkeypatch: pytest.MonkeyPatch) -> None:

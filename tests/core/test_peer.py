@@ -68,13 +68,16 @@ What = Literal["expect", "post", "wait"]
 class Exchange:
     """Each of the receivers gets a block from every rank that is one of the `shifts` before it.
 
-    Attributes: early: blocks are made before other work is queued, for which they do not wait.
+    Attributes:
+        early: blocks are made before other work is queued, for which they do not wait.
+        whole: an all-to-all.
     """
 
     channel: int
     shifts: tuple[int, ...]
     receivers: frozenset[int]
-    early: bool
+    early: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,12 @@ class Program:
                 receivers = [rank for rank in range(case.size) if random.random() < 0.8]
                 shifts = [n for n in range(1, case.size) if random.random() < 0.7] or [1]
                 random.shuffle(shifts)
-                early = random.random() < 0.5
+                exchange = Exchange(
+                    channel, (*shifts,), frozenset(receivers), random.random() < 0.5
+                )
+                if random.random() < 0.3:
+                    every = range(case.size)
+                    exchange = Exchange(channel, (*every[1:],), frozenset(every), whole=True)
                 if random.random() < 0.4:
                     expected[channel] = len(exchanges)
                     events.append(("expect", len(exchanges)))
@@ -117,7 +125,7 @@ class Program:
                     events.append(("post", len(exchanges)))
                 else:
                     continue
-                exchanges.append(Exchange(channel, tuple(shifts), frozenset(receivers), early))
+                exchanges.append(exchange)
                 continue
             if under_way:
                 index = under_way.pop(random.randrange(len(under_way)))
@@ -151,7 +159,7 @@ class Rank:
             of_all = (rank, case.size), case.slots, *streams
             self.channels = [kind(name, *of_all) for name in names]
             for channel in self.channels:
-                channel.reserve(Room.of([FLOAT] * (case.size - 1)))
+                channel.reserve(Room.of([FLOAT] * case.size))
         self.round = torch.zeros(1)  # in the GPU's memory
         self.graphs: list[Graph] = []
         self.kept: list[Tensor] = []
@@ -175,6 +183,10 @@ class Rank:
                 if what == "expect":
                     if self.rank in exchange.receivers:
                         channel.expect({*sources})
+                elif what == "post" and exchange.whole:
+                    sent = torch.full((case.size, 2, 2, 3), float("nan"))[..., :2]
+                    stream.do(partial(self._fill, sent, index))
+                    pending[index] = channel.all_to_all(sent), sent, []
                 elif what == "post":
                     sent, sends, receives = self._block(index), [], []
                     if self.rank in exchange.receivers:
@@ -199,7 +211,9 @@ class Rank:
                     pending[index] = made, sent, receives
                 else:
                     under_way, sent, receives = pending[index]
-                    under_way.wait()
+                    came = under_way.wait()
+                    if exchange.whole:
+                        receives = [*zip(came[0], range(case.size), strict=True)]
                     self._work(stream)
                     for buffer, source in receives:
                         stream.do(partial(self._keep, buffer, source, index))
@@ -271,7 +285,7 @@ def run(case: Case, seed: int) -> int:
                 index = random.randrange(len(captured))
                 program = captured[index]
                 parts.append(partial(Rank.replay, number=number, index=index))
-            blocks += sum(len(x.receivers) * len(x.shifts) for x in program.exchanges)
+            blocks += sum(len(x.receivers) * (len(x.shifts) + x.whole) for x in program.exchanges)
         hosts = [rank.host(parts) for rank in ranks]
         while hosts:
             host = random.choice(hosts)
@@ -312,7 +326,7 @@ def test_replays_keep_the_memory_that_they_write_to() -> None:
         rank = Rank(0, Case(size=2), gpus)
         (channel,) = rank.channels
         held = channel.held_bytes
-        nothing = Program((Exchange(0, (1,), frozenset([0]), False),), (("post", 0), ("wait", 0)))
+        nothing = Program((Exchange(0, (1,), frozenset([0])),), (("post", 0), ("wait", 0)))
         with gpus.on(rank.streams[0]):
             channel.reserve(Room.of([((1024,), torch.float32)]))
             assert channel.held_bytes > held  # nothing was captured: the former memory is free

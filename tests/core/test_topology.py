@@ -70,11 +70,14 @@ def test_one_receive_buffer_where_all_comes_in_one_step():
 def test_memory_of_subgroups_counts():
     def body(topology: Topology):
         attend(topology, algo="usp", ulysses=2, kernel="reference")
-        inner = topology.subgroup(range(topology.rank % 2, 4, 2), "ring")
-        return topology.peer_bytes, inner.peer_bytes
+        first = topology.rank // 2 * 2
+        ring = topology.subgroup(range(topology.rank % 2, 4, 2), "ring")
+        team = topology.subgroup(range(first, first + 2), "team")
+        return topology.peer_bytes, ring.peer_bytes, team.peer_bytes
 
-    for whole, inner in run_virtual(4, body, peer_access=True):
-        assert whole == inner > 0
+    for whole, ring, team in run_virtual(4, body, peer_access=True):
+        assert whole == ring + team
+        assert min(ring, team) > 0
 
 
 @pytest.mark.parametrize(

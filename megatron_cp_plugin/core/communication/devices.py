@@ -84,6 +84,11 @@ def copy_into(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one memory."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 class SideStream:
     """A stream beside the current one; nothing on devices without streams.
 

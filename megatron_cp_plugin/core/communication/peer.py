@@ -6,7 +6,7 @@ kernels and not the host, wait for flags.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_cp_plugin.core.comm import (
     Room,
     Send,
 )
+from megatron_cp_plugin.core.communication.devices import contiguous_copy, copy_into
 from megatron_cp_plugin.errors import ContextParallelError
 
 # By destination, tensors and where each begins in the destination's slot, in bytes.
@@ -42,8 +43,8 @@ class SlottedCommunicator(Communicator):
     All ranks post the same number of exchanges; tensors sent have the shapes that the receiver
     expects, and a slot has all tensors of an exchange. Exchanges, also those that receive nothing,
     take `rotation` slots in turn. A received block may be read, on the stream that waited for it,
-    until the next receiving exchange of the same slot is posted or expected. The collective
-    operations are not offered.
+    until the next receiving exchange of the same slot is posted or expected. Of the collective
+    operations only all-to-alls are offered.
     """
 
     strided = True
@@ -98,6 +99,36 @@ class SlottedCommunicator(Communicator):
     def _exchange_beside(
         self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
+        return self._begin(self._writes(sends, beside), receives, early=early)
+
+    def _all_to_all_of(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        room = Room.of([(tuple(x.shape), x.dtype) for x in tensors])
+        came = self.buffers(room, tensors[0].device)
+        given = [x if x.stride(-1) == 1 else contiguous_copy(x) for x in tensors]
+        each, coming = [x.unbind() for x in given], [x.unbind() for x in came]
+        # Each rank begins with another one.
+        others = [(self.rank + n) % self.size for n in range(1, self.size)]
+        places = [
+            start + self.rank * blocks[0].nbytes
+            for start, blocks in zip(room.starts, each, strict=True)
+        ]
+        writes = {
+            to: [(blocks[to], place) for blocks, place in zip(each, places, strict=True)]
+            for to in others
+        }
+        receives = [(blocks[source], source) for blocks in coming for source in others]
+        slot = self._turn % self.rotation
+        pending = self._begin(writes, receives, early=False)
+        both = zip(coming, each, strict=True)
+        await_copies = self._copy_own(slot, [(to[self.rank], x[self.rank]) for to, x in both])
+
+        def finish(_: None) -> Sequence[Tensor]:
+            await_copies()
+            return came
+
+        return pending.then(finish)
+
+    def _begin(self, writes: Writes, receives: Sequence[Receive], *, early: bool) -> Pending[None]:
         sources = {source for _, source in receives}
         slot = self._turn % self.rotation
         if receives and slot in self._awaited:
@@ -109,7 +140,7 @@ class SlottedCommunicator(Communicator):
                 f"ranks {sorted(self._offered)} were expected to send on {self.channel!r}, got an "
                 f"exchange with ranks {sorted(sources)}: {_AFTER_AN_ERROR}"
             )
-        pending = self._post(slot, self._writes(sends, beside), receives, early=early)
+        pending = self._post(slot, writes, receives, early=early)
         self._turn, self._offered = self._turn + 1, frozenset()
         if not receives:
             return pending
@@ -138,6 +169,15 @@ class SlottedCommunicator(Communicator):
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
         """Lets ranks write to a slot once all work queued on the current stream is done."""
+
+    def _copy_own(self, slot: int, blocks: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        """Copies (there, here) to a slot that was offered, on the current stream.
+
+        Returns: lets the stream that is then current wait for it.
+        """
+        for there, here in blocks:
+            copy_into(there, here)
+        return lambda: None
 
     @abstractmethod
     def _post(
@@ -287,6 +327,13 @@ class PeerCommunicator(SlottedCommunicator):
             self._write(offers, self.rank, self._arrival(source, slot), 0)
             self._write(offers, source, self.rank * self._slots + slot, 1)
         self._reset[slot].record(offers)
+
+    def _copy_own(self, slot: int, blocks: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
+        current, copied = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        current.wait_event(self._reset[slot])
+        super()._copy_own(slot, blocks)
+        copied.record(current)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
     def _grow(self, slot_bytes: int) -> None:
         _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")

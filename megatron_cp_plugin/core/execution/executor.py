@@ -46,8 +46,11 @@ Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
 
-def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
+def team_channels(
+    placement: Placement, topology: Topology, wanted: Wanted
+) -> dict[Side, TeamChannels]:
     """Channels of the teams that gather queries and of those that gather keys; empty without teams.
+    Heads are exchanged by copy engines where that is wanted and possible.
 
     A collective operation the first time.
     """
@@ -58,7 +61,11 @@ def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamCh
         first = rank // placement.members * placement.members
         ranks = tuple(range(first, first + placement.members))
         team = topology.subgroup(ranks, "team")
-        both = TeamChannels(ranks, rank, team.channel("inward"), team.channel("outward"))
+        if wanted != "group" and team.peer_access:
+            channels = team.peer_channel("inward", 1), team.peer_channel("outward", 4)
+        else:
+            channels = team.channel("inward"), team.channel("outward")
+        both = TeamChannels(ranks, rank, *channels)
         return {QUERIES: both, KEYS: both}
     if not placement.assembled or placement.size == 1:
         return {}
@@ -92,7 +99,7 @@ class Transport:
 
         Raises: ConfigError if copy engines are wanted where there are none.
         """
-        self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
+        self._algorithm, self.topology, self.wanted = algorithm, topology, wanted
         if wanted == "peer" and topology.size > 1 and not topology.peer_access:
             raise ConfigError(
                 f"{algorithm} transport peer needs GPUs of one node with access to each other's "
@@ -102,12 +109,12 @@ class Transport:
     @property
     def pushes(self) -> bool:
         """Whether copy engines may and can write to other ranks' memory. First time: collective."""
-        return self._wanted != "group" and self.topology.peer_access
+        return self.wanted != "group" and self.topology.peer_access
 
     @property
     def near(self) -> int:
         """Ranks of each of several nodes, if copy engines may and can send inside them; else 1."""
-        near = None if self._wanted == "group" else self.topology.near
+        near = None if self.wanted == "group" else self.topology.near
         return 1 if near is None or near is self.topology else near.size
 
     def make(self, plan: Plan, *, gathers: bool) -> None:
@@ -120,7 +127,7 @@ class Transport:
         """
         if outside(plan):
             self.topology.channel(REDISTRIBUTED)
-        if self._wanted != "peer" and sends(plan) and not gathers:
+        if self.wanted != "peer" and sends(plan) and not gathers:
             for name in self._names(plan, self.split(plan)):
                 self.topology.channel(name)
 
@@ -141,7 +148,7 @@ class Transport:
         if not sends(plan):
             return None
         fits = near > 1 or (self.pushes and fits_slots(plan, slots))
-        if self._wanted == "peer" and self.pushes and not fits:
+        if self.wanted == "peer" and self.pushes and not fits:
             raise ConfigError(
                 f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
                 f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
@@ -298,7 +305,7 @@ def executor_of(
     Args: steps: its plan; if teams split heads, the plan between teams.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
-    channels = team_channels(placement, topology)
+    channels = team_channels(placement, topology, transport.wanted)
     if channels and isinstance(placement, BlockPlacement):
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, None, steps, topology, transport)

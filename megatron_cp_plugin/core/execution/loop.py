@@ -139,6 +139,7 @@ class Pass(ABC):
     sides: ClassVar[tuple[Side, ...]]
     compute: ClassVar[Callable[..., None]]
     kept_of: Sequence[Named] = ()
+    _keep = False  # base blocks stay for the other pass
     q: Tensor
     k: Tensor
     v: Tensor
@@ -168,6 +169,9 @@ class Pass(ABC):
         # Messages under way, by the step that needs them.
         self._inputs: dict[int, list[Posted]] = {}
         self._results: dict[int, list[Posted]] = {}
+        for team in self._teams.values():
+            if isinstance(team, ExchangingTeam):
+                team.begin(len(self._program.rounds))
         self.lent = False
         self._strided = True  # messages may be slices of all heads
         if part.channels is not None:
@@ -215,8 +219,6 @@ class Pass(ABC):
                 for block in step.dropped:
                     del held[block]
             if self._teams:
-                if self._results:
-                    self._take_results()
                 posted = self.end()
                 while completions:
                     completions.pop(0)()
@@ -287,7 +289,8 @@ class Pass(ABC):
             for side in self.sides:
                 if self._is_last(step.heads, side):
                     self._complete.append((step.heads, side))
-        if step.number in self._results:
+        ends = self._teams and step is self._round.steps[-1] and not step.results
+        if step.number in self._results and not ends:  # `end` takes them
             self._add_results(step.number)
         for exchange in step.results:
             if exchange.receives and self.lent:
@@ -394,11 +397,16 @@ class Pass(ABC):
 
     def _gather(self, part: Round) -> Coming:
         """Posts the operations that gather a round's base blocks."""
-        return [
-            (message, self._teams[SIDE_OF[message[0]]].gather(message, self.own, one.part))
-            for one in part.inputs
-            for message in one.messages
-        ]
+        each = [(message, one.part) for one in part.inputs for message in one.messages]
+        coming = Coming()
+        for message, some in each:
+            team = self._teams[SIDE_OF[message[0]]]
+            if isinstance(team, ExchangingTeam):  # all at once
+                given = [(self.own[name], of.slices[name]) for (name,), of in each]
+                lent = len(self._program.rounds) == 1 and not self._keep
+                return [(tuple([name for (name,), _ in each]), team.come(given, lent=lent))]
+            coming.append((message, team.gather(message, self.own, some)))
+        return coming
 
     def _base(self, number: int, coming: Coming) -> Named:
         """Tensors of a round's base blocks: gathered by the team (`coming`), or the rank's own."""
@@ -442,7 +450,8 @@ class Pass(ABC):
             return []
         team = self._teams[SIDE_OF[names[0]]]
         if isinstance(team, ExchangingTeam):
-            return team.send(operation, self._targets, tensors)
+            both, some = zip(operation.names, tensors, strict=True), operation.part.slices
+            return [team.send_results([(x, self._targets[name], some[name]) for name, x in both])]
         scatter = team.scatter(operation, self._targets)
         scatter.add(slice(0, tensors[0].shape[1]), tensors)
         return scatter.post()
@@ -496,7 +505,9 @@ class Pass(ABC):
 
     @abstractmethod
     def end(self) -> Completions:
-        """Ends a round, after all its groups are closed: sends the results to the team."""
+        """Ends a round, after its steps: takes the results that are under way, and sends those for
+        the base blocks to the team.
+        """
 
     def _take_heads(self, step: Step, of_queries: Tensors) -> None:
         """Sets `queries` and `keys` to a step's heads; contiguous where messages must be."""

@@ -270,7 +270,7 @@ def program(
     exchanges, joints = _exchanges(plan, rank, near), _joints(plan, rank, rows)
     tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
-    last_use, single = _last_uses(plan, rank, rows)
+    last_use, single = _last_uses(plan, rank, rows, joints)
     expects = {step: some for (result, step), some in exchanges.items() if result}
     packs = dict[int, tuple[Exchange, ...]]()
     if plan.merged:  # from the start: so no rank waits for what another one computes first
@@ -280,8 +280,10 @@ def program(
                 start = step // each * each
                 packs[start] = (*packs.get(start, ()), *(x for x in some if x.sends and not x.slow))
     made: dict[int, tuple[Joint, ...]] = {}
-    for (number, *_), joint in joints.items():
-        made[number] = (*made.get(number, ()), joint)
+    ended: dict[int, tuple[BlockId, ...]] = {}
+    for joint, uses in _uses_of(joints, plan):
+        made[min(uses)] = (*made.get(min(uses), ()), joint)
+        ended[max(uses)] = (*ended.get(max(uses), ()), joint.block)
     steps = [
         Step(
             step,
@@ -296,7 +298,7 @@ def program(
             expects=expects.get(step, ()),
             dropped=(
                 *(block for block in last_use.get(step, ()) if (step, block) in single),
-                *(joint.block for joint in made.get(step, ())),
+                *ended.get(step, ()),
             ),
             joints=made.get(step, ()),
             spent=tuple([x for x in last_use.get(step, ()) if (step, x) not in single]),
@@ -394,18 +396,35 @@ def _first(rows: Rows, held: Rows | None) -> int:
     return rows[0][0] if held is None else common(rows, held)[0][1].start
 
 
+def _first_group(plan: Plan, side: Side, step: int) -> int:
+    """The first of the groups of heads that have the same heads of a block as a step."""
+    number = step * len(plan.groups) // plan.steps
+    while side and not plan.groups[number].first:
+        number -= 1
+    return number
+
+
+def _uses_of(joints: _Joints, plan: Plan) -> Iterable[tuple[Joint, list[int]]]:
+    """Joint blocks, each with the steps that use it: a block is joined once for its heads."""
+    found: dict[tuple[int, BlockId], tuple[Joint, list[int]]] = {}
+    for (step, side, _), joint in joints.items():
+        key = _first_group(plan, side, step), joint.block
+        found.setdefault(key, (joint, []))[1].append(step)
+    return found.values()
+
+
 def _last_uses(
-    plan: Plan, rank: int, held: Mapping[BlockId, Rows]
+    plan: Plan, rank: int, held: Mapping[BlockId, Rows], joints: _Joints
 ) -> tuple[dict[int, tuple[BlockId, ...]], set[tuple[int, BlockId]]]:
-    """Blocks of other ranks, by the last step that uses them, in each group of heads; and (step,
-    block) of uses of a block by itself, not as a part of a joint block.
+    """Blocks of other ranks, by the last step that uses them, for their heads; and (step, block) of
+    uses of a block by itself, not as a part of a joint block.
     """
-    each = plan.steps // len(plan.groups)
     last: dict[tuple[int, BlockId], int] = {}
     single = set[tuple[int, BlockId]]()
 
     def use(block: BlockId, step: int) -> None:
-        last[step // each, block] = max(step, last.get((step // each, block), 0))
+        key = _first_group(plan, block[1], step), block
+        last[key] = max(step, last.get(key, 0))
 
     for move in plan.moves:
         if rank in (move.source, move.target) and not move.result:
@@ -415,10 +434,12 @@ def _last_uses(
     for compute in plan.computes:
         if compute.rank == rank:
             for side, (owners, _) in zip(Side, compute[2:4], strict=True):
-                for owner in owners:
-                    use((owner, side), compute.step)
                 if len(owners) == 1:
+                    use((owners[0], side), compute.step)
                     single.add((compute.step, (owners[0], side)))
+    for joint, uses in _uses_of(joints, plan):
+        for part in joint.parts:
+            use(part, min(uses))
     dropped: dict[int, tuple[BlockId, ...]] = {}
     for (_, block), step in last.items():
         if block in held:

@@ -22,7 +22,11 @@ from megatron_cp_plugin.core.blocks.assembly import (
 )
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.communication.devices import copy_into
+from megatron_cp_plugin.core.communication.devices import (
+    contiguous_copy,
+    copy_into,
+    shares_memory,
+)
 from megatron_cp_plugin.core.execution.program import (
     EVERYTHING,
     Index,
@@ -160,7 +164,8 @@ class _TeamScatter(ResultScatter):
             if blocks.dtype == wide or self._outward.size == 2:
                 summed = self._outward.reduce_scatter(blocks)
             else:
-                summed = self._outward.all_to_all(blocks).then(lambda x: x.sum(0, dtype=wide))
+                came = self._outward.all_to_all(blocks)
+                summed = came.then(lambda each: each[0].sum(0, dtype=wide))
 
             def add() -> None:
                 for target, total in zip(own, _by_widths(summed.wait(), widths), strict=True):
@@ -168,10 +173,10 @@ class _TeamScatter(ResultScatter):
 
             return [add]
         out, lse = own
-        partials, statistics = self._outward.all_to_all(blocks), self._outward.all_to_all(lses)
+        under_way = self._outward.all_to_all(blocks, lses)
 
         def merge() -> None:
-            outs, lses = partials.wait(), statistics.wait()
+            outs, lses = under_way.wait()
             if outs.shape[2] > tokens:
                 outs, lses = outs[:, :, :tokens], lses[..., :tokens]
             merge_all_into(out, lse, outs, lses)
@@ -300,40 +305,54 @@ class ExchangingTeam:
         """See GatheringTeam."""
         self._inward, self._outward, self.order = inward, outward, order
 
-    def gather(
-        self, message: TensorNames, given: Named, part: SomeHeads
+    def begin(self, rounds: int) -> None:
+        """Begins a pass. Results of two rounds are under way at a time, each in two exchanges."""
+        self._outward.rotation = min(rounds, 2) * 2
+
+    def come(
+        self, given: Sequence[tuple[Tensor, Index]], *, lent: bool = False
     ) -> Callable[[], Sequence[Tensor]]:
-        """See GatheringTeam.gather; `part` selects heads of each rank's share."""
-        (name,) = message
-        return self.come(given[name], part.slices[name])
-
-    def send(self, operation: Operation, targets: Named, tensors: Tensors) -> Completions:
-        """Sends results for all tokens to their owners, where they are written to `targets`."""
-        slices, both = operation.part.slices, zip(operation.names, tensors, strict=True)
-        return [self.send_results(x, targets[name], slices[name]) for name, x in both]
-
-    def come(self, x: Tensor, part: Index = None) -> Callable[[], Sequence[Tensor]]:
         """Exchanges [B,S,U*h,D] -> [B,T,heads,D], contiguous; [B,U*h,S] likewise.
 
-        Args: part: heads of each share; None: all h.
-        """
-        tokens = 1 if x.dim() == 4 else 2
-        blocks = _shares(x, self.order.members, part).movedim(3 - tokens, 0)
-        coming = self._inward.all_to_all(padded(blocks, 1 + tokens, self.order.width))
-        return lambda: (self.order.join(coming.wait(), tokens).contiguous(),)
+        Args:
+            given: tensors, and heads of each share of theirs; None: all h.
+            lent: the next exchange may overwrite what comes.
 
-    def send_results(self, x: Tensor, target: Tensor, part: Index = None) -> Callable[[], None]:
+        Returns: a function that waits for the tensors; to be called once.
+        """
+        order, stays = self.order, lent or not self._inward.lends
+        dims = [token_dim(x) for x, _ in given]
+        each = zip(dims, given, strict=True)
+        blocks = [_shares(x, order.members, some).movedim(3 - dim, 0) for dim, (x, some) in each]
+        both = zip(dims, blocks, strict=True)
+        coming = self._inward.all_to_all(*[padded(x, 1 + dim, order.width) for dim, x in both])
+
+        def finish() -> Sequence[Tensor]:
+            found, came = list[Tensor](), [*coming.wait()]
+            for dim in dims:
+                x = came.pop(0)
+                joined = order.join(x, dim)
+                kept = stays or not shares_memory(joined, x)
+                found.append(joined.contiguous() if kept else contiguous_copy(joined))
+            return found
+
+        return finish
+
+    def send_results(self, results: Sequence[tuple[Tensor, Tensor, Index]]) -> Callable[[], None]:
         """Sends results [B,T,heads,D] or [B,heads,T] back to the ranks that own the tokens.
 
-        Args: target: [B,S,U*h,D] or [B,U*h,S], of which the heads `part` (None: all) of each share.
+        Args: results: each with its target, [B,S,U*h,D] or [B,U*h,S], and heads of each share
+            there; None: all h.
         """
-        tokens = 1 if x.dim() == 4 else 2
-        under_way = self._outward.all_to_all(self.order.split(x, tokens))
-        place = _shares(target, self.order.members, part)
+        order = self.order
+        under_way = self._outward.all_to_all(*[order.split(x, token_dim(x)) for x, *_ in results])
+        places = [(_shares(x, order.members, some), token_dim(x)) for _, x, some in results]
 
         def finish() -> None:
-            own = narrowed(under_way.wait(), 1 + tokens, 0, target.shape[tokens])
-            copy_into(place, own.movedim(0, 3 - tokens))
+            came = [*under_way.wait()]
+            for place, dim in places:
+                own = narrowed(came.pop(0), 1 + dim, 0, place.shape[2 * dim - 1])
+                copy_into(place, own.movedim(0, 3 - dim))
 
         return finish
 

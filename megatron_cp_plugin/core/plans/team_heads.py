@@ -92,12 +92,11 @@ class TeamHeads:
         each = of_teams.steps // len(of_teams.groups)
         # Sums of the teams reach their owners some steps after the last computation.
         times = (
-            (one.posted, one.needed)
+            one.needed - one.posted // each * each
             for one in (of_teams.moves if self.rank is None else of_teams.times)
             if one.result
         )
-        late = max((needed for posted, needed in times if posted < each), default=each - 1)
-        late -= each - 1
+        late = max(times, default=each - 1) - (each - 1)
         starts = list(accumulate((count * each for _, count in exchanges), initial=0))
         for index, (group, _) in enumerate(exchanges):
             start, last = starts[index], starts[index + 1] - 1 + late
