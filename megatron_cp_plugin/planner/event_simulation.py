@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from megatron_cp_plugin.core.communication.record import Operation, Phase
@@ -166,6 +167,11 @@ class _Operation:
     copied: dict[int, float] = field(default_factory=dict)
     arrived: dict[tuple[int, int], float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
+
+    def unsent(self, rank: int) -> list[tuple[int, int]]:
+        """Targets and bytes of the messages that a rank has yet to copy."""
+        each = _joined_sends(self.posts[rank][0].sends)
+        return [(target, size) for target, size in each if (rank, target) not in self.arrived]
 
 
 class _Begin(NamedTuple):
@@ -387,27 +393,31 @@ class _Run:
         their target.
         """
         found = []
-        for number, (post, ready) in operation.posts.items():
+        for number, (_, ready) in operation.posts.items():
             rank = self.ranks[number]
             if number in operation.copied or rank.queue[0] != key:
                 continue
             start = max(rank.copies, ready)
-            targets = [target for target, _ in post.sends if target in self.ranks]
-            if all(target in operation.offered for target in targets):
-                starts = (operation.offered[target] for target in targets)
-                found.append((max([start, *starts]), key, number))
+            for target, _ in operation.unsent(number)[:1]:
+                if target in self.ranks:
+                    free = self.free.get(("in", target), 0.0)
+                    start = max(start, operation.offered.get(target, inf), free)
+            if start < inf:
+                found.append((start, key, number))
         return found
 
     def _copy(self, start: float, key: Key, number: int) -> None:
-        """A rank's part of an exchange by copy engines."""
+        """A rank's next message of an exchange by copy engines, in the order in which it writes."""
         operation, rank = self.operations[key], self.ranks[number]
-        post, _ = operation.posts[number]
-        end = start
-        for target, of_all in _joined_sends(post.sends):  # in the order in which it writes
-            begin = max(end, operation.offered.get(target, end))
-            end = self._move(begin, number, target, of_all, copied=True)
-            operation.arrived[number, target] = end
-        rank.copies = operation.copied[number] = end
+        unsent = operation.unsent(number)
+        rank.copies = start
+        if unsent:
+            (target, size), *_ = unsent
+            rank.copies = self._move(start, number, target, size, copied=True)
+            operation.arrived[number, target] = rank.copies
+        if len(unsent) > 1:
+            return
+        operation.copied[number] = rank.copies
         rank.queue.pop(0)
         for member in operation.copied.keys() - operation.done.keys():
             received = operation.posts[member][0].receives
