@@ -29,12 +29,13 @@ from megatron_cp_plugin.registry import register
 class Ulysses(Algorithm):
     """DeepSpeed-Ulysses: all ranks are one team, and each computes H/P heads of all tokens.
 
-    All tokens of one head meet on one rank by an all-to-all inside the team, of copy engines if the
-    team is on one node; results go back the same way. It is done by groups of heads: while one is
-    computed, the next one comes and the last one's output leaves. KV heads that several ranks of a team need are sent to each, and their
-    gradients are summed in float32. Where the ranks of a team cannot split the heads, heads of
-    zeros are added, exchanged and computed, and taken off again: 33:33 are 36:36 on 4 ranks, 33:11
-    are 36:12, 2:2 are 8:8 on 8. H and G count these heads too.
+    All tokens of one head meet on one rank by an all-to-all inside the team, of copy engines if
+    the team is on one node; results go back the same way. It is done by groups of heads: while
+    one is computed, the next one comes and the last one's output leaves. KV heads that several
+    ranks of a team need are sent to each, and their gradients are summed in float32. Where the
+    ranks of a team cannot split the heads, heads of zeros are added, exchanged and computed,
+    and taken off again: 33:33 are 36:36 on 4 ranks, 33:11 are 36:12, 2:2 are 8:8 on 8. H and G
+    count these heads too.
 
     With S = N/P tokens a rank, elements of e bytes, rows of w, and V = lcm(G, P) KV heads sent, a
     rank sends B*S*(P-1)/P times 2HDe + 2VDe + Hw, forward and backward alike; with keep=local
