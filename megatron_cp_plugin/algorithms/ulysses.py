@@ -110,8 +110,9 @@ class Ulysses(Algorithm):
         self, shape: Shape, mask: Mask, *, share_kv: bool
     ) -> tuple[HeadGroup, ...]:
         """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""
-        size, flop = self.degree(shape.kv_heads), flop_of_rank(shape, mask, self.topology.size)
-        filled, most = self._filled(shape), group_count(self.options.chunks, flop)
+        size, total = self.degree(shape.kv_heads), self.topology.size
+        work = flop_of_rank(shape, mask, total), shape.elements(total)
+        filled, most = self._filled(shape), group_count(self.options.chunks, *work)
         of_rank = filled.heads // size, filled.sent_kv_heads // size
         # Sharing KV heads is worth it only where there would be no second group.
         share_kv = share_kv and of_rank[1] == 1

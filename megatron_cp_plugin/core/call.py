@@ -162,12 +162,15 @@ def head_groups(
     return tuple(groups)
 
 
-def group_count(chunks: int, flop: int) -> int:
+def group_count(chunks: int, flop: int, elements: int = 0) -> int:
     """Number of groups of heads into which attention is split to hide communication.
 
-    Args: chunks: this number; 0: the number that suits `flop`, see `flop_of_rank`.
+    Args:
+        chunks: this number; 0: the number that suits the other two.
+        flop: see `flop_of_rank`.
+        elements: of a rank's q, of which many are worth two groups under any mask.
     """
-    return chunks or min(_MOST_GROUPS, max(1, flop // _GROUP_FLOP))
+    return chunks or min(_MOST_GROUPS, max(1 + (elements >= _LARGE), flop // _GROUP_FLOP))
 
 
 def successive_groups(

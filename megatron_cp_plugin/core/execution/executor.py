@@ -62,7 +62,7 @@ def team_channels(
         ranks = tuple(range(first, first + placement.members))
         team = topology.subgroup(ranks, "team")
         if wanted != "group" and team.peer_access:
-            channels = team.peer_channel("inward", 1), team.peer_channel("outward", 4)
+            channels = team.peer_channel("inward", 1), team.peer_channel("outward", 2)
         else:
             channels = team.channel("inward"), team.channel("outward")
         both = TeamChannels(ranks, rank, *channels)

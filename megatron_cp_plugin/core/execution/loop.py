@@ -169,9 +169,8 @@ class Pass(ABC):
         # Messages under way, by the step that needs them.
         self._inputs: dict[int, list[Posted]] = {}
         self._results: dict[int, list[Posted]] = {}
-        for team in self._teams.values():
-            if isinstance(team, ExchangingTeam):
-                team.begin(len(self._program.rounds))
+        # Results take the memory of those of the round before.
+        self._in_turn = any(team.lends for team in self._teams.values())
         self.lent = False
         self._strided = True  # messages may be slices of all heads
         if part.channels is not None:
@@ -219,14 +218,14 @@ class Pass(ABC):
                 for block in step.dropped:
                     del held[block]
             if self._teams:
+                if self._in_turn:
+                    _finish(completions)
                 posted = self.end()
-                while completions:
-                    completions.pop(0)()
+                _finish(completions)
                 completions = posted
         if self._results:
             self._take_results()
-        while completions:
-            completions.pop(0)()
+        _finish(completions)
 
     def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps, or packs them."""
@@ -534,6 +533,11 @@ def _joined(order: Assembly, parts: Sequence[Tensor]) -> Tensor:
         else:
             return first.as_strided((1, order.tokens, *first.shape[2:]), first.stride())
     return order.join(parts, token_dim(first))
+
+
+def _finish(completions: Completions) -> None:
+    while completions:
+        completions.pop(0)()
 
 
 class Sizes(NamedTuple):

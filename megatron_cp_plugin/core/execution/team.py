@@ -84,8 +84,12 @@ class ResultScatter:
 class GatheringTeam:
     """Every rank gets the tokens of all ranks, and computes a part of the results for all.
 
-    Attributes: order: how the members' tokens are joined.
+    Attributes:
+        order: how the members' tokens are joined.
+        lends: results that come are overwritten by those of the next round.
     """
+
+    lends = False
 
     def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
         """Args: inward, outward: channels of inputs and of results."""
@@ -304,10 +308,7 @@ class ExchangingTeam:
     def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
         """See GatheringTeam."""
         self._inward, self._outward, self.order = inward, outward, order
-
-    def begin(self, rounds: int) -> None:
-        """Begins a pass. Results of two rounds are under way at a time, each in two exchanges."""
-        self._outward.rotation = min(rounds, 2) * 2
+        self.lends = outward.lends
 
     def come(
         self, given: Sequence[tuple[Tensor, Index]], *, lent: bool = False
