@@ -101,7 +101,8 @@ class LinearUlysses(LinearAlgorithm):
         layout = self.layout.for_documents(call.documents) if call.documents else self.layout
         spans = [layout.spans(rank, size, seq_len) for rank in range(size)]
         width = max(layout.length(rank, size, seq_len) for rank in range(size))
-        return ExchangingTeam(self._inward, self._outward, assemble(spans, width))
+        ways = (lambda: self._inward), (lambda: self._outward)
+        return ExchangingTeam(*ways, assemble(spans, width))
 
     def _all(self, heads: int) -> int:
         """Number of heads with those of zeros."""

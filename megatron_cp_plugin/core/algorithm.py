@@ -19,10 +19,11 @@ from megatron_cp_plugin.core.execution.executor import (
     executor_of,
     steps_among,
     team_channels,
+    team_of_heads,
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, check_scale
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.placement import HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.checks import check_placement, check_steps
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import Plan
@@ -192,10 +193,10 @@ class Algorithm(Registered):
         for mask in (Mask(), Mask(window=2))[: 1 + self.windows]:
             placement = self.placement(shape, mask, "backward")
             transport = self._transport(placement)
-            teams = team_channels(placement, self.topology, transport.wanted)
-            steps = self._steps(placement, shape, mask, "backward")
-            gathers = bool(teams) and isinstance(placement, BlockPlacement)
-            transport.make(steps, gathers=gathers)
+            if isinstance(placement, HeadPlacement) and placement.members > 1:
+                team_of_heads(placement.team(self.topology.rank), self.topology, transport)
+            gathers = bool(team_channels(placement, self.topology))
+            transport.make(self._steps(placement, shape, mask, "backward"), gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
         """Makes the executor of a rank's part in one pass of a call."""

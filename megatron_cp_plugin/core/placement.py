@@ -150,5 +150,10 @@ class HeadPlacement:
     exchanges: tuple[tuple[HeadGroup, int], ...]
     keep: bool
 
+    def team(self, rank: int) -> range:
+        """The ranks of a rank's team."""
+        first = rank // self.members * self.members
+        return range(first, first + self.members)
+
 
 Placement = BlockPlacement | HeadPlacement

@@ -19,9 +19,10 @@ def attend(topology: Topology, **settings):
     return torch.autograd.grad(out.sum(), q)
 
 
-def test_peer_transport_without_peer_access_is_refused():
-    with pytest.raises(ConfigError, match="zigzag transport peer needs GPUs of one node"):
-        run_virtual(2, lambda topology: attend(topology, algo="zigzag", transport="peer"))
+@pytest.mark.parametrize("algo", ["zigzag", "ulysses"])
+def test_peer_transport_without_peer_access_is_refused(algo: str):
+    with pytest.raises(ConfigError, match=f"{algo} transport peer needs GPUs of one node"):
+        run_virtual(2, lambda topology: attend(topology, algo=algo, transport="peer"))
 
 
 def test_channels_of_one_name_have_the_slots_that_were_asked_for():
@@ -73,10 +74,14 @@ def test_memory_of_subgroups_counts():
         first = topology.rank // 2 * 2
         ring = topology.subgroup(range(topology.rank % 2, 4, 2), "ring")
         team = topology.subgroup(range(first, first + 2), "team")
-        return topology.peer_bytes, ring.peer_bytes, team.peer_bytes
+        found = topology.peer_bytes, ring.peer_bytes, team.peer_bytes
+        topology.drop_peer_channels()
+        assert not topology.peer_bytes
+        attend(topology, algo="usp", ulysses=2, kernel="reference")
+        return *found, topology.peer_bytes
 
-    for whole, ring, team in run_virtual(4, body, peer_access=True):
-        assert whole == ring + team
+    for whole, ring, team, again in run_virtual(4, body, peer_access=True):
+        assert whole == ring + team == again
         assert min(ring, team) > 0
 
 

@@ -3,7 +3,7 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import batched
@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import assemble
+from megatron_cp_plugin.core.blocks.assembly import Assembly, assemble
 from megatron_cp_plugin.core.call import Call
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.execution.loop import Channels, RankPart
@@ -25,7 +25,7 @@ from megatron_cp_plugin.core.execution.team import (
     gathering_teams,
 )
 from megatron_cp_plugin.core.partial import delta_of
-from megatron_cp_plugin.core.placement import BlockPlacement, HeadPlacement, Placement
+from megatron_cp_plugin.core.placement import HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.checks import fits_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
@@ -46,28 +46,30 @@ Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
 
-def team_channels(
-    placement: Placement, topology: Topology, wanted: Wanted
-) -> dict[Side, TeamChannels]:
-    """Channels of the teams that gather queries and of those that gather keys; empty without teams.
-    Heads are exchanged by copy engines where that is wanted and possible.
+def team_of_heads(
+    ranks: Sequence[int], topology: Topology, transport: "Transport"
+) -> Callable[[Assembly], ExchangingTeam]:
+    """Makes a team of these ranks, which exchanges heads, by copy engines where that is wanted and
+    possible. A collective operation the first time.
+
+    Raises: ConfigError if copy engines are wanted where there are none.
+    """
+    team = topology.subgroup(ranks, "team")
+    if pushes := transport.pushes_in(team):  # results of a round are two exchanges
+        ways = partial(team.peer_channel, "inward", 1), partial(team.peer_channel, "outward", 2)
+    else:
+        channels = team.channel("inward"), team.channel("outward")
+        ways = partial(channels.__getitem__, 0), partial(channels.__getitem__, 1)
+    return partial(ExchangingTeam, *ways, lends=pushes)
+
+
+def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
+    """Channels of the teams that gather queries and of those that gather keys; empty without such.
 
     A collective operation the first time.
     """
     rank = topology.rank
-    if isinstance(placement, HeadPlacement):
-        if placement.members == 1:
-            return {}
-        first = rank // placement.members * placement.members
-        ranks = tuple(range(first, first + placement.members))
-        team = topology.subgroup(ranks, "team")
-        if wanted != "group" and team.peer_access:
-            channels = team.peer_channel("inward", 1), team.peer_channel("outward", 2)
-        else:
-            channels = team.channel("inward"), team.channel("outward")
-        both = TeamChannels(ranks, rank, *channels)
-        return {QUERIES: both, KEYS: both}
-    if not placement.assembled or placement.size == 1:
+    if isinstance(placement, HeadPlacement) or not placement.assembled or placement.size == 1:
         return {}
     queries, keys = placement.blocks_of(rank)
     sources = [placement.key_source(owner) for owner in keys]
@@ -99,22 +101,28 @@ class Transport:
 
         Raises: ConfigError if copy engines are wanted where there are none.
         """
-        self._algorithm, self.topology, self.wanted = algorithm, topology, wanted
-        if wanted == "peer" and topology.size > 1 and not topology.peer_access:
-            raise ConfigError(
-                f"{algorithm} transport peer needs GPUs of one node with access to each other's "
-                "memory, got ranks without it: use transport auto or group"
-            )
+        self._algorithm, self.topology, self._wanted = algorithm, topology, wanted
+        if wanted == "peer":
+            self.pushes_in(topology)
 
     @property
     def pushes(self) -> bool:
         """Whether copy engines may and can write to other ranks' memory. First time: collective."""
-        return self.wanted != "group" and self.topology.peer_access
+        return self.pushes_in(self.topology)
+
+    def pushes_in(self, topology: Topology) -> bool:
+        """As `pushes`, in a topology. Raises: ConfigError if it is wanted and they cannot."""
+        if self._wanted == "peer" and topology.size > 1 and not topology.peer_access:
+            raise ConfigError(
+                f"{self._algorithm} transport peer needs GPUs of one node with access to each "
+                "other's memory, got ranks without it: use transport auto or group"
+            )
+        return self._wanted != "group" and topology.peer_access
 
     @property
     def near(self) -> int:
         """Ranks of each of several nodes, if copy engines may and can send inside them; else 1."""
-        near = None if self.wanted == "group" else self.topology.near
+        near = None if self._wanted == "group" else self.topology.near
         return 1 if near is None or near is self.topology else near.size
 
     def make(self, plan: Plan, *, gathers: bool) -> None:
@@ -127,7 +135,7 @@ class Transport:
         """
         if outside(plan):
             self.topology.channel(REDISTRIBUTED)
-        if self.wanted != "peer" and sends(plan) and not gathers:
+        if self._wanted != "peer" and sends(plan) and not gathers:
             for name in self._names(plan, self.split(plan)):
                 self.topology.channel(name)
 
@@ -148,7 +156,7 @@ class Transport:
         if not sends(plan):
             return None
         fits = near > 1 or (self.pushes and fits_slots(plan, slots))
-        if self.wanted == "peer" and self.pushes and not fits:
+        if self._wanted == "peer" and self.pushes and not fits:
             raise ConfigError(
                 f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
                 f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
@@ -305,8 +313,8 @@ def executor_of(
     Args: steps: its plan; if teams split heads, the plan between teams.
     """
     steps = with_wanted_gradients(steps, dq=call.dq, dkv=call.dkv)
-    channels = team_channels(placement, topology, transport.wanted)
-    if channels and isinstance(placement, BlockPlacement):
+    channels = team_channels(placement, topology)
+    if channels:
         teams, parts = gathering_teams(steps, channels, call, topology.rank)
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
@@ -314,10 +322,10 @@ def executor_of(
     near = transport.split(steps)
     parts = program(steps, transport.topology.rank, *kinds, near)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
-    if channels and isinstance(placement, HeadPlacement):
-        (members, _, inward, outward), exchange = channels[QUERIES], TeamHeads(placement, steps)
-        order = assemble([exchange.spans[x] for x in members], max(exchange.spans.lengths))
-        team = ExchangingTeam(inward, outward, order)
+    if isinstance(placement, HeadPlacement) and placement.members > 1:
+        exchange, ranks = TeamHeads(placement, steps), placement.team(topology.rank)
+        order = assemble([exchange.spans[x] for x in ranks], max(exchange.spans.lengths))
+        team = team_of_heads(ranks, topology, transport)(order)
         of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
         parts = exchanging_program(parts, exchange)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)

@@ -336,7 +336,7 @@ class Backward(_Summing[GradientSum]):
 
     def begin(self, part: Round, base: Named) -> None:
         self._round, self.q, self.k, self.v = part, base["q"], base["k"], base["v"]
-        self._dout = base["dout"]
+        self._tokens, self._dout = (self.q.shape[1], self.k.shape[1]), base["dout"]
         self._all = Statistics(base["lse"], base.get("out"), base.get("delta"))
         self._few = self._program.few
         self._sent_dtype = self._wide if self._program.wide else self.q.dtype
@@ -417,8 +417,7 @@ class Backward(_Summing[GradientSum]):
 
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         _, total = self._sums[(heads.kv if side else heads.q).start, side]
-        rows = between(0, (self.k if side else self.q).shape[1])
-        _add(total, came, rows, lent=self.lent)
+        _add(total, came, between(0, self._tokens[side]), lent=self.lent)
 
     def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:
         if side and not self._round.base.heads.last:
@@ -426,7 +425,7 @@ class Backward(_Summing[GradientSum]):
                 self.accept(heads, side, each)
             return
         some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
-        tokens, plus = (self.k if side else self.q).shape[1], None
+        tokens, plus = self._tokens[side], None
         if len(others) == 1 and others[0].tensors[0].shape[1] == tokens:
             plus = others[0].tensors
         elif others:
@@ -437,6 +436,8 @@ class Backward(_Summing[GradientSum]):
     def end(self) -> Completions:
         heads, posted = self._round.base.heads, Completions()
         scatter, self._open_scatter = self._open_scatter, None
+        del self.q, self.k, self.v, self._dout, self._all
+        del self.queries, self.keys, self._statistics
         if any(side == QUERIES for _, side in self._sums):  # else dq leaves before dk and dv come
             self._take_results()
         if scatter is not None:
@@ -448,8 +449,6 @@ class Backward(_Summing[GradientSum]):
             posted += self._send(found, "dq")
             del found
         self._take_results()
-        del self.q, self.k, self.v, self._dout, self._all
-        del self.queries, self.keys, self._statistics
         if heads.last and self._call.dkv:
             posted += self._send(self._found_for_keys(heads), "dk", "dv")
         if heads.last:

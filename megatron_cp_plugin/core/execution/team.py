@@ -305,10 +305,16 @@ def _rounds(plan: Plan, rank: int, groups: tuple[HeadGroup, ...]) -> tuple[Round
 class ExchangingTeam:
     """U ranks that split the heads: each gets the tokens of all U ranks, for its own heads."""
 
-    def __init__(self, inward: Communicator, outward: Communicator, order: Assembly) -> None:
-        """See GatheringTeam."""
-        self._inward, self._outward, self.order = inward, outward, order
-        self.lends = outward.lends
+    def __init__(
+        self,
+        inward: Callable[[], Communicator],
+        outward: Callable[[], Communicator],
+        order: Assembly,
+        *,
+        lends: bool = False,
+    ) -> None:
+        """See GatheringTeam; channels are asked for in each call, for `release` forgets them."""
+        self._inward, self._outward, self.order, self.lends = inward, outward, order, lends
 
     def come(
         self, given: Sequence[tuple[Tensor, Index]], *, lent: bool = False
@@ -321,12 +327,12 @@ class ExchangingTeam:
 
         Returns: a function that waits for the tensors; to be called once.
         """
-        order, stays = self.order, lent or not self._inward.lends
+        order, stays = self.order, lent or not self.lends
         dims = [token_dim(x) for x, _ in given]
         each = zip(dims, given, strict=True)
         blocks = [_shares(x, order.members, some).movedim(3 - dim, 0) for dim, (x, some) in each]
         both = zip(dims, blocks, strict=True)
-        coming = self._inward.all_to_all(*[padded(x, 1 + dim, order.width) for dim, x in both])
+        coming = self._inward().all_to_all(*[padded(x, 1 + dim, order.width) for dim, x in both])
 
         def finish() -> Sequence[Tensor]:
             found, came = list[Tensor](), [*coming.wait()]
@@ -346,7 +352,7 @@ class ExchangingTeam:
             there; None: all h.
         """
         order = self.order
-        under_way = self._outward.all_to_all(*[order.split(x, token_dim(x)) for x, *_ in results])
+        under_way = self._outward().all_to_all(*[order.split(x, token_dim(x)) for x, *_ in results])
         places = [(_shares(x, order.members, some), token_dim(x)) for _, x, some in results]
 
         def finish() -> None:
