@@ -94,8 +94,8 @@ class _Echo(Communicator):
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        found = torch.empty_like(x)
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        found = [torch.empty_like(x) for x in tensors]
         return Pending(lambda: found)
 
 

@@ -171,8 +171,9 @@ class _Nowhere(Communicator):
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         return self._result(torch.empty_like(x[0]))
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._result(torch.empty_like(x))
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        found = [torch.empty_like(x) for x in tensors]
+        return Pending[None](arrive(*found)).then(lambda _: found)
 
     def _result(self, result: Tensor) -> Pending[Tensor]:
         return Pending[None](arrive(result)).then(lambda _: result)

@@ -80,8 +80,8 @@ PYTHON_CALLS = {
     "attention2d": 214,
     "distflash": 190,
     "ring": 126,
-    "ulysses": 196,
-    "usp": 206,
+    "ulysses": 183,
+    "usp": 193,
     "zigzag": 155,
 }
 

@@ -103,7 +103,7 @@ class Communicator(ABC):
     Attributes:
         rank, size: within the group.
         global_rank: for recordings.
-        strided: whether `exchange` sends tensors that are not contiguous.
+        strided: whether tensors that are sent need not be contiguous.
         lends: later exchanges overwrite the tensors that `buffers` returned.
         rotation: number of its receive buffers that exchanges take in turn; the same on all ranks.
     """
@@ -195,7 +195,9 @@ class Communicator(ABC):
         if RECORDINGS:
             for x in tensors:
                 self._count_with_all("all_to_all", x[0])
-        return self._all_to_all_of(tensors)
+        if self.strided:
+            return self._all_to_all(tensors)
+        return self._all_to_all([x if x.is_contiguous() else contiguous_copy(x) for x in tensors])
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""
@@ -208,11 +210,6 @@ class Communicator(ABC):
         """As `_exchange`, for channels that write to others' memory."""
         return self._exchange(sends, receives)
 
-    def _all_to_all_of(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
-        each = [x if x.is_contiguous() else contiguous_copy(x) for x in tensors]
-        under_way = [self._all_to_all(x) for x in each]
-        return Pending(lambda: [one.wait() for one in under_way])
-
     @abstractmethod
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...
 
@@ -223,7 +220,7 @@ class Communicator(ABC):
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]: ...
 
     @abstractmethod
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]: ...
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]: ...
 
 
 _KEPT = 4096  # numbers of tokens that a rank remembers

@@ -423,7 +423,8 @@ class GradientSum(_Partials):
     def add(self, rows: SomeRows, *gradients: Tensor) -> None:
         """Adds the gradients of some rows [B,rows,heads,D]."""
         self.empty = self.placing = False
-        if not self._total and self._whole(rows, gradients):
+        whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
+        if whole and not self._total:  # in every layer: without a further call
             self._total = list(gradients)
         elif self._few:
             if self._waiting and self._meets(rows) > 1:

@@ -225,8 +225,10 @@ class _Channel(Communicator):
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         return self._posting("reduce_scatter", (), (), x.new_empty(x.shape[1:]), x, x[0])
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._posting("all_to_all", (), (), x.new_empty(x.shape), x, x[0])
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        post = self._posting
+        each = [post("all_to_all", (), (), x.new_empty(x.shape), x, x[0]) for x in tensors]
+        return Pending(lambda: [one.wait() for one in each])
 
 
 class _PeerChannel(SlottedCommunicator):

@@ -148,13 +148,16 @@ def ranks_as_on_gpus(monkeypatch) -> None:
         held = [sends]
         return post(self, sends, receives).then(lambda _: held.clear())
 
-    def all_to_all(self, x, out=None):
-        out, ranks = torch.empty_like(x) if out is None else out, range(self.size)
-        sends, receives = ([(t[rank], rank) for rank in ranks] for t in (x, out))
+    def one_to_all(self, x, out):
+        sends, receives = ([(t[rank], rank) for rank in range(self.size)] for t in (x, out))
         return self._exchange(sends, receives).then(lambda _: out)
 
+    def all_to_all(self, tensors):
+        each = [one_to_all(self, x, torch.empty_like(x)) for x in tensors]
+        return Pending(lambda: [one.wait() for one in each])
+
     def all_gather(self, x):
-        return all_to_all(self, x.expand(self.size, *x.shape), x.new_empty((self.size, *x.shape)))
+        return one_to_all(self, x.expand(self.size, *x.shape), x.new_empty((self.size, *x.shape)))
 
     def reduce_scatter(self, x):
         out, held, ranks = torch.empty_like(x[0]), [x], range(self.size)

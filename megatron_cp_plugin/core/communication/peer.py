@@ -101,7 +101,7 @@ class SlottedCommunicator(Communicator):
     ) -> Pending[None]:
         return self._begin(self._writes(sends, beside), receives, early=early)
 
-    def _all_to_all_of(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
         room = Room.of([(tuple(x.shape), x.dtype) for x in tensors])
         came = self.buffers(room, tensors[0].device)
         given = [x if x.stride(-1) == 1 else contiguous_copy(x) for x in tensors]
@@ -188,7 +188,7 @@ class SlottedCommunicator(Communicator):
     def _no_collective(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
 
-    _all_gather = _reduce_scatter = _all_to_all = _no_collective
+    _all_gather = _reduce_scatter = _no_collective
 
 
 class PeerCommunicator(SlottedCommunicator):

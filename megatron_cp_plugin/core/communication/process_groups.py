@@ -165,10 +165,13 @@ class ProcessGroupCommunicator(Communicator):
         )
         return self._after([work], out)
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        out = torch.empty_like(x)
-        work = dist.all_to_all_single(out, x, group=self._group, async_op=True)
-        return self._after([work], out)
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        outs, group = [torch.empty_like(x) for x in tensors], self._group
+        works = [
+            dist.all_to_all_single(out, x, group=group, async_op=True)
+            for out, x in zip(outs, tensors, strict=True)
+        ]
+        return self._after(works, outs)
 
     def _after[T](self, works: Sequence[dist.Work | None], result: T) -> Pending[T]:
         def finish() -> T:

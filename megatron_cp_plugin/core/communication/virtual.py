@@ -4,6 +4,7 @@ For tests and for trying an algorithm in a notebook; nothing here is fast.
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pickle import dumps, loads
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -165,18 +166,18 @@ class _VirtualCommunicator(Communicator):
         return Pending(finish)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return self._all_to_all(x.expand(self.size, *x.shape))
+        return self._all_to_all([x.expand(self.size, *x.shape)]).then(itemgetter(0))
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        received = self._all_to_all(x)
-        return Pending(lambda: received.wait().sum(0))
+        return self._all_to_all([x]).then(lambda received: received[0].sum(0))
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        turn = self._next()
-        for to in range(self.size):
-            self._post(turn, x[to], to)
+    def _all_to_all(self, tensors: Sequence[Tensor]) -> Pending[Sequence[Tensor]]:
+        turn, ranks = self._next(), range(self.size)
+        for x in tensors:
+            for to in ranks:
+                self._post(turn, x[to], to)
         return Pending(
-            lambda: torch.stack([self._take(turn, source) for source in range(self.size)])
+            lambda: [torch.stack([self._take(turn, source) for source in ranks]) for _ in tensors]
         )
 
     def _next(self) -> int:

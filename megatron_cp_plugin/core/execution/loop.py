@@ -170,7 +170,7 @@ class Pass(ABC):
         self._inputs: dict[int, list[Posted]] = {}
         self._results: dict[int, list[Posted]] = {}
         # Results take the memory of those of the round before.
-        self._in_turn = any(team.lends for team in self._teams.values())
+        self._in_turn = bool(part.teams) and part.teams[QUERIES].lends
         self.lent = False
         self._strided = True  # messages may be slices of all heads
         if part.channels is not None:
@@ -218,14 +218,15 @@ class Pass(ABC):
                 for block in step.dropped:
                     del held[block]
             if self._teams:
-                if self._in_turn:
-                    _finish(completions)
-                posted = self.end()
-                _finish(completions)
-                completions = posted
+                if not self._in_turn:
+                    posted = self.end()
+                while completions:
+                    completions.pop(0)()
+                completions = self.end() if self._in_turn else posted
         if self._results:
             self._take_results()
-        _finish(completions)
+        while completions:
+            completions.pop(0)()
 
     def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps, or packs them."""
@@ -533,11 +534,6 @@ def _joined(order: Assembly, parts: Sequence[Tensor]) -> Tensor:
         else:
             return first.as_strided((1, order.tokens, *first.shape[2:]), first.stride())
     return order.join(parts, token_dim(first))
-
-
-def _finish(completions: Completions) -> None:
-    while completions:
-        completions.pop(0)()
 
 
 class Sizes(NamedTuple):

@@ -298,7 +298,8 @@ class Forward(_Summing[Accumulator]):
             self.out, self.lse = out, lse
 
     def end(self) -> Completions:
-        self._take_results()
+        if self._results:
+            self._take_results()
         scatter, self._open_scatter = self._open_scatter, None
         found = () if scatter is not None else (self.out, self.lse)
         if self._keep:
@@ -438,7 +439,8 @@ class Backward(_Summing[GradientSum]):
         scatter, self._open_scatter = self._open_scatter, None
         del self.q, self.k, self.v, self._dout, self._all
         del self.queries, self.keys, self._statistics
-        if any(side == QUERIES for _, side in self._sums):  # else dq leaves before dk and dv come
+        # Otherwise dq leaves before dk and dv come.
+        if self._results and QUERIES in [side for _, side in self._sums]:
             self._take_results()
         if scatter is not None:
             posted += scatter.post()
@@ -448,7 +450,8 @@ class Backward(_Summing[GradientSum]):
             del self._of_queries
             posted += self._send(found, "dq")
             del found
-        self._take_results()
+        if self._results:
+            self._take_results()
         if heads.last and self._call.dkv:
             posted += self._send(self._found_for_keys(heads), "dk", "dv")
         if heads.last:

@@ -172,8 +172,9 @@ class _TeamScatter(ResultScatter):
                 summed = came.then(lambda each: each[0].sum(0, dtype=wide))
 
             def add() -> None:
-                for target, total in zip(own, _by_widths(summed.wait(), widths), strict=True):
-                    target.copy_(narrowed(total, 1, 0, tokens))
+                totals = _by_widths(narrowed(summed.wait(), 1, 0, tokens), widths)
+                for target, total in zip(own, totals, strict=True):
+                    target.copy_(total)
 
             return [add]
         out, lse = own
@@ -328,7 +329,7 @@ class ExchangingTeam:
         Returns: a function that waits for the tensors; to be called once.
         """
         order, stays = self.order, lent or not self.lends
-        dims = [token_dim(x) for x, _ in given]
+        dims = [1 if x.dim() == 4 else 2 for x, _ in given]
         each = zip(dims, given, strict=True)
         blocks = [_shares(x, order.members, some).movedim(3 - dim, 0) for dim, (x, some) in each]
         both = zip(dims, blocks, strict=True)
@@ -352,12 +353,14 @@ class ExchangingTeam:
             there; None: all h.
         """
         order = self.order
-        under_way = self._outward().all_to_all(*[order.split(x, token_dim(x)) for x, *_ in results])
-        places = [(_shares(x, order.members, some), token_dim(x)) for _, x, some in results]
+        dims = [1 if x.dim() == 4 else 2 for x, *_ in results]
+        both = zip(results, dims, strict=True)
+        under_way = self._outward().all_to_all(*[order.split(x, dim) for (x, *_), dim in both])
+        places = [_shares(x, order.members, some) for _, x, some in results]
 
         def finish() -> None:
             came = [*under_way.wait()]
-            for place, dim in places:
+            for place, dim in zip(places, dims, strict=True):
                 own = narrowed(came.pop(0), 1 + dim, 0, place.shape[2 * dim - 1])
                 copy_into(place, own.movedim(0, 3 - dim))
 
