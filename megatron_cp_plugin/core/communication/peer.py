@@ -106,17 +106,12 @@ class SlottedCommunicator(Communicator):
         came = self.buffers(room, tensors[0].device)
         given = [x if x.stride(-1) == 1 else contiguous_copy(x) for x in tensors]
         each, coming = [x.unbind() for x in given], [x.unbind() for x in came]
+        mine = zip(room.starts, each, strict=True)
+        placed = [(x, start + self.rank * x[0].nbytes) for start, x in mine]
         # Each rank begins with another one.
         others = [(self.rank + n) % self.size for n in range(1, self.size)]
-        places = [
-            start + self.rank * blocks[0].nbytes
-            for start, blocks in zip(room.starts, each, strict=True)
-        ]
-        writes = {
-            to: [(blocks[to], place) for blocks, place in zip(each, places, strict=True)]
-            for to in others
-        }
-        receives = [(blocks[source], source) for blocks in coming for source in others]
+        writes = {to: [(x[to], place) for x, place in placed] for to in others}
+        receives = [(x[source], source) for x in coming for source in others]
         slot = self._turn % self.rotation
         pending = self._begin(writes, receives, early=False)
         both = zip(coming, each, strict=True)
