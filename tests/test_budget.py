@@ -14,7 +14,7 @@ PACKAGE = "megatron_cp_plugin"
 LINES = {
     "package root": 4_212,
     "core": 12_450,
-    "algorithms": 1_740,
+    "algorithms": 1_732,
     "kernels": 3_312,
     "integration": 8_043,
     "planner": 5_640,

@@ -85,10 +85,16 @@ class Ulysses(Algorithm):
     def _placement(
         self, shape: Shape, mask: Mask, phase: Phase, *, share_kv: bool
     ) -> HeadPlacement:
-        size = self.degree(shape.kv_heads)
-        exchanged = self.exchanged_groups(shape, mask, share_kv=share_kv)
+        size, total = self.degree(shape.kv_heads), self.topology.size
+        # Of one rank's heads, exchanged one after another; fewer where the mask hides much.
+        work = flop_of_rank(shape, mask, total), shape.elements(total)
+        filled, most = self._filled(shape), group_count(self.options.chunks, *work)
+        of_rank = filled.heads // size, filled.sent_kv_heads // size
+        # Sharing KV heads is worth it only where there would be no second group.
+        share_kv = share_kv and of_rank[1] == 1
+        exchanged = head_groups(*of_rank, most if size > 1 else 1, share_kv=share_kv)
         of_group = replace(shape, heads=exchanged[0].heads, kv_heads=exchanged[0].kv_heads)
-        elements = 0 if mask.special else of_group.elements(self.topology.size // size)
+        elements = 0 if mask.special else of_group.elements(total // size)
         inner = successive_groups(of_group.heads, of_group.kv_heads, 0, elements)
         groups = tuple(part.offset_into(group) for group in exchanged for part in inner)
         # Keys cross once for all groups that share them.
@@ -105,18 +111,6 @@ class Ulysses(Algorithm):
         """The teams, as if each were one rank. Args: shape: of a group of heads."""
         of_call = shape, mask, phase, self.rules, layout.members
         return ring_placement(self, layout, groups, *of_call)
-
-    def exchanged_groups(
-        self, shape: Shape, mask: Mask, *, share_kv: bool
-    ) -> tuple[HeadGroup, ...]:
-        """Of one rank's heads, exchanged one after another; fewer where the mask hides much."""
-        size, total = self.degree(shape.kv_heads), self.topology.size
-        work = flop_of_rank(shape, mask, total), shape.elements(total)
-        filled, most = self._filled(shape), group_count(self.options.chunks, *work)
-        of_rank = filled.heads // size, filled.sent_kv_heads // size
-        # Sharing KV heads is worth it only where there would be no second group.
-        share_kv = share_kv and of_rank[1] == 1
-        return head_groups(*of_rank, most if size > 1 else 1, share_kv=share_kv)
 
     def _filled(self, shape: Shape) -> PaddedHeads:
         return PaddedHeads.of(shape.heads, shape.kv_heads, self.degree(shape.kv_heads))
