@@ -76,11 +76,8 @@ class Ulysses(Algorithm):
         return replace(shape, heads=filled.heads, kv_heads=filled.all_kv_heads)
 
     def placement(self, shape: Shape, mask: Mask, phase: Phase) -> HeadPlacement:
-        found = self._placement(shape, mask, phase, share_kv=True)
-        if found.of_teams.size == 1 or (mask.special and not found.of_teams.relay):
-            return found
-        # Ranks do not hold all blocks until the next groups of heads.
-        return self._placement(shape, mask, phase, share_kv=False)
+        alone = self.degree(shape.kv_heads) == self.topology.size
+        return self._placement(shape, mask, phase, share_kv=alone or bool(mask.special))
 
     def _placement(
         self, shape: Shape, mask: Mask, phase: Phase, *, share_kv: bool
@@ -101,6 +98,9 @@ class Ulysses(Algorithm):
         sharing = sum(group.kv == exchanged[0].kv for group in exchanged)
         of_all = replace(of_group, heads=sharing * of_group.heads)
         of_teams = self.between_teams(Grouped(self.layout, size), groups, of_all, mask, phase)
+        if sharing > 1 and of_teams.size > 1 and of_teams.relay:
+            # Ranks do not hold all blocks until the next groups of heads.
+            return self._placement(shape, mask, phase, share_kv=False)
         exchanges = tuple((group, len(inner)) for group in exchanged)
         keep = self.options.keep == "exchanged"
         return HeadPlacement(self.layout, size, of_teams, exchanges, keep)

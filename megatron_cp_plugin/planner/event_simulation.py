@@ -160,6 +160,7 @@ class _Operation:
         copied: time at which it has written to others' memory; arrived: to that of one of them,
             by source and target.
         done: time at which it is over.
+        unsent: targets and bytes of the messages that it has yet to copy.
     """
 
     posts: dict[int, tuple[Post, float]] = field(default_factory=dict)
@@ -167,11 +168,7 @@ class _Operation:
     copied: dict[int, float] = field(default_factory=dict)
     arrived: dict[tuple[int, int], float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
-
-    def unsent(self, rank: int) -> list[tuple[int, int]]:
-        """Targets and bytes of the messages that a rank has yet to copy."""
-        each = _joined_sends(self.posts[rank][0].sends)
-        return [(target, size) for target, size in each if (rank, target) not in self.arrived]
+    unsent: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class _Begin(NamedTuple):
@@ -325,6 +322,7 @@ class _Run:
         if peer:
             rank.queue.append(key)
             self.operations[key].offered.setdefault(number, ready)
+            self.operations[key].unsent[number] = _joined_sends(post.sends)
             if post.early:
                 ready = max(rank.marked, rank.host)
         self.operations[key].posts[number] = post, ready
@@ -398,7 +396,7 @@ class _Run:
             if number in operation.copied or rank.queue[0] != key:
                 continue
             start = max(rank.copies, ready)
-            for target, _ in operation.unsent(number)[:1]:
+            for target, _ in operation.unsent[number][:1]:
                 if target in self.ranks:
                     free = self.free.get(("in", target), 0.0)
                     start = max(start, operation.offered.get(target, inf), free)
@@ -409,13 +407,13 @@ class _Run:
     def _copy(self, start: float, key: Key, number: int) -> None:
         """A rank's next message of an exchange by copy engines, in the order in which it writes."""
         operation, rank = self.operations[key], self.ranks[number]
-        unsent = operation.unsent(number)
+        unsent = operation.unsent[number]
         rank.copies = start
         if unsent:
-            (target, size), *_ = unsent
+            target, size = unsent.pop(0)
             rank.copies = self._move(start, number, target, size, copied=True)
             operation.arrived[number, target] = rank.copies
-        if len(unsent) > 1:
+        if unsent:
             return
         operation.copied[number] = rank.copies
         rank.queue.pop(0)

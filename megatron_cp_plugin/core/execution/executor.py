@@ -58,8 +58,9 @@ def team_of_heads(
     if pushes := transport.pushes_in(team):  # results of a round are two exchanges
         ways = partial(team.peer_channel, "inward", 1), partial(team.peer_channel, "outward", 2)
     else:
-        channels = team.channel("inward"), team.channel("outward")
-        ways = partial(channels.__getitem__, 0), partial(channels.__getitem__, 1)
+        ways = partial(team.channel, "inward"), partial(team.channel, "outward")
+        for make in ways:
+            make()
     return partial(ExchangingTeam, *ways, lends=pushes)
 
 
