@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_212,
-    "core": 12_450,
-    "algorithms": 1_732,
-    "kernels": 3_312,
-    "integration": 8_043,
-    "planner": 5_640,
-    "harness": 2_119,
+    "core": 12_497,
+    "algorithms": 1_741,
+    "kernels": 3_304,
+    "integration": 8_041,
+    "planner": 5_637,
+    "harness": 2_112,
     "scripts": 7_010,
-    "tests": 37_365,
+    "tests": 37_452,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

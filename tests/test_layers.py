@@ -46,3 +46,6 @@ def test_layouts_that_cannot_agree() -> None:
         options_by_name(("lasp", "zigzag"), "zigzag", ())
     with pytest.raises(ConfigError, match=r"zigzag \(zigzag\) and ring \(contiguous\)"):
         options_by_name(("zigzag", "ring"), "zigzag", ())
+    of_teams = (("layout", "documents"), ("ulysses", 2))
+    with pytest.raises(ConfigError, match=r"usp \(documents/2\) and zigzag \(zigzag\)"):
+        options_by_name(("zigzag", "usp"), "usp", of_teams)

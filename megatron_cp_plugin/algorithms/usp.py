@@ -11,7 +11,8 @@ from megatron_cp_plugin.core.algorithm import Algorithm, divisors, number
 from megatron_cp_plugin.core.call import HeadGroup, Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.record import Phase
-from megatron_cp_plugin.core.layout import Grouped
+from megatron_cp_plugin.core.document_layout import BalancedTeams
+from megatron_cp_plugin.core.layout import Grouped, Layout
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
@@ -74,6 +75,14 @@ class Usp(Ulysses):
         super().__init__(topology, options)
         given = {name: getattr(options, name) for name in ("backward", "gradients", "route")}
         self.rules = replace(self.rules, **given)  # not used where teams are a grid
+
+    @classmethod
+    def layout_for(cls, options: Algorithm.Options) -> Layout:
+        """See Registered.layout_for: with "documents", that of teams whose size is given."""
+        assert isinstance(options, cls.Options)
+        if options.layout == "documents" and options.ulysses:
+            return BalancedTeams(members=options.ulysses)
+        return super().layout_for(options)
 
     def degree(self, kv_heads: int) -> int:
         return self.options.ulysses or gcd(self.topology.size, kv_heads)

@@ -191,40 +191,36 @@ class Algorithm(Registered):
         """
         # Masks that hide rows may need other channels.
         for mask in (Mask(), Mask(window=2))[: 1 + self.windows]:
-            placement = self.placement(shape, mask, "backward")
-            transport = self._transport(placement)
+            placement, transport, steps = self._prepared(shape, mask, "backward")
             if isinstance(placement, HeadPlacement) and placement.members > 1:
                 team_of_heads(placement.team(self.topology.rank), self.topology, transport)
             gathers = bool(team_channels(placement, self.topology))
-            transport.make(self._steps(placement, shape, mask, "backward"), gathers=gathers)
+            transport.make(steps, gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
         """Makes the executor of a rank's part in one pass of a call."""
-        shape = call.shape
-        placement = self.placement(shape, call.mask, phase)
-        steps = self._steps(placement, shape, call.mask, phase)
-        transport = self._transport(placement)
+        placement, transport, steps = self._prepared(call.shape, call.mask, phase)
         return executor_of(placement, steps, call, self.topology, transport)
 
-    def _transport(self, placement: Placement) -> Transport:
-        """How blocks go from rank to rank; a collective operation the first time."""
-        wanted: Wanted = getattr(self.options, "transport", "auto")
-        return Transport(self.name, steps_among(placement, self.topology), wanted)
-
-    def _steps(self, placement: Placement, shape: Shape, mask: Mask, phase: Phase) -> Plan:
-        """The plan of the steps, as far as this rank needs it.
+    def _prepared(
+        self, shape: Shape, mask: Mask, phase: Phase
+    ) -> tuple[Placement, Transport, Plan]:
+        """Where pairs are computed, how blocks go from rank to rank, and the plan of the steps, as
+        far as this rank needs it. A collective operation the first time.
 
         One rank's part is enough for collective operations, whose order does not depend on other
         ranks, and without peer access. With peer access, if only inside nodes, ranks use buffers in
         each other's memory in the same order, which takes the plan of all these ranks.
         """
+        placement = self.placement(shape, mask, phase)
         among = steps_among(placement, self.topology)
+        wanted: Wanted = getattr(self.options, "transport", "auto")
+        transport = Transport(self.name, among, wanted)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)
-        rank, near = None if of_all else among.rank, 1
-        if mask.special and not (of_all or blocks.assembled or blocks.relay):
-            near = self._transport(placement).near
-        return self._checked_plan(blocks, shape.seq_len, mask, phase, rank, near)
+        apart = mask.special and not (of_all or blocks.assembled or blocks.relay)
+        which = None if of_all else among.rank, transport.near if apart else 1
+        return placement, transport, self._checked_plan(blocks, shape.seq_len, mask, phase, *which)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""

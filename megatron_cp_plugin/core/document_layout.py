@@ -7,7 +7,7 @@ document grows with the square of its length.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from typing import cast
@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.balance import deal, room
-from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Documents, Layout, Zigzag, positions
+from megatron_cp_plugin.core.layout import (
+    LAYOUTS,
+    Contiguous,
+    Documents,
+    Grouped,
+    Layout,
+    Zigzag,
+    positions,
+)
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.ranges import Ranges, Span, runs
+from megatron_cp_plugin.core.ranges import Ranges, Span, between, positions_of, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 # A key of another rank, whose gradients go home when no kernel runs any more, takes as long as 144
@@ -63,7 +71,39 @@ class Balanced(Layout):
         return _ZIGZAG.multiple(size)
 
     def for_documents(self, documents: Documents) -> "Balanced":
-        return Balanced(documents) if documents else self
+        return replace(self, documents=documents) if documents else self
+
+
+@dataclass(frozen=True)
+class BalancedTeams(Balanced):
+    """The tokens of each team of consecutive ranks as `Balanced` has them, in ascending order.
+
+    For teams that split the heads: each rank has an equal part of the team's work, and the tokens
+    that a team joins need not be put in order.
+
+    Attributes: members: ranks of a team.
+    """
+
+    members: int = 1
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """With the number of ranks of a team."""
+        return f"documents/{self.members}"
+
+    def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
+        if not self.documents or size % self.members:
+            return super().spans(rank, size, seq_len)
+        team, place = divmod(rank, self.members)
+        edges = [0]
+        for each in range(rank - place, rank + 1):
+            edges.append(edges[-1] + self.length(each, size, seq_len))
+        of_team = self._teams.spans(team, size // self.members, seq_len)
+        return positions_of(of_team, between(*edges[-2:]))
+
+    @cached_property
+    def _teams(self) -> Grouped:
+        return Grouped(Balanced(self.documents), self.members)
 
 
 @dataclass(frozen=True)

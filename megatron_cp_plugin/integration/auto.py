@@ -19,10 +19,11 @@ import torch.distributed as dist
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import MEAN_DOCUMENT, ContextParallelConfig
 from megatron_cp_plugin.core.agree import gathered
+from megatron_cp_plugin.core.algorithm import divisors
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
-from megatron_cp_plugin.core.document_layout import PaddedDocuments
+from megatron_cp_plugin.core.document_layout import Balanced, BalancedTeams, PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.tiles import Mask
@@ -381,4 +382,5 @@ def possible_layouts(settings: Settings, *, packed: bool) -> tuple[str, ...]:
     if not found:
         every = [ContextParallelConfig(name, size) for name in registry.available("softmax")]
         min(every, key=lambda one: one.layout.multiple(size)).check_sequence(seq_length)
-    return found
+    teams = divisors(size)[1:-1] if Balanced.name in found else ()
+    return (*found, *[BalancedTeams(members=each).name for each in teams])

@@ -1,6 +1,6 @@
 """Layouts that follow documents, or spans: equal work, few parts, and padded documents."""
 
-from itertools import pairwise, product
+from itertools import batched, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_cp_plugin as cp
+from megatron_cp_plugin import registry
 from megatron_cp_plugin.core.balance import TEAM
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import run_virtual
-from megatron_cp_plugin.core.document_layout import Balanced
+from megatron_cp_plugin.core.document_layout import Balanced, BalancedTeams
 from megatron_cp_plugin.core.layout import positions
 from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.core.tiles import Mask
@@ -109,6 +110,26 @@ def parts_of(layout, size, seq_len):
             if start < stop:
                 found[number].append((rank, start - edges[0], stop - start))
     return {number: sorted(parts, key=lambda part: part[1]) for number, parts in found.items()}
+
+
+@pytest.mark.parametrize(("size", "members"), [(4, 2), (6, 3), (12, 4), (16, 8), (64, 8), (6, 4)])
+def test_the_ranks_of_a_team_have_its_tokens_in_order(size, members):
+    """Equally many, in all those that the team has where each rank has equal work. Nobody has such
+    teams of four among six ranks.
+    """
+    seq_len = 512 * size + size // 2
+    documents = random_documents(seq_len, lengths_of(LONG_TAIL), seed=1)
+    layout = registry.layout_of("usp", {"layout": "documents", "ulysses": members})
+    layout = layout.for_documents(documents)
+    assert layout == BalancedTeams(documents, members) != Balanced(documents)
+    found, ranks = (
+        [positions(x, rank, size, seq_len) for rank in range(size)]
+        for x in (layout, Balanced(documents))
+    )
+    assert [*map(len, found)] == [*map(len, ranks)]
+    for team, same in zip(batched(found, members), batched(ranks, members), strict=True):
+        whole = torch.cat(same)
+        assert torch.equal(torch.cat(team), whole if size % members else whole.sort().values)
 
 
 def test_few_documents_are_cut():

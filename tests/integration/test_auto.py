@@ -174,6 +174,13 @@ def test_the_log_says_what_was_assumed_and_explains(choose: Choosing, tmp_path: 
     assert "; documents as in lengths.csv)" in said
 
 
+def test_packed_batches_are_also_dealt_to_teams() -> None:
+    job: Any = SimpleNamespace(ranks=8, tokens=64, is_recurrent=False)
+    in_order = {*auto.possible_layouts(job, packed=False)}
+    packed = {*auto.possible_layouts(job, packed=True)}
+    assert packed - in_order == {"documents", "documents/2", "documents/4"}
+
+
 def example(tmp_path: Path, spans: object) -> str:
     path = tmp_path / "spans.json"
     path.write_text(spans if isinstance(spans, str) else json.dumps(spans))

@@ -87,7 +87,7 @@ def test_documents_may_have_their_own_layout() -> None:
         {one.layout.name for one in candidates(GQA, mask, topology)[0]}
         for mask in (Mask(), documents)
     ]
-    assert layouts == [{"zigzag", "contiguous"}, {*layouts[0], "documents"}]
+    assert layouts == [{"zigzag", "contiguous"}, {*layouts[0], "documents", "documents/2"}]
 
 
 def test_layers_of_several_kinds_go_together() -> None:
