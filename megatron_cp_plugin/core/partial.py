@@ -12,8 +12,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_cp_plugin.core.ranges import Numbers
 
 
 class RowIndex(NamedTuple):
@@ -22,10 +25,13 @@ class RowIndex(NamedTuple):
     Attributes:
         to: [n] int32, rows of the block; none twice.
         of: [n] int32, rows of the partial that is merged or added; None: all, in their order.
+        edges: [2,n], where rows of the block that follow each other start, ascending, and stop, on
+            the host; None: not known.
     """
 
     to: Tensor
     of: Tensor | None = None
+    edges: Numbers | None = None
 
 
 SomeRows = slice | RowIndex
@@ -181,6 +187,15 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def _are_apart(a: SomeRows, b: SomeRows) -> bool:
+    """Whether two partials are known to share no row."""
+    edges = [x.edges if isinstance(x, RowIndex) else ((x.start,), (x.stop,)) for x in (a, b)]
+    if edges[0] is None or edges[1] is None:
+        return False
+    (start, stop), (first, last) = np.asarray(edges[0]), edges[1]
+    return not (start.searchsorted(last) > stop.searchsorted(first, "right")).any()
+
+
 class _Partials:
     """Partials that wait to be added, in the order of arrival, at most two for each row. A row that
     is then written once can be written in the final dtype.
@@ -192,6 +207,7 @@ class _Partials:
 
     _waiting: list[Partial]
     _end = 0  # no partial that waits has rows from here on
+    _numbered = False  # rows of one that waits are not adjacent
     empty = True
     borrowed = False
 
@@ -202,11 +218,11 @@ class _Partials:
 
     def _meets(self, rows: SomeRows) -> int:
         """The largest number of waiting partials that share one of these rows; 2: two or more, or
-        unknown because rows are not adjacent.
+        one if rows are not adjacent, or unknown.
         """
-        first, _ = self._waiting[0]
-        if isinstance(rows, RowIndex) or isinstance(first, RowIndex):
-            return 2
+        if self._numbered or isinstance(rows, RowIndex):
+            apart = [_are_apart(rows, own) for own, _ in self._waiting]
+            return 0 if all(apart) else 2
         if rows.start >= self._end:
             return 0
         slices = [own for own, _ in self._waiting if isinstance(own, slice)]
@@ -219,7 +235,7 @@ class _Partials:
 
     def _taken(self) -> list[Partial]:
         """Takes all partials that wait."""
-        taken, self._waiting = self._waiting, []
+        taken, self._waiting, self._numbered = self._waiting, [], False
         return taken
 
     def _pieces(self) -> list[Piece]:
@@ -278,11 +294,16 @@ class Accumulator(_Partials):
 
     def add(self, rows: SomeRows, out: Tensor, lse: Tensor) -> None:
         """Merges a partial of some rows: out [B,rows,H,E], lse [B,H,rows]."""
-        self.empty = False
+        first, self.empty = self.empty, False
+        if first and isinstance(rows, slice) and out.shape[1] == self._like.shape[1]:
+            self._total = out, lse
+            return
         if self._waiting and self._meets(rows):
             self._merge_waiting()
         if isinstance(rows, slice):
             self._end = max(self._end, rows.stop)
+        else:
+            self._numbered = True
         self._waiting.append((rows, (out, lse)))
 
     def settle(self) -> None:
@@ -291,21 +312,21 @@ class Accumulator(_Partials):
             self._merge_waiting()
 
     def _merge_waiting(self) -> None:
-        """Merges waiting partials into the total, in a wide dtype from the second partial on."""
+        """Merges waiting partials into the total, in a wide dtype from the second of a row on."""
         self.borrowed = False
+        if self._total is None:
+            self._owned = self._wide in [out.dtype for _, (out, _) in self._waiting]
+            self._total = self._joined(self._wide if self._owned else self._like.dtype)
+            return
         for rows, (out, lse) in self._taken():
-            whole = isinstance(rows, slice) and out.shape[1] == self._like.shape[1]
-            if self._total is None and whole:
-                self._total = (out, lse)
+            if self._owned:
+                _merge_rows(*self._total, rows, out, lse)
                 continue
-            total = self._total or self._nothing(self._wide)
-            if not self._owned:
-                self._total, self._owned = self._new(self._wide), True
-                if whole:
-                    merge_into(*self._total, *total, out, lse)
-                    continue
-                total = _copied(self._total, *total)
-            _merge_rows(*total, rows, out, lse)
+            narrow, self._total, self._owned = self._total, self._new(self._wide), True
+            if isinstance(rows, slice) and out.shape[1] == self._like.shape[1]:
+                merge_into(*self._total, *narrow, out, lse)
+            else:
+                _merge_rows(*_copied(self._total, *narrow), rows, out, lse)
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
@@ -324,35 +345,35 @@ class Accumulator(_Partials):
         dtype = dtype or self._like.dtype
         if plus is not None:
             self.add(slice(0, self._like.shape[1]), *plus)
+        if self._total is None:
+            self._total = self._joined(dtype)
         if len(self._waiting) == 1:
             ((rows, (last_out, last_lse)),) = self._waiting
             if isinstance(rows, slice) and last_out.shape[1] == self._like.shape[1]:
-                if self._total is None:
-                    return self._placed(dtype, last_out, last_lse)
                 found = self._place or self._new(dtype)
                 merge_into(*found, *self._total, last_out, last_lse)
                 return found
-        if self._total is None and len(self._waiting) > 1:
-            return self._joined(dtype)
-        total = self._total or self._nothing(dtype)
-        if total[0].dtype == dtype:
+        if not self._waiting:
+            return self._placed(dtype, *self._total)
+        if self._total[0].dtype == dtype:
             for rows, (out, lse) in self._taken():
-                _merge_rows(*total, rows, out, lse)
-            return self._placed(dtype, *total)
-        self._merge_waiting()
-        assert self._total is not None
+                _merge_rows(*self._total, rows, out, lse)
+        else:
+            self._merge_waiting()
         return self._placed(dtype, *self._total)
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Joins waiting partials, whose rows are slices, to one."""
-        out, lse = self._place or self._new(dtype)
-        pieces = self._pieces()
-        if not _covers_all(pieces, self._like.shape[1]):
+        """Joins waiting partials, no two of which share a row, to one."""
+        numbered, taken = self._numbered, self._taken()
+        out, lse = (dtype == self._like.dtype and self._place) or self._new(dtype)
+        if numbered or sum([some.shape[1] for _, (some, _) in taken]) < self._like.shape[1]:
             out.zero_()
             lse.fill_(-torch.inf)
-        for rows, ((some, some_lse),) in pieces:
-            assert isinstance(rows, slice)
-            _copied((out[:, rows], lse[:, :, rows]), some, some_lse)
+        for rows, (some, some_lse) in taken:
+            if isinstance(rows, RowIndex):
+                _merge_rows(out, lse, rows, some, some_lse)
+            else:
+                _copied((out[:, rows], lse[:, :, rows]), some, some_lse)
         return out, lse
 
     def _placed(self, dtype: torch.dtype, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,12 +381,6 @@ class Accumulator(_Partials):
         if self._place is None:
             return out.to(dtype), lse
         return self._place if out is self._place[0] else _copied(self._place, out, lse)
-
-    def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        self._owned = dtype == self._wide
-        out, lse = self._new(dtype)
-        self._total = out.zero_(), lse.fill_(-torch.inf)
-        return self._total
 
     def _new(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Memory for out and lse."""
@@ -431,6 +446,8 @@ class GradientSum(_Partials):
                 self._settle()
             if isinstance(rows, slice):
                 self._end = max(self._end, rows.stop)
+            else:
+                self._numbered = True
             self._waiting.append((rows, gradients))
         else:
             self._add(rows, gradients)
@@ -497,7 +514,7 @@ class GradientSum(_Partials):
         waiting = self._waiting
         if not waiting:
             return self._total or self._own_buffers()
-        if not self._total and len(waiting) > 1:
+        if not self._total and len(waiting) > 1 and not self._numbered:
             self._total = self._joined(self._pieces(), dtype)
             return self._total
         if not self._total:
@@ -512,7 +529,7 @@ class GradientSum(_Partials):
     def _joined(self, pieces: Sequence[Piece], dtype: torch.dtype) -> list[Tensor]:
         """The sums of waiting partials alone."""
         whole = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
-        if not _covers_all(pieces, whole[0].shape[1]):
+        if sum([parts[0][0].shape[1] for _, parts in pieces]) < whole[0].shape[1]:
             for x in whole:
                 x.zero_()
         for rows, parts in pieces:
@@ -551,11 +568,6 @@ def _plus(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[
     outs = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in a]
     _sum_into(outs, a, b)
     return outs
-
-
-def _covers_all(pieces: Sequence[Piece], tokens: int) -> bool:
-    """Whether pieces, no two of which share a row, cover all rows."""
-    return sum([parts[0][0].shape[1] for _, parts in pieces]) == tokens
 
 
 def part_of(tensors: Tensors, rows: slice) -> Tensors:

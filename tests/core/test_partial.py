@@ -3,6 +3,7 @@
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -73,6 +74,17 @@ def test_rows_that_come_again_are_merged_in_float32(some, others):
     assert torch.equal(total.result()[0][:, slice(*some)], wide[0].bfloat16())
 
 
+def test_partials_in_float32_are_rounded_at_the_end():
+    """Of some rows, which nothing else has yet."""
+    q, generator = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    total, parts = Accumulator(q, 16), []
+    for _ in range(3):
+        parts.append((torch.randn(1, 5, 2, 16, generator=generator), torch.zeros(1, 2, 5)))
+        total.add(slice(3, 8), *[x.clone() for x in parts[-1]])
+    exact = sum(out.double() for out, _ in parts) / 3
+    torch.testing.assert_close(total.result()[0][:, 3:].double(), exact, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_sums_of_bf16_gradients_lose_nothing_but_the_last_rounding(count):
     like = torch.zeros(1, 64, 2, 8, dtype=torch.bfloat16)
@@ -101,6 +113,18 @@ class Counted:
         for out, a, *others in zip(outs, *terms, strict=True):
             self.asked.append(("sum", out.dtype, out.shape[1]))
             out.copy_(sum((b.float() for b in others), start=a.float()))
+
+    def merge_rows_into(self, out, lse, to, b, b_lse, of):
+        part, part_lse = out[:, to], lse[:, :, to]
+        assert of is None
+        self.merge_into(part, part_lse, part.clone(), part_lse.clone(), b, b_lse)
+        out[:, to], lse[:, :, to] = part, part_lse
+
+    def add_rows_into(self, total, to, gradient, of):
+        assert of is None
+        part = total[:, to]
+        self.sum_into([part], [part.clone()], [gradient])
+        total[:, to] = part
 
 
 @pytest.fixture
@@ -178,6 +202,21 @@ def test_gradients_are_summed_in_as_few_passes(counted, few, rows, asked):
     assert counted.asked == [("sum", *each) for each in asked]
 
 
+def by_number(numbers, *, known=True):
+    edges = np.add(numbers, [[0], [1]]) if known else None
+    return RowIndex(torch.tensor(numbers, dtype=torch.int32), None, edges)
+
+
+def drawn_rows(draw, most):
+    """Some of twelve rows, and their numbers."""
+    if draw.random() < 0.3:
+        numbers = sorted(draw.sample(range(12), draw.randint(1, most)))
+        return by_number(numbers, known=draw.random() < 0.8), numbers
+    start, stop = sorted(draw.sample(range(13), 2))
+    rows = slice(start, min(stop, start + most), draw.choice([None, 1, 1, 2]))
+    return rows, [*range(12)[rows]]
+
+
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype, few):
@@ -188,12 +227,11 @@ def test_gradients_of_any_rows_are_summed_and_not_read_later(dtype, few):
         total = GradientSum(torch.zeros(1, 12, 1, 2, dtype=dtype), few=few)
         expected = torch.zeros(12, 2, dtype=torch.float64)
         for number in range(draw.randint(1, 6)):
-            start, stop = sorted(draw.sample(range(13), 2))
-            rows = slice(start, min(stop, start + 3), draw.choice([None, 1, 1, 2]))
+            rows, numbers = drawn_rows(draw, 3)
             if draw.random() < (0.2 if number else 0.7):
-                rows = slice(0, 12)
-            part = torch.randn(1, len(range(12)[rows]), 1, 2, generator=generator).to(dtype)
-            expected[rows] += part[0, :, 0]
+                rows, numbers = slice(0, 12), [*range(12)]
+            part = torch.randn(1, len(numbers), 1, 2, generator=generator).to(dtype)
+            expected[numbers] += part[0, :, 0]
             kept = total.keeps
             total.add(rows, part)
             if not kept and not few:
@@ -237,6 +275,28 @@ def test_rows_with_two_partials_at_most_are_written_once(counted, holes):
     assert torch.equal(dq, sums.bfloat16())
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_rows_by_number_that_others_do_not_have_stay_narrow(counted, own):
+    """As of several kernel calls of one joint block."""
+    generator = torch.Generator().manual_seed(0)
+    like, rows = torch.zeros(1, 12, 2, 8).bfloat16(), [[1, 2, 8], [*range(4, 7)], [3, 10]]
+    total, merged = GradientSum(like, few=True), Accumulator(like, 8)
+    sums, wide = torch.zeros(1, 12, 2, 8).double(), Accumulator(like.double(), 8)
+    for numbers in ([[*range(12)]] if own else []) + rows:
+        part = torch.randn(1, len(numbers), 2, 8, generator=generator).bfloat16()
+        lse = torch.randn(1, 2, len(numbers), generator=generator)
+        adjacent = slice(numbers[0], numbers[-1] + 1)
+        some = adjacent if len(numbers) == adjacent.stop - adjacent.start else by_number(numbers)
+        total.add(some, part.clone())
+        merged.add(some, part.clone(), lse)
+        wide.add(by_number(numbers), part.double(), lse.double())
+        sums[:, numbers] += part
+    (dq,), (out, _) = total.result(), merged.result()
+    assert {dtype for _, dtype, _ in counted.asked} == {BFLOAT16}
+    assert torch.equal(dq, sums.bfloat16())
+    torch.testing.assert_close(out.double(), wide.result()[0], rtol=2**-8, atol=2**-8)
+
+
 def test_partials_of_any_rows_are_merged():
     draw = Random(0)
     for _ in range(300):
@@ -246,14 +306,13 @@ def test_partials_of_any_rows_are_merged():
         total = Accumulator(q, 2, place)
         expected, weights = torch.zeros_like(q), torch.full((1, 1, 12), -torch.inf).double()
         for _ in range(draw.randint(1, 6)):
-            start, stop = sorted(draw.sample(range(13), 2))
-            rows = slice(start, min(stop, start + 6), draw.choice([None, 1, 1, 1, 2]))
+            rows, numbers = drawn_rows(draw, 6)
             if draw.random() < 0.2:
-                rows = slice(0, 12)
-            part = torch.randn(1, len(range(12)[rows]), 1, 2, generator=generator).double()
+                rows, numbers = slice(0, 12), [*range(12)]
+            part = torch.randn(1, len(numbers), 1, 2, generator=generator).double()
             lse = torch.randn(1, 1, part.shape[1], generator=generator).double()
-            expected[:, rows] += part * lse.exp().mT[..., None]
-            weights[:, :, rows] = torch.logaddexp(weights[:, :, rows], lse)
+            expected[:, numbers] += part * lse.exp().mT[..., None]
+            weights[:, :, numbers] = torch.logaddexp(weights[:, :, numbers], lse)
             total.add(rows, part, lse)
             if draw.random() < 0.2:
                 total.borrowed = True
