@@ -1,7 +1,7 @@
 """Conformance over real processes: every algorithm against float64, beside one device's kernel.
 
     torchrun --nproc-per-node 4 tests/distributed_conformance.py [--device cpu] [--kernels a,b]
-        [--captured]
+        [--captured] [--one-gpu 4]
 
 The error of each algorithm may be at most twice that of the same kernel on the whole sequence.
 Prints a table; exits 1 if a bound is broken.
@@ -31,6 +31,7 @@ from megatron_cp_plugin.process_exit import one_line_errors
 from scripts.timing import take_gpu
 from tests.kernel_calls import backward_of, forward_of
 from tests.oracle import Expected, expected_attention
+from tests.peer_world import share_gpu
 from tests.span_masks import dense, random_spans
 from tests.test_conformance import Case, few_cases, layout_for
 
@@ -147,7 +148,10 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--value-dim", type=int, help="of v and out; default: --head-dim")
     parser.add_argument("--captured", action="store_true", help="steps captured in CUDA graphs")
+    parser.add_argument("--one-gpu", type=int, metavar="N", help="N ranks a node, all on one GPU")
     args = parser.parse_args()
+    if args.one_gpu:
+        share_gpu(args.one_gpu)
     cuda = args.device == "cuda"
     device = take_gpu("add --device cpu --kernels auto") if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))

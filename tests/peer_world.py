@@ -1,12 +1,15 @@
-"""Virtual ranks whose memory others write to: peer transport on a CPU, at its strictest."""
+"""Ranks whose memory others write to: virtual ones on a CPU, at their strictest, and on one GPU."""
 
+import os
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import Pending, Receive, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator, Writes
+from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology
 from megatron_cp_plugin.core.communication.virtual import Address, VirtualTopology, VirtualWorld
 
 _NAN = 0xFF  # a byte; any number of them is NaN in every floating dtype
@@ -164,3 +167,23 @@ def run_virtual[T](
 ) -> list[T]:
     """As the package's `run_virtual`, with peer channels or without."""
     return virtual_world(size, timeout_s, ranks_per_node, peer_access=peer_access).run(body)
+
+
+def share_gpu(ranks_per_node: int) -> None:
+    """Puts all ranks of this job on the first GPU, in nodes whose ranks have peer access. Call it
+    before anything asks for a GPU.
+
+    To NCCL, which refuses two ranks of one host on one GPU, each rank is a host.
+    """
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": os.environ["RANK"]}
+    os.environ.update(alone, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
+
+    def nodes(topology: ProcessGroupTopology) -> tuple[int, ...]:
+        ranks = dist.get_process_group_ranks(topology._group)
+        return tuple([rank // ranks_per_node for rank in ranks])
+
+    def peer_access(topology: ProcessGroupTopology) -> bool:
+        return topology.size > 1 and len(set(topology.nodes)) == 1
+
+    for name, of in (("nodes", nodes), ("peer_access", peer_access)):
+        setattr(ProcessGroupTopology, name, property(of))

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 tests/stress_transport.py --minutes 9 --seed 0
     torchrun --nproc-per-node 4 --no-python bash -c 'export NCCL_HOSTID=$((RANK / 2))
         LOCAL_RANK=$((RANK % 2)); python tests/stress_transport.py'  # two nodes, on two GPUs
+    torchrun --nproc-per-node 4 tests/stress_transport.py --one-gpu 4  # of one node; 2: of two
     python tests/stress_transport.py --virtual 3 --minutes 0.1
 
 Rounds of several calls back to back, forwards and backwards of different algorithms mixed, each on
@@ -42,7 +43,7 @@ from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.core.kernel import Problem
 from megatron_cp_plugin.errors import ConfigError, KernelUnavailableError
 from megatron_cp_plugin.kernels import resolve
-from tests.peer_world import run_virtual
+from tests.peer_world import run_virtual, share_gpu
 
 NAMES = ("out", "dq", "dk", "dv")
 HEADS = ((8, 8), (8, 4), (8, 2), (8, 1), (16, 4), (12, 6), (4, 4))
@@ -401,6 +402,8 @@ def on_threads(args: argparse.Namespace, deadline: float) -> list[Counter[str]]:
 def on_gpus(args: argparse.Namespace, deadline: float) -> list[Counter[str]]:
     """What hangs ends with a traceback."""
     faulthandler.dump_traceback_later(60 * args.minutes + GRACE_S, exit=True)
+    if args.one_gpu:
+        share_gpu(args.one_gpu)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     # Kernels whose results repeat; torch would also fill what is not written yet, which takes time.
@@ -430,6 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shortest", type=int, default=512, help="tokens of a rank, at least")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of a rank, at most")
     parser.add_argument("--virtual", type=int, metavar="P", help="threads in place of GPUs")
+    parser.add_argument("--one-gpu", type=int, metavar="N", help="N ranks a node, all on one GPU")
     args = parser.parse_args(argv)
     began = time.monotonic()
     run = on_threads if args.virtual else on_gpus

@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_637,
     "harness": 2_112,
     "scripts": 7_010,
-    "tests": 37_452,
+    "tests": 37_483,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}
