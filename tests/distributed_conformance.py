@@ -86,7 +86,7 @@ def split_errors(case, kernel_name, expected: Expected, device, setting, capture
     captured: of a step that was captured in a CUDA graph and replayed.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    options = dict(case.options)
+    options = dict(case.options, kernel=kernel_name, seq_len=expected.q.shape[1])
     bounds = setting.get("cu_seqlens")
     bounds = None if bounds is None else torch.tensor(bounds)
     layout = layout_for(case, expected, bounds, setting.get("spans"))
@@ -98,7 +98,7 @@ def split_errors(case, kernel_name, expected: Expected, device, setting, capture
     dout = local(expected.dout)
 
     def step():
-        out = cp.attention(q, k, v, algo=case.algo, kernel=kernel_name, **setting, **options)
+        out = cp.attention(q, k, v, algo=case.algo, **setting, **options)
         return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 
     got = replayed(step) if captured else step()
