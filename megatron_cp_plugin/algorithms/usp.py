@@ -29,8 +29,8 @@ class Usp(Ulysses):
 
     The U ranks of a team together hold one chunk (contiguous) or two (zigzag) of the P/U or 2P/U
     of the sequence, so the ring between teams is the ordinary one, and tokens have the layout of
-    the ring on all P ranks. Where U does not divide H heads of zeros are added, as in
-    `ulysses`.
+    the ring on all P ranks, but for documents (see option layout). Where U does not divide H heads
+    of zeros are added, as in `ulysses`.
 
     With S = N/P tokens a rank a rank sends what `ulysses` of U ranks sends, and what the ring of
     P/U ranks sends with N tokens, H/U query heads and V/U KV heads, V = lcm(G, U); or the grid of
@@ -53,7 +53,7 @@ class Usp(Ulysses):
                 largest common divisor of ranks and KV heads.
             layout: "zigzag", Megatron's own; "contiguous"; "documents", see zigzag: with teams that
                 are nodes, keys that a node needs cross once to it, through all its network cards;
-                or "thd", see ring.
+                if U is given, a team's ranks hold its tokens in order; or "thd", see ring.
             route: of the ring, see there; or "grid".
             backward, gradients: of the ring, see there.
             rows: R; 0: the number of rows that sends the fewest bytes.

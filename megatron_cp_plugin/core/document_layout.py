@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
+from itertools import batched, chain, pairwise
 from typing import cast
 
 import numpy as np
@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.balance import deal, room
-from megatron_cp_plugin.core.layout import (
-    LAYOUTS,
-    Contiguous,
-    Documents,
-    Grouped,
-    Layout,
-    Zigzag,
-    positions,
-)
+from megatron_cp_plugin.core.layout import LAYOUTS, Contiguous, Documents, Layout, Zigzag, positions
 from megatron_cp_plugin.core.masks.slices import Slices
-from megatron_cp_plugin.core.ranges import Ranges, Span, between, positions_of, runs
+from megatron_cp_plugin.core.ranges import Ranges, Span, joined, runs
 from megatron_cp_plugin.errors import ContextParallelError
 
 # A key of another rank, whose gradients go home when no kernel runs any more, takes as long as 144
@@ -54,9 +46,13 @@ class Balanced(Layout):
         if self.documents:
             # By what was made before: a hash of all documents for each rank takes long.
             if (size, seq_len) not in self._made:
-                self._made[size, seq_len] = _balanced(self.documents, seq_len, size)
+                self._made[size, seq_len] = self._make(size, seq_len)
             return self._made[size, seq_len][rank]
         return _ZIGZAG.spans(rank, size, seq_len)
+
+    def _make(self, size: int, seq_len: int) -> tuple[Ranges, ...]:
+        """The spans of every rank, with documents."""
+        return _balanced(self.documents, seq_len, size)
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Ranges, ...]]:
@@ -91,19 +87,9 @@ class BalancedTeams(Balanced):
         """With the number of ranks of a team."""
         return f"documents/{self.members}"
 
-    def spans(self, rank: int, size: int, seq_len: int) -> Sequence[Span]:
-        if not self.documents or size % self.members:
-            return super().spans(rank, size, seq_len)
-        team, place = divmod(rank, self.members)
-        edges = [0]
-        for each in range(rank - place, rank + 1):
-            edges.append(edges[-1] + self.length(each, size, seq_len))
-        of_team = self._teams.spans(team, size // self.members, seq_len)
-        return positions_of(of_team, between(*edges[-2:]))
-
-    @cached_property
-    def _teams(self) -> Grouped:
-        return Grouped(Balanced(self.documents), self.members)
+    def _make(self, size: int, seq_len: int) -> tuple[Ranges, ...]:
+        ranks = super()._make(size, seq_len)
+        return ranks if size % self.members else _in_order(ranks, self.members)
 
 
 @dataclass(frozen=True)
@@ -191,6 +177,18 @@ def _balanced(documents: Documents, seq_len: int, size: int) -> tuple[Ranges, ..
     return _dealt(list(pairwise(bounds)), size, visible)
 
 
+@lru_cache(maxsize=64)
+def _in_order(ranks: tuple[Ranges, ...], members: int) -> tuple[Ranges, ...]:
+    """The tokens of each team of ranks, dealt to its ranks in ascending order."""
+    found = list[Ranges]()
+    for team in batched(ranks, members):
+        edges = np.cumsum([0, *[own.total for own in team]])
+        pieces, _ = joined(team).united.cut(np.stack((edges[:-1], edges[1:])))
+        places = pieces.ends.searchsorted(edges, "right").tolist()
+        found += [pieces.some(slice(*ends)) for ends in pairwise(places)]
+    return tuple(found)
+
+
 def _balanced_under(slices: Slices, seq_len: int, size: int) -> tuple[Ranges, ...]:
     """The spans of every rank under a span mask."""
     keys = slices.bands.keys_of(seq_len)
@@ -219,9 +217,9 @@ def _dealt(
     edges = np.array([*chain(*dealt)], np.int64).reshape(-1, 2)
     start, stop = edges[np.lexsort((edges[:, 0], rank))].T
     first, last = runs((start[1:] != stop[:-1]) | (rank[1:] != rank[:-1]), len(rank))
-    joined = Ranges.between(start[first], stop[last])
+    whole = Ranges.between(start[first], stop[last])
     bounds = rank[first].searchsorted(np.arange(size + 1)).tolist()
-    return tuple(joined.some(slice(*ends)) for ends in pairwise(bounds))
+    return tuple(whole.some(slice(*ends)) for ends in pairwise(bounds))
 
 
 def describe_mismatch(

@@ -25,8 +25,8 @@ class RowIndex(NamedTuple):
     Attributes:
         to: [n] int32, rows of the block; none twice.
         of: [n] int32, rows of the partial that is merged or added; None: all, in their order.
-        edges: [2,n], where rows of the block that follow each other start, ascending, and stop, on
-            the host; None: not known.
+        edges: [2,n], ascending, where ranges of the block start and stop that have all these rows,
+            on the host; None: not known.
     """
 
     to: Tensor
@@ -353,13 +353,11 @@ class Accumulator(_Partials):
                 found = self._place or self._new(dtype)
                 merge_into(*found, *self._total, last_out, last_lse)
                 return found
-        if not self._waiting:
-            return self._placed(dtype, *self._total)
-        if self._total[0].dtype == dtype:
+        if self._waiting and self._total[0].dtype != dtype:
+            self._merge_waiting()
+        elif self._waiting:
             for rows, (out, lse) in self._taken():
                 _merge_rows(*self._total, rows, out, lse)
-        else:
-            self._merge_waiting()
         return self._placed(dtype, *self._total)
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -89,18 +89,17 @@ def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:
         return BatchRows(whole, ())
     # By NumPy: torch's threads cost more.
     elements = torch.from_numpy(ranges.elements)
-    edges = ranges.united.table[:2] if ranges.plain else None
     if apart:  # what is between them is taken too
-        return BatchRows(whole, (RowIndex(elements, elements - whole.start, edges),))
+        return BatchRows(whole, (RowIndex(elements, elements - whole.start, ranges.extents),))
     if not given:
         return BatchRows(elements, ())
     order, packed = np.lexsort((stop, start)), ranges.packed
     rounds = first_fit(start[None, order], stop[None, order])
     if len(rounds) == 1:
-        return BatchRows(elements, (RowIndex(elements, None, edges),))
+        return BatchRows(elements, (RowIndex(elements, None, ranges.extents[:, order]),))
     pairs = ((x.some(order[some]).elements for x in (ranges, packed)) for some in rounds)
-    found = [[torch.from_numpy(x) for x in pair] for pair in pairs]
-    return BatchRows(elements, tuple([RowIndex(to, of) for to, of in found]))
+    found = [RowIndex(torch.from_numpy(to), torch.from_numpy(of)) for to, of in pairs]
+    return BatchRows(elements, tuple(found))
 
 
 # Number of (query, key) pairs, over all heads, that keep a GPU busy for longer than the host needs
