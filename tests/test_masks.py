@@ -17,9 +17,7 @@ BLOCK, BFLOAT16 = 6, torch.bfloat16
 @pytest.mark.parametrize("case", few_cases(4), ids=str)
 def test_queries_that_see_only_themselves_have_no_gradients(case: Case) -> None:
     """Nor have keys, up to float32, though delta travels where kernels take a bfloat16 out."""
-    expected = expected_attention(
-        seq_len=4 * BLOCK, heads=4, kv_heads=2, head_dim=8, causal=True, window=1, dtype=BFLOAT16
-    )
+    expected = expected_attention(seq_len=4 * BLOCK, causal=True, window=1, dtype=BFLOAT16)
     results, _ = run(case, expected, 4, kernel="torch_cpu", window=1)
     _, *gradients = zip(*results, strict=True)
     dq, dk, dv = (torch.cat(parts, 1).abs().max().item() for parts in gradients)
@@ -49,9 +47,7 @@ def test_what_a_layout_that_follows_documents_sends() -> None:
     """
     for lengths, size, whole in ((range(0, 49, 8), 3, True), ((0, 20, 48, 60, 72, 90), 5, False)):
         bounds, sent = torch.tensor(lengths), []
-        expected = expected_attention(
-            seq_len=lengths[-1], heads=4, kv_heads=2, head_dim=8, causal=True, cu_seqlens=bounds
-        )
+        expected = expected_attention(seq_len=lengths[-1], causal=True, cu_seqlens=bounds)
         for algo, *transport in (
             ("allgather",),
             ("zigzag",),

@@ -76,7 +76,7 @@ def test_a_script_beside_the_checkout_finds_the_package(tmp_path: Path) -> None:
 def test_a_name_is_enough(packages: Path) -> None:
     install(packages, "striped_package", example())
     install(packages, "kernel_package", KERNEL)
-    expected = expected_attention(seq_len=30, heads=4, kv_heads=2, head_dim=8, causal=True)
+    expected = expected_attention(seq_len=30, causal=True)
     case = Case("striped_here", (("travels", "queries"),))
     results, _ = run(case, expected, 3, kernel="ours")
     assert_matches(case, results, expected, bound=1e-10)

@@ -34,15 +34,8 @@ def run(expected: Expected, size: int, causal: bool) -> list[tuple[Tensor, ...]]
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_equals_unsplit_attention(kv_heads: int, size: int, causal: bool) -> None:
-    expected = expected_attention(
-        batch=BATCH,
-        seq_len=TOKENS * size,
-        heads=HEADS,
-        kv_heads=kv_heads,
-        head_dim=DIM,
-        value_dim=12,
-        causal=causal,
-    )
+    sizes = {"batch": BATCH, "seq_len": TOKENS * size, "kv_heads": kv_heads, "value_dim": 12}
+    expected = expected_attention(**sizes, causal=causal)
     with cp.record_communication() as log:
         results = run(expected, size, causal)
     for index, name in enumerate(("out", "dq", "dk", "dv")):

@@ -70,13 +70,7 @@ def test_calls_of_a_pass(case: tuple[str, dict, int], window: int | None, gaps: 
     algo, options, most = case
     mask = Mask(window=window, documents=DOCUMENTS)
     expected = expected_attention(
-        seq_len=SEQ_LEN,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        causal=True,
-        window=window,
-        cu_seqlens=(0, *DOCUMENTS, SEQ_LEN),
+        seq_len=SEQ_LEN, causal=True, window=window, cu_seqlens=(0, *DOCUMENTS, SEQ_LEN)
     )
     whole = expected.q, expected.k, expected.v, expected.dout
     want = expected.out, expected.dq, expected.dk, expected.dv
@@ -135,9 +129,7 @@ def test_vector_loads_find_tensors_where_they_need_them(algo: str, size: int) ->
         def _load(*tensors: torch.Tensor) -> None:
             assert not any(x.data_ptr() % 16 for x in tensors)
 
-    expected = expected_attention(
-        seq_len=64, heads=4, kv_heads=2, head_dim=8, causal=True, dtype=torch.bfloat16
-    )
+    expected = expected_attention(seq_len=64, causal=True, dtype=torch.bfloat16)
 
     def body(topology: Topology) -> float:
         algorithm = create(algo, topology, {})

@@ -138,7 +138,7 @@ def test_pairs_that_are_left_out_or_computed_twice_are_refused(
 
 def test_a_pair_that_the_mask_hides_needs_no_place() -> None:
     register(lambda q, k, size: [in_turn(q, k, size)] * (q >= k))
-    expected = expected_attention(seq_len=24, heads=4, kv_heads=2, head_dim=8, causal=True)
+    expected = expected_attention(seq_len=24, causal=True)
     assert_conforms(Case("placed"), 3, seq_len=24)
     with pytest.raises(ConfigError, match="where queries of rank 0 meet keys of rank 1"):
         run(Case("placed"), expected, 3, causal=False)

@@ -82,13 +82,7 @@ def test_against_attention_written_out(
     layer: int,
 ) -> None:
     expected = expected_attention(
-        batch=BATCH,
-        seq_len=TOKENS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        causal=mask is AttnMaskType.causal,
-        scale=scale,
+        batch=BATCH, seq_len=TOKENS, causal=mask is AttnMaskType.causal, scale=scale
     )
     # The scaling by the layer number cancels out.
     scaled = config(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True)
@@ -131,15 +125,7 @@ def test_window_of_megatrons_layers(
 ) -> None:
     """The query's own key and 3 before it; every second layer sees all."""
     settings = config(window_size=(3, 0), window_attn_skip_freq=2)
-    expected = expected_attention(
-        batch=BATCH,
-        seq_len=TOKENS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        causal=True,
-        window=window,
-    )
+    expected = expected_attention(batch=BATCH, seq_len=TOKENS, causal=True, window=window)
     module = attention(group, runtime, config=settings, layer_number=layer)
     out = module(*(x.detach().transpose(0, 1) for x in (expected.q, expected.k, expected.v)))
     assert relative_error(out, expected.out.transpose(0, 1).flatten(2)) < 1e-10

@@ -29,7 +29,6 @@ from megatron_cp_plugin.core.placement import HeadPlacement, Placement
 from megatron_cp_plugin.core.plans.checks import fits_slots
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
-    OF_KEYS,
     QUERIES,
     Plan,
     Side,
@@ -239,13 +238,12 @@ class Executor(RankPart):
         float64); and what `differentiate` needs, local tensors only. Out among them is the same
         tensor as the one that is returned, because attention sinks change it in place.
         """
-        given = q, k, v
         if outside(self.plan):
             k, v = redistribute(self.topology, self.plan, k, v)
-            given = q, k, v
+        given = q, k, v
         own = {"q": q, "k": k, "v": v}
         if self.filled is not None:
-            own = _with_filled_heads(self.filled, own)
+            own = self.filled.fill(own)
         work = Forward(self, own, keep=self.keep)
         work.run()
         out, lse = work.out, work.lse
@@ -271,12 +269,11 @@ class Executor(RankPart):
         else:
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
-            own = _with_filled_heads(self.filled, own)
+            own = self.filled.fill(own)
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
-        retained = () if self.keep else tuple(rest)
-        work = Backward(self, own, like, kept, retained)
+        work = Backward(self, own, like, kept, () if self.keep else tuple(rest))
         work.run()
         dq, dk, dv = work.gradients
         if self.filled is not None:
@@ -334,11 +331,3 @@ def executor_of(
             filled = None
     common = transport.channels(steps, blocks.most_held, near), steps, topology, transport
     return Executor(call, parts, of_heads, *common, filled, keep)
-
-
-def _with_filled_heads(filled: PaddedHeads, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds zero heads, and copies of KV heads, to the tensors."""
-    return {
-        name: filled.fill_keys(x) if name in OF_KEYS else filled.fill_queries(x)
-        for name, x in tensors.items()
-    }

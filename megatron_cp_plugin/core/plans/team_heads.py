@@ -2,7 +2,7 @@
 where the ranks of a team cannot split the heads evenly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, permutations
@@ -18,6 +18,7 @@ from megatron_cp_plugin.core.layout import TokenMap
 from megatron_cp_plugin.core.partial import accumulation_dtype
 from megatron_cp_plugin.core.placement import HeadPlacement
 from megatron_cp_plugin.core.plans.plan import (
+    OF_KEYS,
     RESULTS,
     Block,
     Compute,
@@ -200,19 +201,19 @@ class PaddedHeads:
         """Query heads, zero heads among them."""
         return self.all_kv_heads * self.all_shared
 
-    def fill_queries(self, x: Tensor) -> Tensor:
-        """[B,S,H,D], rows [B,H,S], with the zero heads."""
-        return _fill_heads(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
+    def fill(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Adds the zero heads to [B,S,heads,D] and rows [B,H,S], by name, and copies to keys."""
+        found = dict[str, Tensor]()
+        for name, x in tensors.items():
+            own, every = (1, 1) if name in OF_KEYS else (self.shared, self.all_shared)
+            found[name] = _fill_heads(x, (self.kv_heads, own), (self.all_kv_heads, every))
+            if name in OF_KEYS and (copies := self.sent_kv_heads // self.all_kv_heads) > 1:
+                found[name] = found[name].repeat_interleave(copies, 2)
+        return found
 
     def own_queries(self, x: Tensor) -> Tensor:
         """[B,S,all,D], rows [B,all,S], without the zero heads; contiguous."""
         return _own(x, (self.kv_heads, self.shared), (self.all_kv_heads, self.all_shared))
-
-    def fill_keys(self, x: Tensor) -> Tensor:
-        """[B,S,G,D] with the zero heads, and copies: [B,S,V,D]."""
-        x = _fill_heads(x, (self.kv_heads, 1), (self.all_kv_heads, 1))
-        copies = self.sent_kv_heads // self.all_kv_heads
-        return x.repeat_interleave(copies, 2) if copies > 1 else x
 
     def own_keys(self, gradient: Tensor) -> Tensor:
         """[B,S,V,D], summed over copies in float32, without the zero heads: [B,S,G,D]."""
