@@ -83,9 +83,7 @@ def attention(
             among the algorithms for the layout that option `layout` names (default "zigzag"; give
             `shard` the same), on the machine that option `machine` names (default: rank 0's GPU).
         group: process group of the context-parallel ranks; None: all processes. The first call
-            makes further groups of these ranks. Unless all ranks of the job make equally many of
-            them, make your own groups before that call: `torch.distributed.new_group` hangs after
-            it.
+            makes further groups of these ranks, by them alone.
         causal: queries attend to no later keys.
         scale: factor of the scores, above 0; None: D**-0.5. Not differentiable.
         kernel: "auto" or a name of `kernels.kernel_names`.

@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
-    "package root": 4_212,
-    "core": 12_492,
+    "package root": 4_206,
+    "core": 12_463,
     "algorithms": 1_741,
     "kernels": 3_304,
-    "integration": 8_041,
+    "integration": 8_040,
     "planner": 5_637,
     "harness": 2_112,
-    "scripts": 7_010,
-    "tests": 37_483,
+    "scripts": 7_007,
+    "tests": 37_461,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

@@ -166,7 +166,7 @@ def ring_placement(
     """
     topology, e = algorithm.topology, shape.element_bytes
     size = topology.size // members
-    nodes = topology.nodes[::members]  # of teams' first ranks: one route, and its groups, for all
+    nodes = topology.nodes[topology.rank % members :: members]
     backward, route = rules.backward, rules.route
     if route == "auto":
         route = best_route(layout, size, shape.seq_len, mask, nodes)

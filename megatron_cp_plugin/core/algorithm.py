@@ -215,8 +215,6 @@ class Algorithm(Registered):
         placement = self.placement(shape, mask, phase)
         among = steps_among(placement, self.topology)
         wanted: Wanted = getattr(self.options, "transport", "auto")
-        if wanted == "auto" and not self.topology.holds_teams(self.topology.size // among.size):
-            wanted = "group"  # all ranks make equally many process groups, whatever their nodes
         transport = Transport(self.name, among, wanted)
         blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)

@@ -279,19 +279,11 @@ class Topology(ABC):
         local = self.nodes.count(self.nodes[0])
         if local == self.size:
             return self if self.peer_access else None
-        if local == 1 or not self.holds_teams(local):
+        if local == 1 or self.size % local:
             return None
         first = self.rank // local * local
         near = self.subgroup(range(first, first + local), "node")
         return near if all(self.gather(near.peer_access)) else None
-
-    def holds_teams(self, members: int) -> bool:
-        """Whether nodes have equally many, consecutive ranks, and each node is some teams of
-        `members` consecutive ranks, or each team some nodes. Collective the first time.
-        """
-        local, firsts = self.nodes.count(self.nodes[0]), dict.fromkeys(self.nodes)
-        even = self.nodes == tuple([node for node in firsts for _ in range(local)])
-        return even and 0 in (local % members, members % local)
 
     def peer_channel(self, name: str, slots: int) -> Communicator:
         """As `channel`, but with copy engines and `slots` receive buffers, where there is

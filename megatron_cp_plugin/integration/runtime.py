@@ -1,6 +1,6 @@
 """The runtime object of a run: one configuration, one layout, one algorithm per process group.
 
-Process groups of context parallelism are made at set-up, as Megatron makes its own.
+Process groups of context parallelism are made at set-up, with Megatron's settings for them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.core.communication.process_groups import (
-    CollectiveGroupFactory,
     ProcessGroupTopology,
     topology_of,
 )
@@ -54,7 +54,6 @@ class Runtime:
         self._algorithms: dict[tuple[str, dist.ProcessGroup], Any] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {ALONE: VirtualWorld(1).topology(0)}
-        self._making: dict[dist.ProcessGroup, CollectiveGroupFactory] = {}
         self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
     def set_up(
@@ -67,26 +66,25 @@ class Runtime:
     ) -> None:
         """Makes all process groups that the run's algorithms need for a model.
 
-        All ranks of the job call it together, whatever algorithms their pipeline stages have. Does
-        nothing for a group that has been set up for such a model; a model with other heads may need
-        further groups.
+        All ranks of the group call it together. Does nothing for a group that has been set up for
+        such a model; a model with other heads may need further groups.
 
-        Args: shape: of the model's attention, see `Algorithm.make_channels`.
+        Args:
+            shape: of the model's attention, see `Algorithm.make_channels`.
+            new_group: makes a group of some world ranks, which call it.
         """
         if (group, shape) in self._served or group.size() == 1:
             return
         if group not in self._topologies:
-            self._making[group] = CollectiveGroupFactory(new_group)
-            self._topologies[group] = ProcessGroupTopology(group, self._making[group])
-        with self._making[group]:
-            for algo in self.config.algorithms:
-                served = self.serving(algo)
-                if registry.kind_of(algo) == "softmax":
-                    served.algorithm(group).make_channels(shape)
-                else:
-                    served.linear_algorithm(group)
-            if recurrent:
-                self.recurrent_algorithm(group)
+            self._topologies[group] = ProcessGroupTopology(group, new_group)
+        for algo in self.config.algorithms:
+            served = self.serving(algo)
+            if registry.kind_of(algo) == "softmax":
+                served.algorithm(group).make_channels(shape)
+            else:
+                served.linear_algorithm(group)
+        if recurrent:
+            self.recurrent_algorithm(group)
         self._served.add((group, shape))
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
@@ -144,11 +142,11 @@ class Runtime:
     @property
     def has_groups(self) -> bool:
         """Whether several process groups were set up, so that micro-batches may choose one."""
-        return bool(self._making)
+        return len(self._topologies) > 1
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Refuses groups that were not set up, whose ranks would wait for each other."""
-        if group.size() > 1 and self._making and group not in self._topologies:
+        """Refuses groups that were not set up, if others were."""
+        if group.size() > 1 and self.has_groups and group not in self._topologies:
             raise ContextParallelError(
                 f"packed_seq_params need a cp_group that was there when the model was built, got "
                 f"another one of {group.size()} ranks: let initialize_model_parallel make it, by "
@@ -188,7 +186,7 @@ _positions = kept_on_device(maxsize=16)(positions)
 def set_up_groups(
     runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any, *, recurrent: bool
 ) -> None:
-    """Makes all process groups that the run's algorithms need, by all ranks of the job.
+    """Makes all process groups that the run's algorithms need.
 
     Raises: ConfigError: The model is configured for another number of context-parallel ranks.
     """
@@ -221,8 +219,9 @@ def _dynamic(settings: Settings) -> list[Any]:
 def _new_group(args: Any | None) -> Callable[[list[int]], object]:
     """Makes a group with the timeout and the NCCL options that context-parallel groups have."""
     options: dict[str, dict[str, Any]] = {}
+    common: Any = {"group_desc": "CONTEXT_PARALLEL_GROUP", "use_local_synchronization": True}
     if args is None:
-        return lambda ranks: parallel_state.create_group(ranks, group_desc="CONTEXT_PARALLEL_GROUP")
+        return partial(parallel_state.create_group, **common)
     if args.nccl_communicator_config_path is not None:
         text = Path(args.nccl_communicator_config_path).read_text()
         options = yaml.safe_load(text) or {}
@@ -237,7 +236,7 @@ def _new_group(args: Any | None) -> Callable[[list[int]], object]:
             ranks,
             timeout=timeout,
             pg_options=parallel_state.get_nccl_options("cp", options),
-            group_desc="CONTEXT_PARALLEL_GROUP",
+            **common,
         )
 
     return new_group

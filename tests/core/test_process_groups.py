@@ -83,6 +83,36 @@ def test_nodes_are_those_that_nccl_tells_apart(tmp_path):
     assert [process.stdout.strip() for process in job.processes] == ["(0, 1, 2)"] * 3
 
 
+def test_further_groups_are_made_by_their_ranks_alone(tmp_path):
+    """Ranks of two groups make more of them than others, and then all ranks make one. None is split
+    from the group of all ranks, though these have connected at the start.
+    """
+    program = """if True:
+        import datetime, torch, torch.distributed as dist, megatron_cp_plugin as cp
+        dist.init_process_group("gloo")
+        soon = datetime.timedelta(seconds=9)
+        world, x = dist.group.WORLD, torch.ones(1, 4, 4, 8, requires_grad=True)
+        groups = [(ranks, dist.new_group(ranks, soon)) for ranks in ([0, 1], [0, 2])]
+        new_group, device, bound = dist.new_group, torch.device("cpu", 0), []
+        def noted(*args, **settings):
+            bound.append(world.bound_device_id)
+            return new_group(*args, **settings)
+        dist.new_group, world.bound_device_id = noted, device
+        for algo in ("zigzag", "ulysses", "attention2d"):
+            for ranks, group in groups:
+                if dist.get_rank() in ranks and (algo, ranks[1]) != ("ulysses", 2):
+                    cp.attention(x, x, x, algo=algo, group=group).sum().backward()
+        assert set(bound) == {None} and world.bound_device_id == device, bound
+        world.bound_device_id, total = None, torch.ones(1)
+        dist.all_reduce(total, group=new_group([0, 1, 2]))
+        print("all", int(total))
+        dist.destroy_process_group()
+        cp.release()
+    """
+    job = run_program(tmp_path, "-c", program, ranks=3).succeeded()
+    assert all(process.stdout.endswith("all 3\n") for process in job.processes)
+
+
 def test_groups_that_a_program_makes_and_destroys_leave_nothing(tmp_path):
     """Nor do the further ones that algorithms make for their channels and subgroups."""
     program = """if True:

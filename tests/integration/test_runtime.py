@@ -1,4 +1,4 @@
-"""Process groups: made by all ranks of the job together, as Megatron makes its own."""
+"""Process groups: made with a model, with Megatron's settings for them."""
 
 import re
 from argparse import Namespace
@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 
-from megatron_cp_plugin.core.communication.process_groups import CollectiveGroupFactory
-from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration import runtime
 from tests.integration.megatron_job import LAUNCH, TINY, run_warm
 
@@ -80,12 +78,5 @@ def test_settings_of_a_group_are_those_of_megatron(
     for settings in made:
         assert settings["timeout"] == timedelta(minutes=7)
         assert settings["pg_options"] == {"max_ctas": 8, "is_high_priority_stream": True}
+        assert settings["use_local_synchronization"]
     assert made[0]["pg_options"] is not made[1]["pg_options"]
-
-
-def test_a_group_that_was_not_made_with_a_model_is_refused() -> None:
-    make = CollectiveGroupFactory(lambda ranks: None)
-    with make:
-        pass
-    with pytest.raises(ContextParallelError, match=r"when a model is built, got .* 0, 1 in a "):
-        make([0, 1])

@@ -10,11 +10,13 @@ as long as their process group.
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 from uuid import uuid4
 from weakref import ref
 
@@ -34,8 +36,7 @@ _topologies: dict[ref[dist.ProcessGroup], "ProcessGroupTopology"] = {}
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
     """Topology of a process group; None: all processes, or this process alone without
-    torch.distributed. Only the group's ranks make further groups, on demand: see
-    CollectiveGroupFactory.
+    torch.distributed. The group's ranks make further groups on demand, by themselves.
 
     Raises: ContextParallelError for a group that was destroyed.
     """
@@ -193,9 +194,11 @@ class ProcessGroupTopology(Topology):
     """Over a torch.distributed process group."""
 
     def __init__(
-        self, group: dist.ProcessGroup, make: "CollectiveGroupFactory | None" = None
+        self, group: dist.ProcessGroup, make: Callable[[list[int]], object] | None = None
     ) -> None:
-        """Args: make: makes the further groups; None: the ranks of each group make it on demand."""
+        """Args: make: makes a further group of some world ranks, which call it; None: with the
+        timeout and the backend of `group`.
+        """
         super().__init__(group.rank(), group.size())
         end_after_gloo()
         self._reference = ref(group)
@@ -284,15 +287,16 @@ class ProcessGroupTopology(Topology):
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world_ranks = dist.get_process_group_ranks(self._group)
         members = [world_ranks[rank] for rank in ranks]
-        if self._make is not None:
-            return self._make(members)
+        make = self._make or partial(
+            dist.new_group,
+            timeout=_timeout_of(self._group),
+            backend=dist.get_backend(self._group),
+            use_local_synchronization=True,
+        )
+        name = f"{self.gather(uuid4().hex)[0]}_{members[0]}"
         try:
-            group = dist.new_group(
-                members,
-                timeout=_timeout_of(self._group),
-                backend=dist.get_backend(self._group),
-                use_local_synchronization=True,
-            )
+            with _made_by_members(name):
+                group = make(members)
         except RuntimeError as error:
             raise others_lost(self.rank, self.size, "making a process group", error) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
@@ -311,11 +315,27 @@ class ProcessGroupTopology(Topology):
         self._further.clear()
 
 
-def _over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Connects the hosts of a group; a collective operation of its ranks alone.
+@contextmanager
+def _made_by_members(name: str) -> Iterator[None]:
+    """Lets `dist.new_group` make a group by its ranks alone, with a name that they agree about.
 
-    `torch.distributed.new_group` would count it: see CollectiveGroupFactory.
+    torch names groups after the number of those that a rank has made, or is in: ranks for which it
+    differs wait for ever, also in groups that all ranks make later. And where ranks have connected
+    at the start (`init_process_group(device_id=...)`), it splits the group of all ranks, of which
+    each would have to take part.
     """
+    functions: Any = dist.distributed_c10d
+    world = functions._get_default_group()
+    naming, device = functions._process_group_name, world.bound_device_id
+    functions._process_group_name, world.bound_device_id = lambda *_, **__: name, None
+    try:
+        yield
+    finally:
+        functions._process_group_name, world.bound_device_id = naming, device
+
+
+def _over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Connects the hosts of a group; a collective operation of its ranks alone."""
     rank, size = group.rank(), group.size()
     name = gathered(uuid4().hex, group)[0]
     store = dist.distributed_c10d.PrefixStore(
@@ -328,45 +348,6 @@ def _over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
     made = dist.ProcessGroup(store, rank, size)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return made
-
-
-class CollectiveGroupFactory:
-    """Makes process groups by all ranks of the job together, in one order on all of them.
-
-    Ranks that make different numbers of groups by themselves disagree about the names of later
-    groups, and hang in the next `torch.distributed.new_group`. So all ranks of the job call an
-    instance equally often, each for its own group, and all take part in making every group. They do
-    so while it is entered (`with`); at other times some ranks would wait for others in vain.
-    """
-
-    def __init__(self, new_group: Callable[[list[int]], object]) -> None:
-        """Args: new_group: as `torch.distributed.new_group`, for a list of world ranks."""
-        self._new_group = new_group
-        self._entered = False
-
-    def __enter__(self) -> None:
-        self._entered = True
-
-    def __exit__(self, *_: object) -> None:
-        self._entered = False
-
-    def __call__(self, members: Sequence[int]) -> dist.ProcessGroup:
-        """The group of those world ranks, which must include this one.
-
-        Raises: ContextParallelError if it is not entered.
-        """
-        if not self._entered:
-            raise ContextParallelError(
-                "process groups are made by all ranks together when a model is built, got another "
-                f"one of ranks {', '.join(map(str, members))} in a forward pass: its attention "
-                "layers need the heads of the model's configuration"
-            )
-        wanted: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(wanted, tuple(members))
-        made = {ranks: self._new_group(list(ranks)) for ranks in sorted(set(wanted))}
-        group = made[tuple(members)]
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
 
 # Longest wait of a process that ends, and the time for which it watches the threads.
