@@ -318,7 +318,7 @@ def cuda(gpus: Gpus) -> Iterator[None]:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", gpus.captures)
-        patch.setattr(dist, "barrier", lambda group: None)
+        patch.setattr(dist, "barrier", lambda group, device_ids: None)
         patch.setattr(dist, "get_rank", lambda group=(0, 0): group[0])
         patch.setattr(dist, "get_world_size", lambda group: group[1])
         patch.setattr(Tensor, "record_stream", lambda self, stream: None)

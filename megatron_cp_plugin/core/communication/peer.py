@@ -333,7 +333,7 @@ class PeerCommunicator(SlottedCommunicator):
     def _grow(self, slot_bytes: int) -> None:
         _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")
         torch.cuda.synchronize()
-        dist.barrier(self._group)
+        dist.barrier(self._group, device_ids=[self._device.index])
         if self._captured:
             self._of_graphs.append((self._slab, self._slab_handle))
             self._captured = False
@@ -349,7 +349,7 @@ class PeerCommunicator(SlottedCommunicator):
         # `empty` also writes zeros and does not wait for them, while a rank that was offered a slot
         # before it had memory writes to it at once.
         torch.cuda.synchronize()
-        dist.barrier(self._group)
+        dist.barrier(self._group, device_ids=[self._device.index])
         return memory, handle
 
     def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
