@@ -18,8 +18,6 @@ from megatron_cp_plugin.core.execution.executor import (
     Wanted,
     executor_of,
     steps_among,
-    team_channels,
-    team_of_heads,
 )
 from megatron_cp_plugin.core.kernel import Problem, SoftmaxKernel, check_scale
 from megatron_cp_plugin.core.layout import Documents, Layout, unfit
@@ -182,20 +180,6 @@ class Algorithm(Registered):
         )
         shape = Shape.of_sizes(q, k, v, dtype, seq_len)
         return Compiled(on, Call(shape, mask, scale, kernel_for(problem)))
-
-    def make_channels(self, shape: Shape) -> None:
-        """Makes the process groups that calls need; a collective operation.
-
-        Args: shape: its heads, head dims and dtypes are the same in all calls; every rank has
-            equally many tokens.
-        """
-        # Masks that hide rows may need other channels.
-        for mask in (Mask(), Mask(window=2))[: 1 + self.windows]:
-            placement, transport, steps = self._prepared(shape, mask, "backward")
-            if isinstance(placement, HeadPlacement) and placement.members > 1:
-                team_of_heads(placement.team(self.topology.rank), self.topology, transport)
-            gathers = bool(team_channels(placement, self.topology))
-            transport.make(steps, gathers=gathers)
 
     def executor(self, phase: Phase, call: Call) -> Executor:
         """Makes the executor of a rank's part in one pass of a call."""

@@ -1,6 +1,6 @@
 """The runtime object of a run: one configuration, one layout, one algorithm per process group.
 
-Process groups of context parallelism are made at set-up, with Megatron's settings for them.
+Further process groups of context-parallel ranks have Megatron's settings for theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
-from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import kept_on_device
 from megatron_cp_plugin.core.communication.process_groups import (
@@ -54,44 +53,17 @@ class Runtime:
         self._algorithms: dict[tuple[str, dist.ProcessGroup], Any] = {}
         self._by_algo: dict[str, Runtime] = {}
         self._topologies: dict[dist.ProcessGroup, Topology] = {ALONE: VirtualWorld(1).topology(0)}
-        self._served: set[tuple[dist.ProcessGroup, Shape]] = set()
 
-    def set_up(
-        self,
-        group: dist.ProcessGroup,
-        shape: Shape,
-        new_group: Callable[[list[int]], object],
-        *,
-        recurrent: bool = False,
-    ) -> None:
-        """Makes all process groups that the run's algorithms need for a model.
+    def set_up(self, group: dist.ProcessGroup, new_group: Callable[[list[int]], object]) -> None:
+        """Lets a group's ranks make further groups by `new_group`, when calls need them.
 
-        All ranks of the group call it together. Does nothing for a group that has been set up for
-        such a model; a model with other heads may need further groups.
-
-        Args:
-            shape: of the model's attention, see `Algorithm.make_channels`.
-            new_group: makes a group of some world ranks, which call it.
+        Args: new_group: makes a group of some world ranks, which call it.
         """
-        if (group, shape) in self._served or group.size() == 1:
-            return
-        if group not in self._topologies:
+        if group.size() > 1 and group not in self._topologies:
             self._topologies[group] = ProcessGroupTopology(group, new_group)
-        for algo in self.config.algorithms:
-            served = self.serving(algo)
-            if registry.kind_of(algo) == "softmax":
-                served.algorithm(group).make_channels(shape)
-            else:
-                served.linear_algorithm(group)
-        if recurrent:
-            self.recurrent_algorithm(group)
-        self._served.add((group, shape))
 
     def algorithm(self, group: dist.ProcessGroup) -> Algorithm:
-        """Returns the algorithm over a context-parallel group.
-
-        Where `set_up` has not made it, making one is a collective operation of the group's ranks.
-        """
+        """Returns the algorithm over a context-parallel group, whose ranks make it together."""
         options = dict(self.config.options)
         if self.config.send_latents and "chunks" in registry.option_names(self.config.algo):
             options = {"chunks": 1} | options  # latents are of all heads
@@ -184,9 +156,9 @@ _positions = kept_on_device(maxsize=16)(positions)
 
 
 def set_up_groups(
-    runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any, *, recurrent: bool
+    runtime: Runtime, args: Any | None, config: TransformerConfig, groups: Any
 ) -> None:
-    """Makes all process groups that the run's algorithms need.
+    """Sets up the groups of context-parallel ranks that a model's micro-batches may have.
 
     Raises: ConfigError: The model is configured for another number of context-parallel ranks.
     """
@@ -197,11 +169,8 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
-    settings = Settings(config)
-    shape_of = settings.shape_of_latents if runtime.config.send_latents else settings.shape
-    for group in (own, *_dynamic(settings)):
-        shape = shape_of(runtime.config.layout.multiple(group.size()))
-        runtime.set_up(group, shape, _new_group(args), recurrent=recurrent or settings.is_gated)
+    for group in (own, *_dynamic(Settings(config))):
+        runtime.set_up(group, _new_group(args))
 
 
 def _dynamic(settings: Settings) -> list[Any]:

@@ -4,16 +4,13 @@ from collections import defaultdict
 
 import pytest
 
-from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.communication.virtual import VirtualTopology, _VirtualCommunicator
-from megatron_cp_plugin.registry import create
+from megatron_cp_plugin.core.communication.virtual import _VirtualCommunicator
 from tests import test_conformance as softmax
 from tests import test_linear_conformance as linear
 from tests.linear_calls import LinearCall, run
 from tests.linear_oracle import linear_expected
 from tests.oracle import expected_attention
-from tests.peer_world import run_virtual
 
 OPERATIONS = ("exchange", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -68,42 +65,3 @@ def test_so_it_is_with_linear_attention(case, size: int, causal: bool, posted: J
     expected = linear_expected(next(iter(linear.RATES.values())), 6 * size, causal=causal)
     run(LinearCall(case.algo, case.options, expected), size)
     assert_alike(posted)
-
-
-@pytest.mark.parametrize(
-    ("case", "kv_heads"),
-    [(case, 4 if turn % 2 else 1) for turn, case in enumerate(softmax.few_cases(4))],
-    ids=str,
-)
-def test_no_call_needs_a_flow_that_was_not_made(
-    case, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`make_channels` makes all of them, whichever transport a call then takes.
-
-    Over peer memory allgather and attention2d send blocks, which they else gather, and heads are
-    exchanged by copy engines.
-    """
-    asked: dict[int, set[tuple[str, str]]] = defaultdict(set)
-    channel = VirtualTopology.channel
-
-    def note(self: VirtualTopology, name: str) -> Communicator:
-        if self.size > 1:
-            asked[self._global_rank].add((self._path, name))
-        return channel(self, name)
-
-    monkeypatch.setattr(VirtualTopology, "channel", note)
-    shape = Shape(1, 8, 4, kv_heads, 8, element_bytes=8, wide_bytes=8)
-
-    def body(topology: VirtualTopology) -> None:
-        create(case.algo, topology, dict(case.options)).make_channels(shape)
-
-    expected = expected_attention(seq_len=29, heads=4, kv_heads=kv_heads, head_dim=8, causal=True)
-    teams = case.algo in ("allgather", "attention2d", "ulysses", "usp")
-    for peers, calls in ((True, (True,) if teams else (False, True)), (False, (False,))):
-        asked.clear()
-        run_virtual(4, body, peer_access=peers)
-        made = {rank: set(channels) for rank, channels in asked.items()}
-        assert len(made) == 4 or (peers and teams)
-        for peer_access in calls:
-            softmax.run(case, expected, 4, causal=True, peer_access=peer_access)
-        assert asked == made

@@ -387,7 +387,7 @@ def of_launcher(steps: Steps) -> dict[str, dict[str, str]]:
     def build() -> tuple[Any, Any]:
         runtime = Runtime(ContextParallelConfig("ring", steps.size, kernel="reference"))
         config = make_config(steps.size, num_layers=1)
-        set_up_groups(runtime, None, config, steps.groups, recurrent=False)
+        set_up_groups(runtime, None, config, steps.groups)
         model = steps.model(with_plugin(get_gpt_layer_local_spec(), config, None, runtime))
         follow(model, runtime)
         batches = Batches(runtime)

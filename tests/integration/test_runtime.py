@@ -28,20 +28,17 @@ def groups_after(folder: Path, flags: str) -> list[list[str]]:
 
 
 def test_stages_of_different_algorithms(tmp_path: Path) -> None:
-    """The first stage's channel takes the given group; the second stage's need others."""
+    """The first stage's channel takes the given group; the second stage's need another."""
     flags = "--cp-layers lasp2,zigzag --cp-linear-model transnormer"
     found = groups_after(tmp_path, flags)
-    for of_rank in found:
-        # What was given has the channel of lasp2. Zigzag has three others: inputs, sums of relays,
-        # and results that go straight.
-        assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 4
+    assert sorted(x.count("2 3 CONTEXT_PARALLEL_GROUP") for x in found) == [1, 1, 2, 2]
 
 
 @pytest.mark.slow
 def test_interleaved_stages_and_groups_of_some_ranks(tmp_path: Path) -> None:
     flags = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
     found = groups_after(tmp_path, flags + "--cp-layers zigzag,attention2d,usp,allgather")
-    assert len({of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") for of_rank in found}) == 1
+    assert all(of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") > 1 for of_rank in found)
 
 
 @pytest.mark.slow
@@ -49,8 +46,7 @@ def test_a_stage_without_attention(tmp_path: Path) -> None:
     flags = "--position-embedding-type rope --normalization RMSNorm --spec hybrid_job stack "
     flags += "--hybrid-layer-pattern *-|-- --untie-embeddings-and-output-weights "
     found = groups_after(tmp_path, flags + "--context-parallel-algo distflash")
-    for of_rank in found:
-        assert of_rank.count("2 3 CONTEXT_PARALLEL_GROUP") == 2
+    assert sorted(x.count("2 3 CONTEXT_PARALLEL_GROUP") for x in found) == [1, 1, 2, 2]
 
 
 def test_settings_of_a_group_are_those_of_megatron(

@@ -125,20 +125,6 @@ class Transport:
         near = None if self._wanted == "group" else self.topology.near
         return 1 if near is None or near is self.topology else near.size
 
-    def make(self, plan: Plan, *, gathers: bool) -> None:
-        """Makes the process groups of a plan; a collective operation.
-
-        Args: gathers: blocks are gathered; otherwise they go from rank to rank.
-
-        Calls may need process groups even with peer access: not every mask's plan suits copy
-        engines.
-        """
-        if outside(plan):
-            self.topology.channel(REDISTRIBUTED)
-        if self._wanted != "peer" and sends(plan) and not gathers:
-            for name in self._names(plan, self.split(plan)):
-                self.topology.channel(name)
-
     def split(self, plan: Plan) -> int:
         """`near`, if the plan's messages inside nodes and those between nodes go apart; else 1."""
         return self.near if plan.once else 1
