@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_come_is_missed_within_the_timeout_of_the_group(job
             call, group = found["absent"]["call"], found["absent"]["group"]
             assert call.startswith(f"rank {rank} of 4 lost the others in a comparison; has one of")
             assert "compare their call, attention with algo 'zigzag', options " in call
-            assert group.startswith(f"rank {rank} of 4 lost the others in a check; has one of")
+            assert group.startswith(f"rank {rank} of 4 lost the others making a process group; has")
             assert "\n" not in call + group
 
 

@@ -27,8 +27,8 @@ from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 _REFUSED = -1  # in place of a number
 
 
-def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
-    """Every rank's object, by rank; a collective operation.
+def gathered[T](mine: T, group: dist.ProcessGroup, doing: str = "in a check") -> list[T]:
+    """Every rank's object, by rank; a collective operation. Args: doing: for the error.
 
     Raises: CommunicationError if another rank does not come.
     """
@@ -36,7 +36,7 @@ def gathered[T](mine: T, group: dist.ProcessGroup) -> list[T]:
     try:
         dist.all_gather_object(of_ranks, mine, group=group)
     except RuntimeError as error:
-        raise others_lost(group.rank(), group.size(), "in a check", error) from error
+        raise others_lost(group.rank(), group.size(), doing, error) from error
     return of_ranks
 
 

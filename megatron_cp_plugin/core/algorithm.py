@@ -182,20 +182,14 @@ class Algorithm(Registered):
         return Compiled(on, Call(shape, mask, scale, kernel_for(problem)))
 
     def executor(self, phase: Phase, call: Call) -> Executor:
-        """Makes the executor of a rank's part in one pass of a call."""
-        placement, transport, steps = self._prepared(call.shape, call.mask, phase)
-        return executor_of(placement, steps, call, self.topology, transport)
-
-    def _prepared(
-        self, shape: Shape, mask: Mask, phase: Phase
-    ) -> tuple[Placement, Transport, Plan]:
-        """Where pairs are computed, how blocks go from rank to rank, and the plan of the steps, as
-        far as this rank needs it. A collective operation the first time.
+        """Makes the executor of a rank's part in one pass of a call, from its placement and its
+        plan, as far as this rank needs it. A collective operation the first time.
 
         One rank's part is enough for collective operations, whose order does not depend on other
         ranks, and without peer access. With peer access, if only inside nodes, ranks use buffers in
         each other's memory in the same order, which takes the plan of all these ranks.
         """
+        shape, mask = call.shape, call.mask
         placement = self.placement(shape, mask, phase)
         among = steps_among(placement, self.topology)
         wanted: Wanted = getattr(self.options, "transport", "auto")
@@ -204,7 +198,8 @@ class Algorithm(Registered):
         of_all = not blocks.assembled and (among.plans_all or among.peer_access)
         apart = mask.special and not (of_all or blocks.assembled or blocks.relay)
         which = None if of_all else among.rank, transport.near if apart else 1
-        return placement, transport, self._checked_plan(blocks, shape.seq_len, mask, phase, *which)
+        steps = self._checked_plan(blocks, shape.seq_len, mask, phase, *which)
+        return executor_of(placement, steps, call, self.topology, transport)
 
     def computed(self, shape: Shape) -> Shape:
         """The shape that is computed for `shape`, including zero heads if any are added."""

@@ -169,8 +169,9 @@ def set_up_groups(
             f"{own.size()}, got {config.context_parallel_size}: set it in the model's "
             "configuration before the model is built"
         )
+    new_group = _new_group(args)
     for group in (own, *_dynamic(Settings(config))):
-        runtime.set_up(group, _new_group(args))
+        runtime.set_up(group, new_group)
 
 
 def _dynamic(settings: Settings) -> list[Any]:

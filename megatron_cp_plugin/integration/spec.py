@@ -38,7 +38,7 @@ from megatron_cp_plugin.integration.recurrent import is_gated_delta_net, is_mamb
 from megatron_cp_plugin.integration.rope import use_layout
 from megatron_cp_plugin.integration.rules import check
 from megatron_cp_plugin.integration.runtime import Runtime, set_up_groups
-from megatron_cp_plugin.integration.settings import Settings
+from megatron_cp_plugin.integration.settings import MAMBA, Settings
 
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 
@@ -58,6 +58,7 @@ def build_model(
     model, config = call.args[0], call.arguments["config"]
     check("model", Settings(config, runtime.config))
     given = call.arguments
+    named = given.get("hybrid_layer_pattern") or ""
     set_up_groups(runtime, settings, config, given.get("pg_collection"))
     name = "hybrid_stack_spec" if "hybrid_stack_spec" in given else "transformer_layer_spec"
     given[name] = with_plugin(given[name], config, given.get("vp_stage"), runtime)
@@ -66,6 +67,11 @@ def build_model(
     original(*call.args, **call.kwargs)
     pattern = getattr(model, "hybrid_layer_pattern", None)
     check("model", Settings(SimpleNamespace(hybrid_layer_pattern=pattern), runtime.config))
+    if MAMBA in (pattern or "") and MAMBA not in named:
+        raise ContextParallelError(
+            f"Mamba layers need their pattern, got --hybrid-layer-pattern {pattern} by another "
+            "argument: give the model hybrid_layer_pattern"
+        )
     follow(model, runtime)
     return model
 

@@ -284,22 +284,30 @@ def test_spec_of_a_stack(runtime: Runtime) -> None:
     assert with_attention(alone, runtime).submodules.attention_layer is IdentityOp
 
 
-@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+@pytest.mark.parametrize(
+    ("layers", "got"),
+    [
+        ({"hybrid_layer_pattern": "G*"}, r"G\*"),
+        ({"hybrid_override_pattern": "G*"}, r"G\*"),
+        ({"hybrid_attention_ratio": 0.5}, "M"),
+    ],
+)
 def test_layers_of_a_hybrid_model_that_no_flag_names(
     group: dist.ProcessGroup,
     runtime: Runtime,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    layers: dict[str, Any],
+    got: str,
 ) -> None:
     """They cut the sequence by Megatron's own layout, whatever that of the run is."""
     monkeypatch.setattr(os, "environ", os.environ.copy())  # a model sets NVTE_FUSED_ATTN and others
     stack = ModuleSpec(HybridStack, submodules=HybridStackSubmodules())
     model, of_model = HybridModel.__new__(HybridModel), config(use_cpu_initialization=True)
     signature = inspect.signature(HybridModel.__init__)
-    call = signature.bind(model, of_model, stack, 8, 8, **{"post_process": False, name: "G*"})
+    call = signature.bind(model, of_model, stack, 8, 8, **{"post_process": False} | layers)
     parallel_state.initialize_model_parallel()
     try:
-        with pytest.raises(ContextParallelError, match=r"got --hybrid-layer-pattern G\*"):
+        with pytest.raises(ContextParallelError, match=f"got --hybrid-layer-pattern {got}"):
             build_model(HybridModel.__init__, call, runtime, None)
     finally:
         parallel_state.destroy_model_parallel()

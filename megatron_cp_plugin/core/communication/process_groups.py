@@ -293,12 +293,13 @@ class ProcessGroupTopology(Topology):
             backend=dist.get_backend(self._group),
             use_local_synchronization=True,
         )
-        name = f"{self.gather(uuid4().hex)[0]}_{members[0]}"
+        doing = "making a process group"
+        name = f"{gathered(uuid4().hex, self._hosts, doing)[0]}_{members[0]}"
         try:
             with _made_by_members(name):
                 group = make(members)
         except RuntimeError as error:
-            raise others_lost(self.rank, self.size, "making a process group", error) from error
+            raise others_lost(self.rank, self.size, doing, error) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         self._further.append(ref(group))
         return group

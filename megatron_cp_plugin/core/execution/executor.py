@@ -46,21 +46,18 @@ REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
 
 def team_of_heads(
-    ranks: Sequence[int], topology: Topology, transport: "Transport"
-) -> Callable[[Assembly], ExchangingTeam]:
-    """Makes a team of these ranks, which exchanges heads, by copy engines where that is wanted and
-    possible. A collective operation the first time.
+    ranks: Sequence[int], order: Assembly, topology: Topology, transport: "Transport"
+) -> ExchangingTeam:
+    """A team of these ranks, which exchanges heads, by copy engines where that is wanted and
+    possible. A collective operation the first time. Args: order: of the ranks' tokens.
 
     Raises: ConfigError if copy engines are wanted where there are none.
     """
     team = topology.subgroup(ranks, "team")
+    ways = partial(team.channel, "inward"), partial(team.channel, "outward")
     if pushes := transport.pushes_in(team):  # results of a round are two exchanges
         ways = partial(team.peer_channel, "inward", 1), partial(team.peer_channel, "outward", 2)
-    else:
-        ways = partial(team.channel, "inward"), partial(team.channel, "outward")
-        for make in ways:
-            make()
-    return partial(ExchangingTeam, *ways, lends=pushes)
+    return ExchangingTeam(*ways, order, lends=pushes)
 
 
 def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
@@ -309,7 +306,7 @@ def executor_of(
     if isinstance(placement, HeadPlacement) and placement.members > 1:
         exchange, ranks = TeamHeads(placement, steps), placement.team(topology.rank)
         order = assemble([exchange.spans[x] for x in ranks], max(exchange.spans.lengths))
-        team = team_of_heads(ranks, topology, transport)(order)
+        team = team_of_heads(ranks, order, topology, transport)
         of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
         parts = exchanging_program(parts, exchange)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
