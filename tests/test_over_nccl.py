@@ -24,7 +24,8 @@ from megatron_cp_plugin.core.communication.process_groups import topology_of
 from megatron_cp_plugin.process_exit import whole_program
 from tests.integration import steps_job
 from tests.integration.megatron_job import Job, run
-from tests.oracle import expected_attention, relative_error
+from tests.oracle import Expected, expected_attention, relative_error
+from tests.peer_world import share_gpu
 
 # A job that hangs ends by itself, and says where.
 LIMIT_S = 150
@@ -66,17 +67,35 @@ def test_calls_are_compared_while_a_graph_is_captured(ranks: list[dict]) -> None
         assert found["captured"]["refused"].startswith("all ranks need one scale, got None on ran")
 
 
+def test_ranks_of_two_groups_share_memory_in_both() -> None:
+    job = run("two groups", program=(__file__,), ranks=3, nodes=True)
+    assert [max(found["errors"]) < 1e-2 for found in found_by(job)] == [True] * 3
+
+
+def of_two_groups() -> list[float]:
+    """Errors of algorithms on ranks of which the first is in two groups, and then on all."""
+    members = [0, 1], [0, 2], [0, 1, 2]
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks]
+    expected = expected_attention(seq_len=768, head_dim=64, causal=True, dtype=torch.bfloat16)
+    algos = "zigzag", "attention2d", "distflash"
+    return [error_of(algo, expected, group) for algo in algos for group in mine]
+
+
 def errors() -> dict[str, float]:
     """Of every algorithm."""
     expected = expected_attention(seq_len=512, head_dim=64, causal=True, dtype=torch.bfloat16)
-    found = {}
-    for algo in cp.available("softmax"):
-        q, k, v = (cp.shard(x.cuda(), 1, algo=algo) for x in (expected.q, expected.k, expected.v))
-        for number in range(4):
-            cp.attention(q, k, v, algo=algo, causal=number % 2 == 0)
-        out = cp.unshard(cp.attention(q, k, v, algo=algo), 1, algo=algo)
-        found[algo] = relative_error(out.cpu(), expected.out)
-    return found
+    return {algo: error_of(algo, expected) for algo in cp.available("softmax")}
+
+
+def error_of(algo: str, expected: Expected, group: dist.ProcessGroup | None = None) -> float:
+    tensors = expected.q, expected.k, expected.v
+    q, k, v = (cp.shard(x.cuda(), 1, algo=algo, group=group) for x in tensors)
+    for number in range(4):
+        cp.attention(q, k, v, algo=algo, group=group, causal=number % 2 == 0)
+    out = cp.attention(q, k, v, algo=algo, group=group)
+    out = cp.unshard(out, 1, algo=algo, group=group)
+    return relative_error(out.cpu(), expected.out)
 
 
 def waits() -> bool:
@@ -110,11 +129,18 @@ def captured() -> dict[str, object]:
 
 def main() -> None:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    two_groups = sys.argv[1:] == ["two groups"]
+    if two_groups:
+        share_gpu(3)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timedelta(seconds=30))
-    found: dict[str, object] = {"errors": errors(), "waits": waits(), "captured": captured()}
-    found |= steps_job.of_ways(device)
+    found: dict[str, object]
+    if two_groups:
+        found = {"errors": of_two_groups()}
+    else:
+        found = {"errors": errors(), "waits": waits(), "captured": captured()}
+        found |= steps_job.of_ways(device)
     dist.barrier()
     print("FOUND" + json.dumps(found), flush=True)
 

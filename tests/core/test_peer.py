@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp_plugin.core.comm import Room
+from megatron_cp_plugin.core.comm import Room, Topology
 from megatron_cp_plugin.core.communication import peer
-from megatron_cp_plugin.core.communication.peer import PeerCommunicator
+from megatron_cp_plugin.core.communication.peer import PeerCommunicator, Shown
+from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.gpu_model import Gpus, Graph, Hardware, Stream, cuda, modelled
 from tests.pairwise import pairwise
@@ -54,11 +55,28 @@ def test_no_rank_writes_to_memory_that_is_still_being_cleared(
         monkeypatch.setattr(symmetric_memory, "rendezvous", lambda memory, name: handle)
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
         monkeypatch.setattr(dist, "barrier", lambda *_, **__: events.append("wait for ranks"))
-        channel = PeerCommunicator("test", Group((0, 2)), 2, Stream(), Stream())  # type: ignore[arg-type]
+        channel = PeerCommunicator("test", Group((0, 2)), "sharing", 2, Stream(), Stream())  # type: ignore[arg-type]
         made = ["memory", "wait for the GPU", "wait for ranks"]
         assert events == made
         channel.reserve(Room.of([FLOAT]))
         assert events == [*made, *made[1:], *made]
+
+
+def test_ranks_that_have_shared_memory_unequally_often_exchange() -> None:
+    """Torch numbers keys by the exchanges of a process."""
+
+    def body(topology: Topology) -> list[list[bytes]]:
+        shown, found = Shown(topology.gather), list[list[bytes]]()
+        store = dist.PrefixStore("group", shown)
+        for number in range(3 * topology.rank, 3 * topology.rank + 2):
+            keys = [f"CUDASymmetricMemory/{number}/{rank}" for rank in range(3)]
+            store.set(keys[topology.rank], str(topology.rank))
+            store.wait(keys)
+            found += [[store.get(key) for key in keys], store.multi_get(keys)]
+            store.barrier(f"CUDASymmetricMemory/{number}", 3)
+        return found
+
+    assert VirtualWorld(3).run(body) == [[[b"0", b"1", b"2"]] * 4] * 3
 
 
 What = Literal["expect", "post", "wait"]
@@ -156,7 +174,7 @@ class Rank:
         names = [f"channel {number}" for number in range(case.channels)]
         with gpus.on(self.streams[0]):
             streams = Stream(), Stream()
-            of_all = (rank, case.size), case.slots, *streams
+            of_all = (rank, case.size), "sharing", case.slots, *streams
             self.channels = [kind(name, *of_all) for name in names]
             for channel in self.channels:
                 channel.reserve(Room.of([FLOAT] * case.size))

@@ -186,6 +186,39 @@ class SlottedCommunicator(Communicator):
     _all_gather = _reduce_scatter = _no_collective
 
 
+class Shown(dist.distributed_c10d.Store):
+    """What torch's symmetric memory exchanges, by rank, whatever its keys are.
+
+    Below 2.15 torch numbers the keys by the exchanges of a process: ranks of which some have shared
+    memory with others before would wait for each other for ever (pytorch/pytorch#196082).
+    """
+
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Args: gather: gives every rank's value; a collective operation."""
+        super().__init__()
+        self._gather = gather
+        self._of_ranks: list[bytes] = []
+
+    def set(self, key: str, value: Any) -> None:
+        """Every exchange begins with it on all ranks."""
+        self._of_ranks = self._gather(value)
+
+    def get(self, key: str) -> bytes:
+        """Args: key: ends with the rank's number."""
+        return self._of_ranks[int(key.rpartition("/")[2])]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: Sequence[str], timeout: object = None) -> None:
+        """They have come."""
+
+    def add(self, key: str, amount: int) -> int:
+        """What the barrier of a store begins with. Returns: 0: this rank has nothing to set."""
+        self._gather(amount)
+        return 0
+
+
 class PeerCommunicator(SlottedCommunicator):
     """Over CUDA peer memory.
 
@@ -209,17 +242,20 @@ class PeerCommunicator(SlottedCommunicator):
         self,
         channel: str,
         group: dist.ProcessGroup,
+        sharing: str,
         slots: int,
         copies: torch.cuda.Stream,
         offers: torch.cuda.Stream,
     ) -> None:
-        """Args: copies, offers: streams that all channels of this GPU share, so that all their
-        copies, and all their offers, have one order.
+        """Args:
+        sharing: name of the group over which torch shows the ranks each other's memory.
+        copies, offers: streams that all channels of this GPU share, so that all their copies,
+            and all their offers, have one order.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(channel, rank, size, dist.get_rank(), slots)
         _refuse_capture(f"make the receive buffers of {channel!r}")
-        self._group = group
+        self._group, self._sharing = group, sharing
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._copies, self._offers = copies, offers
         self._mark = torch.cuda.Event()
@@ -342,10 +378,11 @@ class PeerCommunicator(SlottedCommunicator):
 
     def _symmetric(self, size_bytes: int) -> tuple[Tensor, Any]:
         """Zeros that all ranks of the group can write to, and the handle to all ranks' parts."""
-        from torch.distributed import _symmetric_memory as symmetric_memory
+        from torch.distributed import _symmetric_memory
 
+        symmetric_memory: Any = _symmetric_memory  # whose names of groups have a type of their own
         memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=self._device).zero_()
-        handle = symmetric_memory.rendezvous(memory, self._group.group_name)
+        handle = symmetric_memory.rendezvous(memory, self._sharing)
         # `empty` also writes zeros and does not wait for them, while a rank that was offered a slot
         # before it had memory writes to it at once.
         torch.cuda.synchronize()

@@ -27,7 +27,11 @@ from torch import Tensor
 from megatron_cp_plugin.core.agree import gathered
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology, others_lost
 from megatron_cp_plugin.core.communication.board import Board, shared_board
-from megatron_cp_plugin.core.communication.peer import PeerCommunicator, SlottedCommunicator
+from megatron_cp_plugin.core.communication.peer import (
+    PeerCommunicator,
+    Shown,
+    SlottedCommunicator,
+)
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 
@@ -235,7 +239,18 @@ class ProcessGroupTopology(Topology):
 
     def _make_peer_channel(self, name: str, slots: int) -> SlottedCommunicator:
         streams = _peer_streams(torch.cuda.current_device())
-        return PeerCommunicator(name, self._group, slots, *streams)
+        return PeerCommunicator(name, self._group, self._sharing[0], slots, *streams)
+
+    @cached_property
+    def _sharing(self) -> tuple[str, object]:
+        """Name of a group over which torch shows the ranks each other's memory, and what it needs
+        as long as this exists.
+        """
+        functions: Any = dist.distributed_c10d
+        shown, name = Shown(self.gather), uuid4().hex
+        group = dist.ProcessGroup(shown, self.rank, self.size)
+        functions._register_process_group(name, group)
+        return name, (shown, group)
 
     def _make_subgroup(self, ranks: tuple[int, ...], name: str) -> Topology:
         if len(ranks) == 1:
