@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_637,
     "harness": 2_112,
     "scripts": 7_007,
-    "tests": 37_459,
+    "tests": 37_479,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

@@ -411,7 +411,7 @@ class _Run:
         rank.copies = start
         if unsent:
             target, size = unsent.pop(0)
-            rank.copies = self._move(start, number, target, size, copied=True)
+            _, rank.copies = self._move(start, number, target, size, copied=True)
             operation.arrived[number, target] = rank.copies
         if unsent:
             return
@@ -426,8 +426,8 @@ class _Run:
 
     def _move(
         self, start: float, source: int, target: int, size: int, *, copied: bool = False
-    ) -> float:
-        """Sends a message over its links, perhaps by copy engines. Returns: the time of arrival."""
+    ) -> tuple[float, float]:
+        """Sends a message over its links, perhaps by copy engines. Returns: when it moves."""
         machine, inside = self.machine, self.nodes[source] == self.nodes[target]
         rate = (machine.inside if inside else machine.between).exchange
         resources = [("out", source), ("in", target)]
@@ -447,34 +447,32 @@ class _Run:
         if ("fabric", 0) in resources and machine.between_total and source in self.ranks:
             others = len(self.nodes) / len(self.ranks) / self.crowd
             self.free["fabric", 0] = begin + size * others / machine.between_total
-        return end
+        return begin, end
 
     def _exchange(self, key: Key) -> None:
         """Messages of all ranks of a channel; each rank is done when its own are."""
-        operation, channel = self.operations[key], key[0]
+        operation = self.operations[key]
         begin = {m: self._group_start(m, key) for m in operation.posts}
         ends = dict(begin)
-        moving: dict[int, float] = {}
+        moved: dict[int, list[tuple[float, float]]] = {m: [] for m in operation.posts}
         for number, (post, _) in sorted(operation.posts.items(), key=lambda one: begin[one[0]]):
             for target, size in _joined_sends(post.sends):
                 start = max(begin[number], begin.get(target, begin[number]))
-                end = self._move(start, number, target, size)
+                moving = self._move(start, number, target, size)
                 for m in {number, target} & ends.keys():
-                    ends[m] = max(ends[m], end)
-                    moving[m] = min(moving.get(m, start), start)
+                    ends[m] = max(ends[m], moving[1])
+                    moved[m].append(moving)
         for number, (post, _) in operation.posts.items():
             for source, size in _joined_sends(post.receives):
                 if source not in ends:  # the partner is not simulated, and arrives with this rank
-                    end = self._move(begin[number], source, number, size)
+                    _, end = self._move(begin[number], source, number, size)
                     ends[number] = max(ends[number], end)
         for m, end in ends.items():
             operation.done[m] = end
-            self._ended(m, channel, key[1], moving.get(m, end), end)
+            self._ended(m, key, moved[m], end)
 
     def _collective(self, key: Key, operation: Operation, start: float) -> None:
-        channel = key[0]
-        posts = self.operations[key].posts
-        members = channel[1]
+        posts, members = self.operations[key].posts, key[0][1]
         size = max(post.bytes for post, _ in posts.values())
         seconds, shared = self._collective_seconds(members, operation, size)
         resources = [("out", m) for m in members]
@@ -489,7 +487,7 @@ class _Run:
             self.free[one] = start + shared
         for m in posts:
             self.operations[key].done[m] = end
-            self._ended(m, channel, key[1], start, end)
+            self._ended(m, key, [(start, end)], end)
 
     def _collective_seconds(
         self, members: Sequence[int], operation: Operation, size: int
@@ -514,16 +512,16 @@ class _Run:
         latency = machine.between.rate(operation, count).seconds
         return max(seconds, latency + shared), shared
 
-    def _ended(self, number: int, channel: ChannelId, which: int, start: float, end: float) -> None:
-        """Notes that an operation of the process group ran on a rank."""
-        self.channel_free[number, channel] = end
-        self.channel_next[number, channel] = which + 1
-        share, rank = self.machine.group_share, self.ranks[number]
-        if share == 1.0 or end <= start:
-            return
-        rank.slowed.append((start, end))
-        late = sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in rank.busy[-64:])
-        rank.stream += late * (1 - share)
+    def _ended(self, number: int, key: Key, moved: list[tuple[float, float]], end: float) -> None:
+        """Notes that a rank has ended an operation. Args: moved: when it moved data."""
+        self.channel_free[number, key[0]] = end
+        self.channel_next[number, key[0]] = key[1] + 1
+        share, rank, before = self.machine.group_share, self.ranks[number], -inf
+        for start, stop in sorted(moved) if share < 1.0 else ():
+            start, before = max(start, before), max(stop, before)
+            rank.slowed.append((start, before))
+            late = (min(x, before) - max(begin, start) for begin, x in rank.busy[-64:])
+            rank.stream += sum(max(0.0, each) for each in late) * (1 - share)
 
     def _summary(self) -> Timeline:
         ranks = self.ranks.values()

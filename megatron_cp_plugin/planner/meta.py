@@ -84,6 +84,7 @@ class _Operations(OnMeta):
         | {"unsqueeze", "squeeze", "split", "split_with_sizes", "unbind", "as_strided", "unfold"}
         | {"_unsafe_view", "_reshape_alias"}
     )
+    _OVERWRITING = frozenset({"copy_", "fill_", "zero_"})  # do not read their first argument
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -95,7 +96,8 @@ class _Operations(OnMeta):
         # On meta, empty_like is slow, but it launches nothing either. What begins on the host, of
         # indices and lengths, only a first call does.
         if name != "empty_like" and not _of_host(args):
-            note(Memory(name, _bytes_of((args, tuple(kwargs.values()), result))))
+            read = args[1:] if name in self._OVERWRITING else args
+            note(Memory(name, _bytes_of((read, tuple(kwargs.values()), result))))
         return result
 
 

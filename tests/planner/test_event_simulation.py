@@ -77,6 +77,18 @@ def test_messages_travel_beside_computation_and_slow_it():
     assert halved.seconds == pytest.approx(3 + 3.5)
 
 
+def test_kernels_are_slower_only_while_data_moves():
+    """Rank 1 receives in the first second, and sends in the fifth one, when rank 2 comes."""
+    three, size = ("c", (0, 1, 2)), 10**9
+    traces = {
+        0: [post(three, 0, [(1, size)])],
+        1: [post(three, 0, [(2, size)], [(0, size)]), tile(6e12), Wait(three, 0)],
+        2: [tile(4e12), post(three, 0, [], [(1, size)])],
+    }
+    found = played(traces, machine(group_share=0.5), (0, 0, 0))
+    assert found.forward.seconds == pytest.approx(6 + 2 * 0.5)
+
+
 def test_copies_wait_for_room_and_leave_kernels_alone():
     def events(rank, before):
         other, size = 1 - rank, 10**9

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_cp_plugin.planner import meta
 from megatron_cp_plugin.planner.meta import OnMeta, run_on_meta
 
 
@@ -31,3 +32,10 @@ def test_joined_blocks_are_those_of_torch(device, dim):
 def test_tensors_with_values_are_computed_with():
     with Compared():
         assert torch.cat([torch.ones(2), torch.full((1,), 2.0)]).tolist() == [1.0, 1.0, 2.0]
+
+
+def test_what_is_overwritten_is_not_read():
+    x = torch.empty(4, device="meta")
+    y = x.bfloat16()
+    events, _ = meta._recorded(lambda: (x.copy_(y), x.add_(y), x.zero_()))
+    assert [event.bytes for event in events] == [16 + 8, 16 + 8 + 16, 16]
