@@ -10,6 +10,7 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,8 +227,6 @@ class _Partials:
         if rows.start >= self._end:
             return 0
         slices = [own for own, _ in self._waiting if isinstance(own, slice)]
-        if {rows.step, *[own.step for own in slices]} - _ADJACENT:
-            return 2
         both = [(max(own.start, rows.start), min(own.stop, rows.stop)) for own in slices]
         shared = sorted([bounds for bounds in both if bounds[0] < bounds[1]])
         apart = [stop <= start for (_, stop), (start, _) in pairwise(shared)]
@@ -444,11 +443,19 @@ class GradientSum(_Partials):
                 self._settle()
             if isinstance(rows, slice):
                 self._end = max(self._end, rows.stop)
-            else:
-                self._numbered = True
+            self._numbered |= not isinstance(rows, slice) or rows.step not in _ADJACENT
             self._waiting.append((rows, gradients))
         else:
             self._add(rows, gradients)
+
+    def sum_waiting(self, *, last: bool) -> None:
+        """Adds waiting gradients. Args: last: only those of `add_last` come after these; otherwise
+        one may wait, for another one to be added with.
+        """
+        if last and self._waiting:
+            self.final(self._like[0].dtype)
+        elif len(self._waiting) > 1:
+            self._settle()
 
     def add_last(self, others: Sequence[Partial]) -> None:
         """Adds gradients after which none come, in as few passes as can be: rows that have one or
@@ -481,7 +488,7 @@ class GradientSum(_Partials):
         """
         dtype = dtype or self._like[0].dtype
         if plus is not None:
-            return tuple(_plus(self.held, plus, dtype))
+            return tuple(_plus(dtype, self.held, plus))
         return tuple([x.to(dtype).contiguous() for x in self.final(dtype)])
 
     def write(self, outs: Tensors, plus: Tensors | None = None) -> None:
@@ -509,43 +516,52 @@ class GradientSum(_Partials):
 
     def final(self, dtype: torch.dtype) -> list[Tensor]:
         """The sums, for a caller that writes them in `dtype`; in `dtype` if that saves a copy."""
-        waiting = self._waiting
-        if not waiting:
+        if not self._waiting:
             return self._total or self._own_buffers()
-        if not self._total and len(waiting) > 1 and not self._numbered:
-            self._total = self._joined(self._pieces(), dtype)
-            return self._total
-        if not self._total:
+        if not self._total and (self._numbered or len(self._waiting) == 1):
             self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
-        if self._total[0].dtype == dtype:
-            for some, parts in self._pieces():
-                _add_rows(self._total, some, *parts)
-        elif len(waiting) == 1 and self._whole(*waiting[0]):
-            return _plus(self._total, waiting[0][1], dtype)
-        return self.held
+        if self._total and self._total[0].dtype == dtype:
+            for rows, parts in self._pieces():
+                _add_rows(self._total, rows, *parts)
+        elif self._numbered:
+            self._settle()
+        else:
+            self._total, self._owned = self._joined(dtype), dtype == self._wide
+        return self._total
 
-    def _joined(self, pieces: Sequence[Piece], dtype: torch.dtype) -> list[Tensor]:
-        """The sums of waiting partials alone."""
+    def _joined(self, dtype: torch.dtype) -> list[Tensor]:
+        """The sums, with the waiting partials, in new memory. These have adjacent rows."""
         whole = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
-        if sum([parts[0][0].shape[1] for _, parts in pieces]) < whole[0].shape[1]:
-            for x in whole:
-                x.zero_()
-        for rows, parts in pieces:
-            assert isinstance(rows, slice)
-            _sum_into([x[:, rows] for x in whole], *parts)
+        pieces = [(x.start, x.stop, each) for x, each in self._pieces() if isinstance(x, slice)]
+        end, tokens = 0, whole[0].shape[1]
+        for start, stop, parts in [*sorted(pieces, key=itemgetter(0)), (tokens, tokens, [])]:
+            if start > end:
+                between = [x[:, end:start] for x in whole]
+                if self._total:
+                    _sum_into(between, [x[:, end:start] for x in self._total])
+                else:
+                    for x in between:
+                        x.zero_()
+            if parts:
+                terms = [[x[:, start:stop] for x in self._total]] if self._total else []
+                _sum_into([x[:, start:stop] for x in whole], *terms, *parts)
+            end = stop
         return whole
 
     def _settle(self) -> None:
         """Adds the waiting gradients."""
-        for rows, gradients in self._taken():
-            self._add(rows, gradients)
+        if self._owned or self._numbered:
+            for rows, parts in self._pieces():
+                self._add(rows, *parts)
+        else:
+            self._total, self._owned = self._joined(self._wide), True
 
-    def _add(self, rows: SomeRows, gradients: Tensors) -> None:
+    def _add(self, rows: SomeRows, *parts: Tensors) -> None:
         """Adds to wide totals."""
-        if self._total and not self._owned and self._whole(rows, gradients):
-            self._total, self._owned = _plus(self._total, gradients, self._wide), True
+        if self._total and not self._owned and self._whole(rows, parts[0]):
+            self._total, self._owned = _plus(self._wide, self._total, *parts), True
             return
-        _add_rows(self._total if self._owned else self._own_buffers(), rows, gradients)
+        _add_rows(self._total if self._owned else self._own_buffers(), rows, *parts)
 
     def _own_buffers(self) -> list[Tensor]:
         """The totals as wide buffers."""
@@ -562,9 +578,9 @@ class GradientSum(_Partials):
         return isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
 
 
-def _plus(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    outs = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in a]
-    _sum_into(outs, a, b)
+def _plus(dtype: torch.dtype, *terms: Sequence[Tensor]) -> list[Tensor]:
+    outs = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in terms[0]]
+    _sum_into(outs, *terms)
     return outs
 
 

@@ -181,8 +181,8 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         (True, [(32, 64), (0, 32)], [(BFLOAT16, 32)] * 2),
         # Two more: one pass.
         (True, [(0, 64), (0, 64)], [(BFLOAT16, 64)]),
-        # Three more: two of them in float32, and one that ends in bfloat16.
-        (True, [(0, 64), (0, 64), (0, 64)], [(FLOAT32, 64), (FLOAT32, 64), (BFLOAT16, 64)]),
+        # Three more: two of them at once in float32, and one that ends in bfloat16.
+        (True, [(0, 64), (0, 64), (0, 64)], [(FLOAT32, 64), (BFLOAT16, 64)]),
         # With more to come: all rows in float32.
         (False, [(0, 17)], [(FLOAT32, 64), (FLOAT32, 17)]),
         (False, [(40, 56), (0, 64)], [(FLOAT32, 64), (FLOAT32, 16), (FLOAT32, 64)]),

@@ -253,10 +253,13 @@ class Executor(RankPart):
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
             own = self.filled.fill(own)
-        if self.sends_delta:  # in place of out
-            own["delta"] = delta_of(own["dout"], own.pop("out"))
         like = self._gradients(q, k, v, dout) if self.teams else own
         work = Backward(self, own, like, kept, () if self.keep else tuple(rest))
+        first = self.program.rounds[0].steps[0]
+        if kept and first.inputs and QUERIES not in self.program.sent:
+            work.send_kept(first)
+        if self.sends_delta:  # in place of out
+            own["delta"] = delta_of(own["dout"], own.pop("out"))
         work.run()
         dq, dk, dv = work.gradients
         if self.filled is not None:

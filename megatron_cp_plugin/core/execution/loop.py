@@ -146,6 +146,7 @@ class Pass(ABC):
     queries: Tensors
     keys: Tensors
     _round: Round
+    _early: Sequence[Exchange] = ()  # posted before the first step
     retained: Tensors = ()
 
     def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
@@ -228,6 +229,17 @@ class Pass(ABC):
         while completions:
             completions.pop(0)()
 
+    def send_kept(self, step: Step) -> None:
+        """Sends the keys of the first step, which the forward kept, before the base blocks come."""
+        if self.lent:
+            return
+        kept = self.kept_of[0]
+        self.q, self.k, self.v = kept["q"], kept["k"], kept["v"]
+        self._take_heads(step, (self.q,))
+        self._early = step.inputs
+        for exchange in step.inputs:
+            self._post(exchange, result=False)
+
     def _cast(self, step: Step) -> None:
         """Waits for the blocks of a step, and posts those of the next steps, or packs them."""
         for posted in self._inputs.pop(step.number, ()):
@@ -246,7 +258,8 @@ class Pass(ABC):
         if self.lent and inputs and not inputs[-1].slow:
             *inputs, last = inputs
         for exchange in inputs:
-            self._post(exchange, result=False)
+            if exchange not in self._early:
+                self._post(exchange, result=False)
         if self.lent:
             self._pack(step, last)
         for exchange in step.expects:
@@ -403,7 +416,7 @@ class Pass(ABC):
             team = self._teams[SIDE_OF[message[0]]]
             if isinstance(team, ExchangingTeam):  # all at once
                 given = [(self.own[name], of.slices[name]) for (name,), of in each]
-                lent = len(self._program.rounds) == 1 and not self._keep
+                lent = part is self._program.rounds[-1] and not self._keep
                 return [(tuple([name for (name,), _ in each]), team.come(given, lent=lent))]
             coming.append((message, team.gather(message, self.own, some)))
         return coming

@@ -370,10 +370,10 @@ class Backward(_Summing[GradientSum]):
         self._sums[heads.q.start, QUERIES] = of_q, dq
         if not whole.first:  # an earlier round opened the sums of these keys
             return
-        few, place = self._few and whole.last, None
+        place = None
         if self._placing and whole.last:
             place = partial(self._of_keys.place, of_kv)
-        dkv = GradientSum(*self.keys, few=few, place=place)
+        dkv = GradientSum(*self.keys, few=self._few, place=place)
         self._sums[heads.kv.start, KEYS] = of_kv, dkv
 
     def operands(
@@ -424,6 +424,7 @@ class Backward(_Summing[GradientSum]):
         if side and not self._round.base.heads.last:
             for each in others:
                 self.accept(heads, side, each)
+            self._sums[heads.kv.start, KEYS][1].sum_waiting(last=False)
             return
         some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
         tokens, plus = self._tokens[side], None
@@ -451,6 +452,9 @@ class Backward(_Summing[GradientSum]):
             posted += self._send(found, "dq")
             del found
         if self._results:
+            if heads.last and self._program.merged:
+                for _, total in self._sums.values():
+                    total.sum_waiting(last=True)
             self._take_results()
         if heads.last and self._call.dkv:
             posted += self._send(self._found_for_keys(heads), "dk", "dv")
