@@ -13,8 +13,9 @@ parts. The first rows of that part remain, as a shorter part. So
     get exactly its share.
 
 Ranks in multiples of eight, as nodes have them, are served in two steps: first each team of eight
-consecutive ranks, then the ranks of each team. So a document is cut between two nodes only where it
-is more than the first one's share, or fills it up.
+consecutive ranks, then the ranks of each team. A team gets whole parts where some are found that
+fill its room and are its share. So a document is cut between two nodes only where it is more than
+the first one's share, or where documents are few.
 
 Nothing here depends on masks: the work of rows is a function of their positions. Rows that are cut
 off may be more work than in one part with the rows before them. Then the ranks that are served
@@ -31,9 +32,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_cp_plugin.core.ranges import Flags, Numbers
+
 TEAM = 8  # ranks that are served together first; a constant, so that all programs cut alike
 # What a rank may be off its share, to have whole parts, and what is left for the others is not.
 _SLACK = 0.005
+
+# Whole parts are looked for where there are as many for each team; how many may change places, and
+# how many of the best changes are tried.
+_FEW, _MOST, _TRIED = 4, 32, 16
+_BASE = 2**36  # rows and work as one number
 
 Range = tuple[int, int]  # of rows: start and stop
 Work = Callable[[int, int], int]
@@ -57,17 +65,21 @@ def deal(parts: Sequence[Range], size: int, work: Work) -> list[list[Range]]:
     if size <= TEAM or size % TEAM:
         return _serve(parts, rooms, work)
     members = list(batched(rooms, TEAM))
-    teams = _serve(parts, list(map(sum, members)), work)
+    teams = _serve(parts, list(map(sum, members)), work, teams=True)
     served = (_serve(sorted(rows), each, work) for rows, each in zip(teams, members, strict=True))
     return list(chain.from_iterable(served))
 
 
-def _serve(parts: Sequence[Range], rooms: Sequence[int], work: Work) -> list[list[Range]]:
+def _serve(
+    parts: Sequence[Range], rooms: Sequence[int], work: Work, *, teams: bool = False
+) -> list[list[Range]]:
     """The rows of every rank, or team. Args: rooms: how many each gets, for equal work."""
     pool = _Pool(parts, work)
     found: list[list[Range]] = [[] for _ in rooms]
     for rank in range(len(rooms) - 1, 0, -1):
-        found[rank] = pool.serve(rooms[rank], pool.work / (rank + 1))
+        share = pool.work / (rank + 1)
+        whole = pool.pack(rooms[rank], share, rank + 1) if teams else []
+        found[rank] = whole or pool.serve(rooms[rank], share)
     found[0] = pool.left
     return found
 
@@ -88,7 +100,7 @@ class _Part(NamedTuple):
     load: float
 
 
-_ROWS, _LOAD = map(attrgetter, ("rows", "load"))
+_ROWS, _WORK, _LOAD = map(attrgetter, ("rows", "work", "load"))
 
 
 class _Pool:
@@ -141,6 +153,29 @@ class _Pool:
         self.work -= part.work
         self._changed = min(self._changed, index)
         return part
+
+    def pack(self, room: int, share: float, ranks: int) -> list[Range]:
+        """Takes whole parts that fill a room and are its share of the work, if it finds some.
+
+        Parts at equal distances in the order of density nearly are; then one or two of them change
+        places with others, or leave, or come. Args: ranks: that are left.
+        """
+        parts = self._parts[self._low :]
+        # The last entry is no part.
+        rows, work = (np.array([*map(of, parts), 0]) for of in (_ROWS, _WORK))
+        if len(parts) < _FEW * ranks or rows.max() > room or work.max() > share:
+            return []
+        for first in dict.fromkeys((ranks // 2, (ranks - 1) // 2, ranks // 4)):
+            chosen = np.zeros(len(rows), bool)
+            chosen[first:-1:ranks] = True
+            taken = _changed(chosen, rows, work, room, share)
+            if taken:
+                for index in reversed(taken):
+                    self._remove(self._low + index)
+                self._sum()
+                self._begun = -1
+                return [(parts[index].start, parts[index].stop) for index in taken]
+        return []
 
     def serve(self, room: int, share: float) -> list[Range]:
         """Takes the rows of a rank. Args: room: how many. share: their work."""
@@ -306,6 +341,33 @@ class _Pool:
             return first + self._work(part.stop - rows + heads, part.stop) > wanted
 
         return min(rows, _largest(rows, too_much) + 1)
+
+
+def _changed(chosen: Flags, rows: Numbers, work: Numbers, room: int, share: float) -> list[int]:
+    """Numbers of parts with these rows in all, and this work; none if none are found.
+
+    Args: chosen: parts that nearly have. rows, work: of all parts; the last entry is no part.
+    """
+    own, others = (np.append(np.flatnonzero(x[:-1]), -1)[-_MOST:] for x in (chosen, ~chosen))
+    swaps = np.stack(np.broadcast_arrays(own[:, None], others), -1).reshape(-1, 2)
+    change = [of[swaps[:, 1]] - of[swaps[:, 0]] for of in (rows, work)]
+    key = change[0] * _BASE + change[1]
+    missing = room - int(rows[chosen].sum()), round(share) - int(work[chosen].sum())
+    wanted, order = missing[0] * _BASE + missing[1] - key, key.argsort(kind="stable")
+    place = key[order].searchsorted(wanted)
+    second = order[np.concatenate((place - 1, place)).clip(0, len(key) - 1)]
+    off = np.abs(np.tile(wanted, 2) - key[second])
+    for at in off.argsort(kind="stable")[:_TRIED].tolist():
+        both = swaps[[at % len(key), second[at]]].T
+        if any(x == y != -1 for x, y in both.tolist()):
+            continue
+        changed = chosen.copy()
+        changed[both[0]], changed[both[1]] = False, True
+        changed[-1] = False
+        fills = rows[changed].sum() == room
+        if fills and abs(int(work[changed].sum()) - share) <= share * _SLACK:
+            return np.flatnonzero(changed).tolist()
+    return []
 
 
 def _largest(most: int, holds: Callable[[int], bool]) -> int:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from itertools import accumulate, pairwise, starmap
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,20 +65,27 @@ def test_any_work_is_dealt(lengths, size, data):
     assert max(counts) - min(counts) <= 1
 
 
-def test_documents_are_cut_between_teams_where_these_are_full():
-    """Of 256 documents on 32 ranks; work as under a causal mask."""
+@pytest.mark.parametrize(("longest", "cut"), [(0, 1), (12_000, 2 * (32 // TEAM))])
+def test_documents_are_cut_between_teams_where_one_is_long(longest, cut):
+    """Of 256 documents or more on 32 ranks; work as under a causal mask."""
     rng = np.random.default_rng(0)
-    bounds = list(accumulate(rng.integers(8, 400, 256).tolist(), initial=0))
+    lengths = rng.integers(8, 400, 256).tolist() + [longest] * (longest > 0)
+    bounds = list(accumulate(lengths, initial=0))
 
     def work(start, stop):
         before = bounds[bisect_right(bounds, start) - 1]
         return (stop - start) * (start + stop + 1 - 2 * before) // 2
 
     dealt = deal(list(pairwise(bounds)), 32, work)
+    assert max(map(rows_of, dealt)) - min(map(rows_of, dealt)) <= 1
     works = [sum(starmap(work, rank)) for rank in dealt]
     assert max(works) < 1.01 * sum(works) / 32
     teams = defaultdict(set)
     for rank, rows in enumerate(dealt):
         for start, _ in rows:
             teams[bisect_right(bounds, start)].add(rank // TEAM)
-    assert sum(len(of) > 1 for of in teams.values()) <= 2 * (32 // TEAM)
+    assert sum(len(of) > 1 for of in teams.values()) <= cut
+
+
+def rows_of(rank):
+    return sum(stop - start for start, stop in rank)
