@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_206,
-    "core": 12_581,
+    "core": 12_577,
     "algorithms": 1_741,
     "kernels": 3_304,
     "integration": 8_009,

@@ -448,13 +448,9 @@ class GradientSum(_Partials):
         else:
             self._add(rows, gradients)
 
-    def sum_waiting(self, *, last: bool) -> None:
-        """Adds waiting gradients. Args: last: only those of `add_last` come after these; otherwise
-        one may wait, for another one to be added with.
-        """
-        if last and self._waiting:
-            self.final(self._like[0].dtype)
-        elif len(self._waiting) > 1:
+    def settle(self) -> None:
+        """Adds gradients that wait; but one alone waits on, to be added with the next one."""
+        if len(self._waiting) > 1:
             self._settle()
 
     def add_last(self, others: Sequence[Partial]) -> None:

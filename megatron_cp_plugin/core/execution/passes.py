@@ -424,7 +424,7 @@ class Backward(_Summing[GradientSum]):
         if side and not self._round.base.heads.last:
             for each in others:
                 self.accept(heads, side, each)
-            self._sums[heads.kv.start, KEYS][1].sum_waiting(last=False)
+            self._sums[heads.kv.start, KEYS][1].settle()
             return
         some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
         tokens, plus = self._tokens[side], None
@@ -454,7 +454,7 @@ class Backward(_Summing[GradientSum]):
         if self._results:
             if heads.last and self._program.merged:
                 for _, total in self._sums.values():
-                    total.sum_waiting(last=True)
+                    total.final(self._sizes.dtype)  # while results come
             self._take_results()
         if heads.last and self._call.dkv:
             posted += self._send(self._found_for_keys(heads), "dk", "dv")
