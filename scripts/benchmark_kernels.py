@@ -42,7 +42,7 @@ from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import KernelUnavailableError
 from megatron_cp_plugin.kernels import kernel_names, resolve
 from megatron_cp_plugin.kernels.choice import kernel_called
-from megatron_cp_plugin.kernels.fused import merge_into, sum_into
+from megatron_cp_plugin.kernels.fused import merge_into, sum_rows
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.process_exit import one_line_errors
 from megatron_cp_plugin.terminal import tokens_of
@@ -223,9 +223,7 @@ def share_rows(
             spans = device_spans(profiler.events())
             kernels = by_class(spans)["attention"] / REPEATS
             # Of kernels/fused.py.
-            fused = [
-                span for span in spans if "_merge_kernel" in span[0] or "_sum_kernel" in span[0]
-            ]
+            fused = [span for span in spans if "_merge_kernel" in span[0] or "_sum_" in span[0]]
             merges = sum(end - start for _, start, end in fused) / (1000 * REPEATS)
             row += [f"{kernels:.2f}", f"{merges:.3f}", f"{merges / (kernels + merges):.2%}"]
             merging, whole = merging + merges, whole + kernels + merges
@@ -240,13 +238,17 @@ def merge_rows(tokens: int, heads: int, dim: int) -> list[Sequence[str]]:
     lse = torch.randn(1, heads, tokens, device="cuda")
     wide, wide_lse = a.to(accumulation_dtype(a.dtype)), lse.clone()
     half, half_lse = torch.empty_like(a), torch.empty_like(lse)
+
+    def summed(out: torch.Tensor, *terms: torch.Tensor) -> Callable[[], object]:
+        return lambda: sum_rows((out,), [(slice(0, tokens), (x,)) for x in terms], in_place=False)
+
     cases: list[tuple[str, int, Callable[[], object]]] = [
         ("merge 16+16 -> 32", 8, lambda: merge_into(wide, wide_lse, a, lse, b, lse)),
         ("merge 32+16 -> 32", 10, lambda: merge_into(wide, wide_lse, wide, wide_lse, b, lse)),
         ("merge 32+16 -> 16", 8, lambda: merge_into(half, half_lse, wide, wide_lse, b, lse)),
-        ("sum 16+16 -> 32", 8, lambda: sum_into((wide,), (a,), (b,))),
-        ("sum 32+16 -> 32", 10, lambda: sum_into((wide,), (wide,), (b,))),
-        ("sum 32+16 -> 16", 8, lambda: sum_into((half,), (wide,), (b,))),
+        ("sum 16+16 -> 32", 8, summed(wide, a, b)),
+        ("sum 32+16 -> 32", 10, summed(wide, wide, b)),
+        ("sum 32+16 -> 16", 8, summed(half, wide, b)),
     ]
     rows: list[Sequence[str]] = []
     for name, element_bytes, body in cases:

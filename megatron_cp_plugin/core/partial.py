@@ -7,10 +7,8 @@ Source: AttnFix (Attention2D, Algorithm 2); the same as rescale (DISTFLASHATTN, 
 (BurstAttention, Algorithm 1, lines 13-16). Differs: rows that see no key are allowed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +37,7 @@ SomeRows = slice | RowIndex
 Tensors = tuple[Tensor, ...]
 Partial = tuple[SomeRows, Tensors]
 _ADJACENT = {None, 1}  # steps of slices
-# Rows, and their parts of the partials that have them.
-Piece = tuple[SomeRows, list[Tensors]]
+Term = tuple[slice, Tensors]  # a partial of adjacent rows
 
 
 _fused: dict[str, Callable[[], Any]] = {}
@@ -108,27 +105,35 @@ def _weight(lse: Tensor, merged: Tensor) -> Tensor:
     return factor.transpose(1, 2).unsqueeze(-1)
 
 
-def _sum_into(outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
+def _sum_rows(outs: Sequence[Tensor], terms: Sequence[Term], *, in_place: bool = False) -> None:
     """Each of one or two outs [B,S,heads,D] = the sum of its terms, in float32 (float64 for
-    float64). Args: terms: three at most, each for all outs; the first may be the outs.
+    float64), in one pass over memory.
+
+    Args:
+        terms: rows of the outs, and these rows of a term for each out.
+        in_place: the outs are terms too, and rows without any other stay as they are; else such
+            rows become 0.
     """
     fused = fused_for(outs[0])
     if fused is not None:
-        fused.sum_into(outs, *terms)
+        fused.sum_rows(outs, terms, in_place=in_place)
         return
-    for out, a, *others in zip(outs, *terms, strict=True):
-        wide = accumulation_dtype(a.dtype) if others else a.dtype
-        out.copy_(sum([b.to(wide) for b in others], start=a.to(wide)))
+    for number, out in enumerate(outs):
+        wide = accumulation_dtype(out.dtype)
+        total = out.to(wide) if in_place else torch.zeros_like(out, dtype=wide)
+        for rows, tensors in terms:
+            part = total if tensors[number].shape[1] == out.shape[1] else total[:, rows]
+            part += tensors[number]
+        if total is not out:
+            out.copy_(total)
 
 
-def _add_rows(totals: Sequence[Tensor], rows: SomeRows, *terms: Sequence[Tensor]) -> None:
-    """Adds terms to some rows of totals [B,S,heads,D], in place: two at most, one for numbers."""
+def _add_rows(totals: Sequence[Tensor], rows: SomeRows, gradients: Sequence[Tensor]) -> None:
+    """Adds gradients to some rows of totals [B,S,heads,D], in place."""
     if not isinstance(rows, RowIndex):
-        whole = terms[0][0].shape[1] == totals[0].shape[1]
-        parts = totals if whole else [rows_at(x, rows) for x in totals]
-        _sum_into(parts, parts, *terms)
+        parts = [rows_at(x, rows) for x in totals]
+        _sum_rows(parts, [(slice(0, parts[0].shape[1]), (*gradients,))], in_place=True)
         return
-    (gradients,) = terms
     fused = fused_for(totals[0])
     for total, gradient in zip(totals, gradients, strict=True):
         if fused is not None:
@@ -184,12 +189,14 @@ def beside_each_other(tensors: Sequence[Tensor]) -> Tensor:
     widths = [x.shape[3] for x in tensors]
     whole = first.new_empty((*first.shape[:3], sum(widths)))
     for part, x in zip(whole.split(widths, -1), tensors, strict=True):
-        fused.sum_into((part,), (x,))
+        _sum_rows((part,), [(slice(0, x.shape[1]), (x,))])
     return whole
 
 
 def _are_apart(a: SomeRows, b: SomeRows) -> bool:
     """Whether two partials are known to share no row."""
+    if isinstance(a, slice) and isinstance(b, slice):
+        return bool(a.stop <= b.start or b.stop <= a.start)
     edges = [x.edges if isinstance(x, RowIndex) else ((x.start,), (x.stop,)) for x in (a, b)]
     if edges[0] is None or edges[1] is None:
         return False
@@ -197,18 +204,21 @@ def _are_apart(a: SomeRows, b: SomeRows) -> bool:
     return not (start.searchsorted(last) > stop.searchsorted(first, "right")).any()
 
 
+def _share_rows(rows: SomeRows, others: Iterable[Partial]) -> bool:
+    """Whether one of several partials may have one of these rows."""
+    apart = [_are_apart(rows, own) for own, _ in others]
+    return not all(apart)
+
+
 class _Partials:
-    """Partials that wait to be added, in the order of arrival, at most two for each row. A row that
-    is then written once can be written in the final dtype.
+    """Partials that wait to be added. A row that is then written once can be written in the final
+    dtype.
 
     Attributes:
         empty: there is no partial yet.
         borrowed: memory of waiting partials may change after the next `add` or `settle`.
     """
 
-    _waiting: list[Partial]
-    _end = 0  # no partial that waits has rows from here on
-    _numbered = False  # rows of one that waits are not adjacent
     empty = True
     borrowed = False
 
@@ -216,49 +226,6 @@ class _Partials:
     def keeps(self) -> bool:
         """Whether the next partial would be kept as it is."""
         return self.empty
-
-    def _meets(self, rows: SomeRows) -> int:
-        """The largest number of waiting partials that share one of these rows; 2: two or more, or
-        one if rows are not adjacent, or unknown.
-        """
-        if self._numbered or isinstance(rows, RowIndex):
-            apart = [_are_apart(rows, own) for own, _ in self._waiting]
-            return 0 if all(apart) else 2
-        if rows.start >= self._end:
-            return 0
-        slices = [own for own, _ in self._waiting if isinstance(own, slice)]
-        both = [(max(own.start, rows.start), min(own.stop, rows.stop)) for own in slices]
-        shared = sorted([bounds for bounds in both if bounds[0] < bounds[1]])
-        apart = [stop <= start for (_, stop), (start, _) in pairwise(shared)]
-        return min(len(shared), 1) if all(apart) else 2
-
-    def _taken(self) -> list[Partial]:
-        """Takes all partials that wait."""
-        taken, self._waiting, self._numbered = self._waiting, [], False
-        return taken
-
-    def _pieces(self) -> list[Piece]:
-        """Takes the waiting partials in pieces: rows, with the parts of all that have them."""
-        found, adjacent = list[Piece](), list[tuple[slice, Tensors]]()
-        for rows, tensors in self._taken():
-            if isinstance(rows, slice) and rows.step in _ADJACENT:
-                adjacent.append((rows, tensors))
-            else:
-                found.append((rows, [tensors]))
-        extents = pairwise(sorted([(rows.start, rows.stop) for rows, _ in adjacent]))
-        apart = [stop <= start for (_, stop), (start, _) in extents]
-        if all(apart):
-            return [*found, *[(rows, [tensors]) for rows, tensors in adjacent]]
-        bounds = sorted({bound for rows, _ in adjacent for bound in (rows.start, rows.stop)})
-        for start, stop in pairwise(bounds):
-            parts = [
-                part_of(tensors, slice(start - rows.start, stop - rows.start))
-                for rows, tensors in adjacent
-                if rows.start <= start and stop <= rows.stop
-            ]
-            if parts:
-                found.append((slice(start, stop), parts))
-        return found
 
 
 class Accumulator(_Partials):
@@ -279,7 +246,7 @@ class Accumulator(_Partials):
         place: where the result will be, out [B,S,H,E] in q's dtype and lse [B,H,S], which may be
             strided; None: in memory of its own.
         """
-        self._waiting = []
+        self._waiting = list[Partial]()
         self._like = q
         self._place = place
         self._shape = (*q.shape[:3], value_dim)
@@ -297,13 +264,14 @@ class Accumulator(_Partials):
         if first and isinstance(rows, slice) and out.shape[1] == self._like.shape[1]:
             self._total = out, lse
             return
-        if self._waiting and self._meets(rows):
+        if self._waiting and _share_rows(rows, self._waiting):
             self._merge_waiting()
-        if isinstance(rows, slice):
-            self._end = max(self._end, rows.stop)
-        else:
-            self._numbered = True
         self._waiting.append((rows, (out, lse)))
+
+    def _taken(self) -> list[Partial]:
+        """Takes all partials that wait."""
+        taken, self._waiting, self.borrowed = self._waiting, [], False
+        return taken
 
     def settle(self) -> None:
         """Merges waiting partials, if the memory of one is borrowed."""
@@ -312,7 +280,6 @@ class Accumulator(_Partials):
 
     def _merge_waiting(self) -> None:
         """Merges waiting partials into the total, in a wide dtype from the second of a row on."""
-        self.borrowed = False
         if self._total is None:
             self._owned = self._wide in [out.dtype for _, (out, _) in self._waiting]
             self._total = self._joined(self._wide if self._owned else self._like.dtype)
@@ -333,17 +300,17 @@ class Accumulator(_Partials):
         return self.result(self._wide)
 
     def result(
-        self, dtype: torch.dtype | None = None, plus: Tensors | None = None
+        self, dtype: torch.dtype | None = None, others: Sequence[Partial] = ()
     ) -> tuple[Tensor, Tensor]:
         """Returns: out [B,S,H,E] in `dtype` (default: q's), lse [B,H,S] float32 or float64.
 
         Args:
             dtype: of a result that has no place.
-            plus: a last partial, of all rows.
+            others: the last partials.
         """
         dtype = dtype or self._like.dtype
-        if plus is not None:
-            self.add(slice(0, self._like.shape[1]), *plus)
+        for rows, (out, lse) in others:
+            self.add(rows, out, lse)
         if self._total is None:
             self._total = self._joined(dtype)
         if len(self._waiting) == 1:
@@ -361,9 +328,10 @@ class Accumulator(_Partials):
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Joins waiting partials, no two of which share a row, to one."""
-        numbered, taken = self._numbered, self._taken()
+        taken = self._taken()
+        numbered = [isinstance(rows, RowIndex) for rows, _ in taken]
         out, lse = (dtype == self._like.dtype and self._place) or self._new(dtype)
-        if numbered or sum([some.shape[1] for _, (some, _) in taken]) < self._like.shape[1]:
+        if any(numbered) or sum([some.shape[1] for _, (some, _) in taken]) < self._like.shape[1]:
             out.zero_()
             lse.fill_(-torch.inf)
         for rows, (some, some_lse) in taken:
@@ -388,15 +356,16 @@ class Accumulator(_Partials):
 
 def _copied(place: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The place, after copying out and lse to it."""
-    _sum_into(place[:1], (out,))
+    _sum_rows(place[:1], [(slice(0, out.shape[1]), (out,))])
     place[1].copy_(lse)
     return place
 
 
 class GradientSum(_Partials):
-    """Running sums of the partial gradients of one block, in float32 from the second one on.
+    """Running sums of the partial gradients of one block, added in float32.
 
-    Gradients of k and v come together; one object sums both.
+    Gradients of k and v come together; one object sums both. The first one of all rows is the sum
+    until others come, and belongs to it from then on.
 
     Attributes:
         placing: there is no gradient yet, and the first may be written where the sums will be.
@@ -410,20 +379,21 @@ class GradientSum(_Partials):
 
         Args:
             like: [B,S,heads,D], of one dtype; shape, dtype and device of each gradient.
-            few: a partial that comes after the first is probably the last of its rows, and waits,
-                or two do: if they are, the sum is written in its final dtype, at best in the place
-                of the first. With more to come that takes more memory.
+            few: few partials come after the first: they wait, at most three for each row in the
+                mean, so that the sum is written once, in its final dtype. This takes no more memory
+                than a sum in float32. Otherwise each is added as it comes, in float32.
             place: gives memory for the sums, into which the first partial can be written.
         """
-        self._waiting = []
         self._like = like
         self._wide = accumulation_dtype(like[0].dtype)
         self._few = few
         self._place = place
         self.placing = place is not None
         self.placed: Tensors | None = None
-        self._total: list[Tensor] = []
-        self._owned = False  # whether _total has wide buffers of ours
+        self._total: Tensors = ()
+        # Partials that wait: slices, which are added in one pass, and others, which share no row.
+        self._slices = list[Term]()
+        self._apart = list[Partial]()
 
     def place_of_first(self, rows: int) -> Tensors | None:
         """Where the first partial, of `rows` rows, is to be written to; None: anywhere."""
@@ -437,66 +407,47 @@ class GradientSum(_Partials):
         self.empty = self.placing = False
         whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
         if whole and not self._total:  # in every layer: without a further call
-            self._total = list(gradients)
-        elif self._few:
-            if self._waiting and self._meets(rows) > 1:
-                self._settle()
-            if isinstance(rows, slice):
-                self._end = max(self._end, rows.stop)
-            self._numbered |= not isinstance(rows, slice) or rows.step not in _ADJACENT
-            self._waiting.append((rows, gradients))
+            self._total = gradients
+            return
+        self._wait(rows, gradients, 3 * self._like[0].shape[1])
+        if not self._few:
+            self.final(self._wide)
+
+    def _wait(self, rows: SomeRows, gradients: Tensors, most: int | None = None) -> None:
+        """Lets gradients wait. Args: most: rows that may wait; None: any number."""
+        is_slice = isinstance(rows, slice) and rows.step in _ADJACENT
+        if self._apart or not is_slice:
+            full = _share_rows(rows, [*self._slices, *self._apart])
         else:
-            self._add(rows, gradients)
+            waiting = sum([own[0].shape[1] for _, own in self._slices])
+            full = most is not None and waiting + gradients[0].shape[1] > most
+        if full:
+            self.final(self._wide)
+        if isinstance(rows, slice) and is_slice:
+            self._slices.append((rows, gradients))
+        else:
+            self._apart.append((rows, gradients))
 
-    def settle(self) -> None:
-        """Adds gradients that wait; but one alone waits on, to be added with the next one."""
-        if len(self._waiting) > 1:
-            self._settle()
-
-    def add_last(self, others: Sequence[Partial]) -> None:
-        """Adds gradients after which none come, in as few passes as can be: rows that have one or
-        two more are summed in place, in the dtype that the sums have by then.
-        """
-        self.empty = self.placing = False
-        self._total, self._waiting = self.final(self._like[0].dtype), [*others]
-        if sum(isinstance(rows, RowIndex) for rows, _ in others) > 1:  # perhaps of the same rows
-            self._owned = self._total[0].dtype == self._wide
-            self._own_buffers()
-        for rows, parts in self._pieces():
-            if isinstance(rows, RowIndex):
-                _add_rows(self._total, rows, *parts)
-                continue
-            there = [rows_at(x, rows) for x in self._total]
-            sums = there
-            if len(parts) > 2 and there[0].dtype != self._wide:
-                sums = [x.new_empty(x.shape, dtype=self._wide) for x in there]
-            before = there
-            while parts:
-                some, parts = parts[:2], parts[2:]
-                after = sums if parts else there
-                _sum_into(after, before, *some)
-                before = after
-
-    def result(self, dtype: torch.dtype | None = None, plus: Tensors | None = None) -> Tensors:
+    def result(self, dtype: torch.dtype | None = None, others: Sequence[Partial] = ()) -> Tensors:
         """The sums, contiguous, in `dtype` (default: the dtype of the tensors).
 
-        Args: plus: [B,S,heads,D] to be added in the same pass; the results are new tensors then.
+        Args: others: the last gradients.
         """
         dtype = dtype or self._like[0].dtype
-        if plus is not None:
-            return tuple(_plus(dtype, self.held, plus))
-        return tuple([x.to(dtype).contiguous() for x in self.final(dtype)])
+        return tuple([x.to(dtype).contiguous() for x in self.final(dtype, others)])
 
-    def write(self, outs: Tensors, plus: Tensors | None = None) -> None:
-        """outs [B,S,heads,D] = the sums, and `plus` if there are some; outs may be strided."""
-        if plus is not None:
-            _sum_into(outs, self.held, plus)
+    def write(self, outs: Tensors, others: Sequence[Partial] = ()) -> None:
+        """outs [B,S,heads,D] = the sums; they may be strided. Args: others: the last gradients."""
+        for each in others:
+            self._wait(*each)
+        placed, total = self.placed, self._total
+        if self._apart or (placed is not None and total and total[0] is placed[0]):
+            total = self.final(outs[0].dtype)
+            if placed is None or total[0] is not placed[0]:
+                _sum_rows(outs, [(slice(0, total[0].shape[1]), total)])
             return
-        places = self.placed or (None,) * len(outs)
-        each = zip(outs, self.final(outs[0].dtype), places, strict=True)
-        moved = [(out, x) for out, x, place in each if x is not place]
-        if moved:
-            _sum_into(*zip(*moved, strict=True))
+        whole = [(slice(0, total[0].shape[1]), total)] if total else []
+        _sum_rows(outs, [*whole, *self._slices])
 
     @property
     def keeps(self) -> bool:
@@ -504,80 +455,32 @@ class GradientSum(_Partials):
         return not self._total
 
     @property
-    def held(self) -> list[Tensor]:
-        """The sums in their present dtype, for a caller that copies them."""
-        if self._waiting:
-            self._settle()
-        return self._total or self._own_buffers()
+    def held(self) -> Tensors:
+        """The sums, for a caller that copies them."""
+        return self.final(self._wide)
 
-    def final(self, dtype: torch.dtype) -> list[Tensor]:
-        """The sums, for a caller that writes them in `dtype`; in `dtype` if that saves a copy."""
-        if not self._waiting:
-            return self._total or self._own_buffers()
-        if not self._total and (self._numbered or len(self._waiting) == 1):
-            self._total = [x.new_zeros(x.shape, dtype=dtype) for x in self._like]
-        if self._total and self._total[0].dtype == dtype:
-            for rows, parts in self._pieces():
-                _add_rows(self._total, rows, *parts)
-        elif self._numbered:
-            self._settle()
+    def final(self, dtype: torch.dtype, others: Sequence[Partial] = ()) -> Tensors:
+        """The sums, with those that wait, for a caller that writes them in `dtype`; in `dtype` if
+        that saves a copy. Args: others: the last gradients.
+        """
+        for each in others:
+            self._wait(*each)
+        slices, apart, total = self._slices, self._apart, self._total
+        if total and not slices and not apart:
+            return total
+        self._slices, self._apart = [], []
+        if apart and total and total[0].dtype == self._wide:
+            dtype = self._wide  # those that are not slices are added after the others
+        if total and total[0].dtype == dtype:
+            if slices:
+                _sum_rows(total, slices, in_place=True)
         else:
-            self._total, self._owned = self._joined(dtype), dtype == self._wide
+            whole = [(slice(0, total[0].shape[1]), total)] if total else []
+            self._total = tuple([x.new_empty(x.shape, dtype=dtype) for x in self._like])
+            _sum_rows(self._total, [*whole, *slices])
+        for rows, gradients in apart:
+            _add_rows(self._total, rows, gradients)
         return self._total
-
-    def _joined(self, dtype: torch.dtype) -> list[Tensor]:
-        """The sums, with the waiting partials, in new memory. These have adjacent rows."""
-        whole = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
-        pieces = [(x.start, x.stop, each) for x, each in self._pieces() if isinstance(x, slice)]
-        end, tokens = 0, whole[0].shape[1]
-        for start, stop, parts in [*sorted(pieces, key=itemgetter(0)), (tokens, tokens, [])]:
-            if start > end:
-                between = [x[:, end:start] for x in whole]
-                if self._total:
-                    _sum_into(between, [x[:, end:start] for x in self._total])
-                else:
-                    for x in between:
-                        x.zero_()
-            if parts:
-                terms = [[x[:, start:stop] for x in self._total]] if self._total else []
-                _sum_into([x[:, start:stop] for x in whole], *terms, *parts)
-            end = stop
-        return whole
-
-    def _settle(self) -> None:
-        """Adds the waiting gradients."""
-        if self._owned or self._numbered:
-            for rows, parts in self._pieces():
-                self._add(rows, *parts)
-        else:
-            self._total, self._owned = self._joined(self._wide), True
-
-    def _add(self, rows: SomeRows, *parts: Tensors) -> None:
-        """Adds to wide totals."""
-        if self._total and not self._owned and self._whole(rows, parts[0]):
-            self._total, self._owned = _plus(self._wide, self._total, *parts), True
-            return
-        _add_rows(self._total if self._owned else self._own_buffers(), rows, *parts)
-
-    def _own_buffers(self) -> list[Tensor]:
-        """The totals as wide buffers."""
-        if not self._total:
-            self._total = [torch.zeros_like(x, dtype=self._wide) for x in self._like]
-        elif not self._owned:
-            wide = [torch.empty_like(x, dtype=self._wide) for x in self._like]
-            _sum_into(wide, self._total)
-            self._total = wide
-        self._owned = True
-        return self._total
-
-    def _whole(self, rows: SomeRows, gradients: Tensors) -> bool:
-        return isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
-
-
-def _plus(dtype: torch.dtype, *terms: Sequence[Tensor]) -> list[Tensor]:
-    outs = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in terms[0]]
-    _sum_into(outs, *terms)
-    return outs
 
 
 def part_of(tensors: Tensors, rows: slice) -> Tensors:
@@ -608,12 +511,12 @@ class WholeGradient:
             self.whole, self._made = tuple([torch.empty_like(x) for x in self._like]), True
         return self.whole if heads is None else tuple([x[:, :, heads] for x in self.whole])
 
-    def write(self, heads: slice | None, total: GradientSum, plus: Tensors | None = None) -> None:
-        """Writes the sums of some heads (None: all), and `plus` [B,S,heads,D] if there are some."""
+    def write(self, heads: slice | None, total: GradientSum, others: Sequence[Partial]) -> None:
+        """Writes the sums of some heads (None: all). Args: others: the last gradients."""
         if not self._made and heads is None:
-            self.whole, self._made = total.result(plus=plus), True
+            self.whole, self._made = total.result(others=others), True
         else:
-            total.write(self.place(heads) if total.placed is None else total.placed, plus)
+            total.write(self.place(heads) if total.placed is None else total.placed, others)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

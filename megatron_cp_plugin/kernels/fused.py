@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_cp_plugin.core.partial import PLACEHOLDER_TERMS
+from megatron_cp_plugin.core.partial import PLACEHOLDER_TERMS, Term
 from megatron_cp_plugin.kernels.decayed import passed_along as passed_along
 from megatron_cp_plugin.kernels.fused_loss import logit_gradients_ as logit_gradients_
 from megatron_cp_plugin.kernels.fused_loss import logit_statistics as logit_statistics
 
 _ROWS = 16
+_TERMS = 8  # of a sum in one pass
 
 
 @triton.jit
@@ -182,57 +183,93 @@ def merge_all_into(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    sizes, out, a, b, c, out_at, a_at, b_at, ROWS: tl.constexpr, DIM: tl.constexpr
+    sizes, out, a, b, out_at, a_at, b_at, ROWS: tl.constexpr, DIM: tl.constexpr
 ):
-    """out[out_at] = a[a_at] + b[b_at] + c; b and c may be None, and so may indices."""
+    """out[out_at] = a[a_at] + b[b_at]; b may be None, and so may indices."""
     batch, token, head, _, inside = _program_rows(sizes, ROWS, DIM)
     to = _numbered(out_at, token)
     total = _loaded(a, batch, _numbered(a_at, token), head, inside, DIM)
     if b is not None:
         total += _loaded(b, batch, _numbered(b_at, token), head, inside, DIM)
-    if c is not None:
-        total += _loaded(c, batch, token, head, inside, DIM)
     tl.debug_barrier()  # out may be a, and a narrow row may be loaded by several warps
     _store(out, batch, to, head, total, inside, DIM)
 
 
+def _of_any_value(number: int) -> int:
+    """A number for a kernel. Triton compiles kernels anew for 1 and for multiples of 16."""
+    return 2 * number + 3
+
+
 @triton.jit
-def _two_sums_kernel(  # type: ignore[no-untyped-def]
+def _value_of(number):  # type: ignore[no-untyped-def]
+    return (number - 3) // 2
+
+
+@triton.jit
+def _sum_of_rows(  # type: ignore[no-untyped-def]
+    sizes, first, out, terms, edges, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr
+):
+    """Rows of `out` from `first` on = the sum of terms; each has the rows between two edges."""
+    batch, token, head, _, inside = _program_rows(sizes, ROWS, DIM)
+    token += _value_of(first)
+    total = tl.zeros((ROWS, DIM), tl.float32)
+    found = token < 0
+    for number in tl.static_range(len(terms)):
+        start, stop = _value_of(edges[2 * number]), _value_of(edges[2 * number + 1])
+        has = (token >= start) & (token < stop)
+        total += _loaded(terms[number], batch, token - start, head, inside & has[:, None], DIM)
+        found |= has
+    if IN_PLACE:
+        inside &= found[:, None]
+        total += _loaded(out, batch, token, head, inside, DIM)
+    tl.debug_barrier()  # out may be a term, and a narrow row may be loaded by several warps
+    _store(out, batch, token, head, total, inside, DIM)
+
+
+@triton.jit
+def _sum_rows_kernel(  # type: ignore[no-untyped-def]
     sizes,
+    first,
+    edges,
     out,
-    a,
-    b,
-    c,
+    terms,
     out_2,
-    a_2,
-    b_2,
-    c_2,
+    terms_2,
     dim_2,
+    IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
 ):
-    """`_sum_kernel` of two tensors, by two programs for the same rows."""
+    """`_sum_of_rows` of one tensor, or of two, by two programs for the same rows."""
     if tl.program_id(1) == 0:
-        _sum_kernel(sizes, out, a, b, c, None, None, None, ROWS, DIM)
-    else:
+        _sum_of_rows(sizes, first, out, terms, edges, IN_PLACE, ROWS, DIM)
+    elif out_2 is not None:
         tokens, heads, rows, _ = sizes
         sizes_2 = tokens, heads, rows, dim_2
-        _sum_kernel(sizes_2, out_2, a_2, b_2, c_2, None, None, None, ROWS, DIM_2)
+        _sum_of_rows(sizes_2, first, out_2, terms_2, edges, IN_PLACE, ROWS, DIM_2)
 
 
-def sum_into(outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
-    """See `partial._sum_into`."""
-    none = (None,) * (3 - len(terms))
-    given = [(out, *each, *none) for out, *each in zip(outs, *terms, strict=True)]
-    like, tokens = outs[0], outs[0].shape[1]
-    if len(outs) == 1:
-        _launch(_sum_kernel, like, tokens, *given[0], None, None, None)
+def sum_rows(outs: Sequence[Tensor], terms: Sequence[Term], *, in_place: bool) -> None:
+    """See `partial._sum_rows`."""
+    like, start, stop = outs[0], 0, outs[0].shape[1]
+    if len(terms) > _TERMS:
+        every = slice(start, stop)
+        each = [(every, (*outs,)), *terms] if in_place else terms
+        wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in outs]
+        sum_rows(wide, each[:_TERMS], in_place=False)
+        sum_rows(outs, [(every, (*wide,)), *each[_TERMS:]], in_place=False)
         return
-    first, second = given
-    dim = outs[1].shape[3]
-    sizes = {"programs": 2, "DIM_2": _power_of_2(dim)}
-    _launch(_two_sums_kernel, like, tokens, *first, *second, dim, **sizes)
+    if in_place:
+        start, stop = min(x.start for x, _ in terms), max(x.stop for x, _ in terms)
+    edges = [_of_any_value(edge) for rows, _ in terms for edge in (rows.start, rows.stop)]
+    given: list[Any] = [_of_any_value(start), tuple(edges)]
+    for out, *tensors in zip(outs, *[tensors for _, tensors in terms], strict=True):
+        given += [(out, *out.stride()[:3]), tuple([(x, *x.stride()[:3]) for x in tensors])]
+    given += [None, ()] if len(outs) == 1 else []
+    dim_2 = outs[-1].shape[3]
+    flags = {"programs": len(outs), "DIM_2": _power_of_2(dim_2), "IN_PLACE": in_place}
+    _launch(_sum_rows_kernel, like, stop - start, *given, dim_2, **flags)
 
 
 def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> None:
@@ -240,13 +277,13 @@ def add_rows_into(total: Tensor, to: Tensor, b: Tensor, of: Tensor | None) -> No
 
     Args: to, of: [n] int32, none twice.
     """
-    _launch(_sum_kernel, total, len(to), total, total, b, None, to, to, of)
+    _launch(_sum_kernel, total, len(to), total, total, b, to, to, of)
 
 
 def rows_at(x: Tensor, rows: Tensor) -> Tensor:
     """Some rows of [B,S,heads,D], in their order, contiguous. Args: rows: [n] int32."""
     out = x.new_empty((x.shape[0], len(rows), *x.shape[2:]))
-    _launch(_sum_kernel, out, len(rows), out, x, None, None, None, rows, None)
+    _launch(_sum_kernel, out, len(rows), out, x, None, None, rows, None)
     return out
 
 
@@ -254,7 +291,7 @@ def write_rows(out: Tensor, to: Tensor, x: Tensor) -> None:
     """Writes the rows of x [B,n,heads,D] to some rows of out. Args: to: [n] int32; a number beyond
     the rows of `out` means a row behind it in memory.
     """
-    _launch(_sum_kernel, x, len(to), out, x, None, None, to, None, None)
+    _launch(_sum_kernel, x, len(to), out, x, None, to, None, None)
 
 
 @triton.jit

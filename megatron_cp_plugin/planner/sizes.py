@@ -5,7 +5,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E head dim of va
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,8 @@ from megatron_cp_plugin.core.linear.kernel import (
     Running,
 )
 from megatron_cp_plugin.core.linear.states import NO_GATES, Runs
-from megatron_cp_plugin.core.partial import accumulation_dtype, register_fused
+from megatron_cp_plugin.core.partial import Term, accumulation_dtype, register_fused
+from megatron_cp_plugin.core.ranges import row_count, union
 from megatron_cp_plugin.core.tiles import pairs_within
 from megatron_cp_plugin.kernels.fla import CHUNK, segments_of
 from megatron_cp_plugin.planner.dry_run import Linear, Memory, RecordedKernel, note, recording
@@ -117,13 +118,19 @@ class OnePass:
 
     merge_into: _InPlace = _noted("merge", _bytes)
     merge_all_into: _InPlace = _noted("merge", _bytes)
-    sum_into: _InPlace = _noted("sum", lambda *each: _bytes(*chain(*each)))
     merge_rows_into: _InPlace = _noted(
         "merge", lambda out, lse, to, *_: int(3 * len(to) / out.shape[1] * _bytes(out, lse))
     )
     add_rows_into: _InPlace = _noted(
         "sum", lambda total, to, *_: int(3 * len(to) / total.shape[1] * _bytes(total))
     )
+
+    def sum_rows(self, outs: Sequence[Tensor], terms: Sequence[Term], *, in_place: bool) -> None:
+        written = _bytes(*outs)
+        if in_place:
+            some = union([((rows.start, rows.stop),) for rows, _ in terms])
+            written = 2 * written * row_count(some) // outs[0].shape[1]
+        note(Memory("sum", written + _bytes(*chain(*[tensors for _, tensors in terms]))))
 
     def write_rows(self, out: Tensor, to: Tensor, x: Tensor) -> None:
         note(Memory("rows", 2 * _bytes(x)))

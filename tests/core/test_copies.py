@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_cp_plugin.core import partial
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape
+from megatron_cp_plugin.core.partial import Term
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.sizes import OnePass, SizesOnly
@@ -43,8 +44,10 @@ def copied(monkeypatch, algo: str, rank: int, *, size: int, **options) -> float:
             note(results)
 
     class Counting(OnePass):
-        def sum_into(self, outs: Sequence[Tensor], *terms: Sequence[Tensor]) -> None:
-            if len(terms) == 1:
+        def sum_rows(
+            self, outs: Sequence[Tensor], terms: Sequence[Term], *, in_place: bool
+        ) -> None:
+            if [x.shape[1] for _, (x, *_) in terms] == [outs[0].shape[1]] and not in_place:
                 note(outs)
 
     monkeypatch.setattr(partial, "_fused", {"meta": Counting})

@@ -35,22 +35,37 @@ fused.merge_all_into(*got, outs, lses.mT.contiguous().mT)
 merge_all_into(*want, outs, lses)
 for x, y in zip(got, want):
     torch.testing.assert_close(x, y)
-total = torch.full((2, 5, 3, 8), torch.nan)
-fused.sum_into((total[:, 1:3],), (a[:, 1:3],), (b[:, 2:4],))
-assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, 2:4].float())
-assert total[:, 0].isnan().all() and total[:, 3:].isnan().all()
-fused.sum_into((total,), (a,))
-assert torch.equal(total, a.float())
-first, c = a.float(), torch.randn(2, 5, 5, 8).bfloat16()[:, :, 1:4]
-fused.sum_into((first,), (first,), (b,), (c,))
-assert torch.equal(first, a.float() + b.float() + c.float())
-wider, total_2 = torch.randn(2, 5, 3, 13).bfloat16(), torch.full((2, 5, 3, 20), torch.nan)
-for terms in (((a, wider),), ((a, wider), (b, wider)), ((b, wider), (a, wider), (c, wider))):
-    outs = torch.full((2, 5, 3, 8), torch.nan), total_2[..., 2:15]
-    fused.sum_into(outs, *terms)
-    for out, *each in zip(outs, *terms):
-        assert torch.equal(out, sum(x.float() for x in each))
-assert total_2[..., :2].isnan().all() and total_2[..., 15:].isnan().all()
+from itertools import product
+
+def rows_of(count, start, stop, dim=8):  # every second head of a tensor
+    return torch.randn(2, stop - start, 2 * count, dim).bfloat16()[:, :, ::2]
+
+for edges, in_place, wide, two in product(
+    ([(0, 5)], [(1, 3)], [(1, 3), (2, 5), (2, 4)], [(0, 2), (3, 5)] * 9, []),
+    (False, True), (False, True), (False, True),
+):
+    if in_place and not edges:
+        continue
+    kind = torch.float32 if wide else torch.bfloat16
+    outs = [torch.randn(2, 5, 3, 8).to(kind), torch.randn(2, 5, 3, 20)[..., 2:15].to(kind)]
+    outs, before = outs[: 1 + two], [x.clone() for x in outs]
+    terms = [
+        (slice(start, stop), (rows_of(3, start, stop), rows_of(3, start, stop, 13))[: 1 + two])
+        for start, stop in edges
+    ]
+    fused.sum_rows(outs, terms, in_place=in_place)
+    for number, (out, x) in enumerate(zip(outs, before)):
+        exact = x.double() if in_place else torch.zeros_like(x).double()
+        for rows, tensors in terms:
+            exact[:, rows] += tensors[number]
+        torch.testing.assert_close(out.double(), exact, rtol=1e-6 if wide else 2**-7, atol=1e-5)
+        for row in range(5):
+            if in_place and not any(start <= row < stop for start, stop in edges):
+                assert torch.equal(out[:, row], x[:, row])
+total = a.float()
+fused.sum_rows((total,), [(slice(0, 5), (total,)), (slice(1, 3), (b[:, :2],))], in_place=False)
+assert torch.equal(total[:, 1:3], a[:, 1:3].float() + b[:, :2].float())
+assert torch.equal(total[:, 3:], a[:, 3:].float())
 
 from megatron_cp_plugin.core.partial import _add_rows, _merge_rows, RowIndex, rows_at
 
@@ -158,12 +173,12 @@ COMPILED = (
     ("merge", {"at": None, "b_at": None}),
     ("merge", {}),
     ("merge_all", {}),
-    ("sum", {"out_at": None, "a_at": None, "b_at": None}),
-    ("sum", {"c": None}),
-    ("sum", {"b": None, "c": None, "out_at": None, "b_at": None}),
-    ("sum", {"b": None, "c": None, "a_at": None, "b_at": None}),
-    ("two_sums", {"DIM_2": 64}),
-    ("two_sums", {"DIM_2": 64, "b": None, "c": None, "b_2": None, "c_2": None}),
+    ("sum", {}),
+    ("sum", {"b": None, "out_at": None, "b_at": None}),
+    ("sum", {"b": None, "a_at": None, "b_at": None}),
+    ("sum_rows", {"DIM_2": 64, "IN_PLACE": True}),
+    ("sum_rows", {"DIM_2": 64, "IN_PLACE": False}),
+    ("sum_rows", {"DIM_2": 64, "IN_PLACE": True, "out_2": None}),
     ("delta", {}),
     ("placeholder", {"TERMS": 3}),
     ("product", {}),
@@ -184,8 +199,7 @@ OF_STATES = ("add", "pass", "run")
 # The kernels' arguments: tensors with three strides; others, which are of float32 by default, and
 # numbers of int32.
 STRIDED = {
-    **dict.fromkeys(("out", "a", "b", "c", "outs", "dout", "x"), "*bf16"),
-    **dict.fromkeys(("out_2", "a_2", "b_2", "c_2"), "*bf16"),
+    **dict.fromkeys(("out", "out_2", "a", "b", "outs", "dout", "x"), "*bf16"),
     **dict.fromkeys(("lse", "a_lse", "b_lse", "lses", "delta"), "*fp32"),
 }
 OTHERS = {
@@ -196,6 +210,8 @@ OTHERS = {
     **dict.fromkeys(("interval_ptr", "bound_ptr", "which_ptr"), "*i32"),
     "wanted_ptr": "*i64",
     "added": ("*fp32", "i32", "i32"),
+    **dict.fromkeys(("terms", "terms_2"), (("*bf16", "i32", "i32", "i32"),) * 3),
+    "edges": ("i32",) * 6,
     "through": ("*fp32", *("i32",) * 4),
     "ways": ("*i32",) * 3,
 }
@@ -227,7 +243,8 @@ def test_triton_kernels_compile_for_gpus(name, constants, capability, tmp_path, 
     assert f"sm_{capability}" in compiled.asm["ptx"]
     assert len(compiled.asm["cubin"]) > 0
     assert compiled.metadata.shared <= 227 * 1024
-    if name in ("merge", "sum"):  # in place: nothing is stored that another warp is yet to load
+    # In place: nothing is stored that another warp is yet to load.
+    if name in ("merge", "sum") or "out_2" in constants:
         code = compiled.asm["ptx"]
         loaded, stored = code.rindex("ld.global"), code.index("st.global")
         assert loaded < code.index("bar.sync", loaded) < stored

@@ -184,7 +184,7 @@ def ranks_as_on_gpus(monkeypatch) -> None:
     monkeypatch.setattr(Batch, "sides", without_modes(Batch.sides))
     for name in ("_joined_rows", "_split", "_numbers", "_members_of"):
         monkeypatch.setattr(assembly, name, without_modes(getattr(assembly, name)))
-    for name in ("merge_into", "_sum_into", "_merge_rows", "_add_rows", "delta_of"):
+    for name in ("merge_into", "_sum_rows", "_merge_rows", "_add_rows", "delta_of"):
         real = getattr(partial, name)
         for module in tuple(sys.modules.values()):
             if getattr(module, name, None) is real:

@@ -24,6 +24,7 @@ from megatron_cp_plugin.core.masks.tile_batches import Batch
 from megatron_cp_plugin.core.partial import (
     Accumulator,
     GradientSum,
+    Partial,
     SomeRows,
     WholeGradient,
     part_of,
@@ -174,12 +175,12 @@ class _Summing[S: Accumulator | GradientSum](Pass):
             total = self.sum_of(block[1], rows)
             for each in parts:
                 _add(total, each, rows, lent=False)
-        plus = None
+        others = list[Partial]()
         if before is not None and before.rows == rows:
-            plus = before.tensors
+            others = [(slice(0, row_count(rows)), before.tensors)]
         elif before is not None:
             _add(total, before, rows, lent=self.lent)
-        return tuple([x.contiguous() for x in total.result(dtype, plus)])
+        return tuple([x.contiguous() for x in total.result(dtype, others)])
 
     def _from_joints(self, block: BlockId, dtype: torch.dtype) -> list[Packed]:
         """Takes this rank's own results for another rank's block: those for the block by itself,
@@ -424,16 +425,11 @@ class Backward(_Summing[GradientSum]):
         if side and not self._round.base.heads.last:
             for each in others:
                 self.accept(heads, side, each)
-            self._sums[heads.kv.start, KEYS][1].settle()
             return
         some, total = self._sums.pop(((heads.kv if side else heads.q).start, side))
-        tokens, plus = self._tokens[side], None
-        if len(others) == 1 and others[0].tensors[0].shape[1] == tokens:
-            plus = others[0].tensors
-        elif others:
-            rows = between(0, tokens)
-            total.add_last([piece for each in others for piece in _shared(each, rows)])
-        (self._of_keys if side else self._of_queries).write(some, total, plus)
+        every = ((0, self._tokens[side]),)
+        last = [piece for each in others for piece in _shared(each, every)]
+        (self._of_keys if side else self._of_queries).write(some, total, last)
 
     def end(self) -> Completions:
         heads, posted = self._round.base.heads, Completions()
