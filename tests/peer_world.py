@@ -107,7 +107,7 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                 bits = _as_bytes(tensor).clone()
                 posted.append((tensor, bits))
                 self._world.post(address, torch.tensor([place], device="cpu"))
-                self._world.post(address, bits.view(-1))
+                self._world.post(address, bits.reshape(-1))
         if not self._offered:
             self._offer(slot, {source for _, source in receives})
         begin = slot * self._slot_bytes + self._slab.storage_offset()  # larger slots may come

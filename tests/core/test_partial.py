@@ -188,7 +188,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         (True, [(32, 64), (16, 48)], [(BFLOAT16, 48)]),
         # Two more: one pass.
         (True, [(0, 64), (0, 64)], [(BFLOAT16, 64)]),
-        # Three more likewise; of four more, three at once in float32, and one that ends in bfloat16.
+        # Three more likewise; of four, three at once in float32, and one that ends in bfloat16.
         (True, [(0, 64)] * 3, [(BFLOAT16, 64)]),
         (True, [(0, 64)] * 4, [(FLOAT32, 64), (BFLOAT16, 64)]),
         # With more to come: all rows in float32.

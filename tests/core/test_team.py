@@ -41,6 +41,14 @@ def test_groups_of_heads_that_share_gathered_keys() -> None:
     compare("attention2d", {"chunks": 4, "rows": 2, "transport": "group"}, 4, Mask(), 16)
 
 
+@pytest.mark.parametrize("keep", ["exchanged", "local"])
+@pytest.mark.parametrize(("algo", "size"), [("ulysses", 2), ("usp", 4)])
+def test_groups_of_heads_that_share_exchanged_keys(algo: str, size: int, keep: str) -> None:
+    """What several rounds need is not overwritten by the exchanges for later rounds."""
+    options = (("chunks", 4), ("keep", keep), *((("ulysses", 2),) if algo == "usp" else ()))
+    assert_conforms(Case(algo, options), size, seq_len=16, batch=1, heads=16, kv_heads=2)
+
+
 def events_of(
     algo: str, rank: int, size: int, options: dict[str, object], come: set[str]
 ) -> list[str]:

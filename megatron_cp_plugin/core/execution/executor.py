@@ -3,10 +3,10 @@
 B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import batched
+from itertools import batched, chain
 from typing import Literal
 
 from torch import Tensor
@@ -46,18 +46,20 @@ REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
 
 def team_of_heads(
-    ranks: Sequence[int], order: Assembly, topology: Topology, transport: "Transport"
+    placement: HeadPlacement, order: Assembly, topology: Topology, transport: "Transport"
 ) -> ExchangingTeam:
-    """A team of these ranks, which exchanges heads, by copy engines where that is wanted and
-    possible. A collective operation the first time. Args: order: of the ranks' tokens.
+    """The rank's team, which exchanges heads, by copy engines where that is wanted and possible.
+    A collective operation the first time. Args: order: of the team's tokens.
 
     Raises: ConfigError if copy engines are wanted where there are none.
     """
-    team = topology.subgroup(ranks, "team")
-    ways = partial(team.channel, "inward"), partial(team.channel, "outward")
-    if pushes := transport.pushes_in(team):  # results of a round are two exchanges
-        ways = partial(team.peer_channel, "inward", 1), partial(team.peer_channel, "outward", 2)
-    return ExchangingTeam(*ways, order, lends=pushes)
+    team = topology.subgroup(placement.team(topology.rank), "team")
+    ways, slots = (partial(team.channel, "inward"), partial(team.channel, "outward")), 0
+    if transport.pushes_in(team):
+        # Results of a round are two exchanges; so are its inputs if later rounds share its keys.
+        ways = partial(team.peer_channel, "inward", 2), partial(team.peer_channel, "outward", 2)
+        slots = 1 if all(heads.last for heads, _ in placement.exchanges) else 2
+    return ExchangingTeam(*ways, order, slots)
 
 
 def team_channels(placement: Placement, topology: Topology) -> dict[Side, TeamChannels]:
@@ -256,8 +258,8 @@ class Executor(RankPart):
         like = self._gradients(q, k, v, dout) if self.teams else own
         work = Backward(self, own, like, kept, () if self.keep else tuple(rest))
         first = self.program.rounds[0].steps[0]
-        if kept and first.inputs and QUERIES not in self.program.sent:
-            work.send_kept(first)
+        if kept and first.inputs:
+            work.send_keys(first, kept[0])
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         work.run()
@@ -282,7 +284,9 @@ class Executor(RankPart):
     @cached_property
     def sends_delta(self) -> bool:
         """Whether delta is sent to the team in place of out."""
-        return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
+        first = self.program.rounds[0]
+        each = [*first.inputs, *chain(*[operations for operations, _ in first.exchanges])]
+        return any("delta" in one.names for one in each)
 
 
 def executor_of(
@@ -309,9 +313,9 @@ def executor_of(
     if isinstance(placement, HeadPlacement) and placement.members > 1:
         exchange, ranks = TeamHeads(placement, steps), placement.team(topology.rank)
         order = assemble([exchange.spans[x] for x in ranks], max(exchange.spans.lengths))
-        team = team_of_heads(ranks, order, topology, transport)
+        team = team_of_heads(placement, order, topology, transport)
         of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
-        parts = exchanging_program(parts, exchange)
+        parts = exchanging_program(parts, exchange, team.slots)
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None

@@ -229,13 +229,12 @@ class Pass(ABC):
         while completions:
             completions.pop(0)()
 
-    def send_kept(self, step: Step) -> None:
-        """Sends the keys of the first step, which the forward kept, before the base blocks come."""
-        if self.lent:
+    def send_keys(self, step: Step, base: Named) -> None:
+        """Sends the keys of a first step as soon as they are there, before the queries are."""
+        if self.lent or not step.inputs or QUERIES in self._program.sent:
             return
-        kept = self.kept_of[0]
-        self.q, self.k, self.v = kept["q"], kept["k"], kept["v"]
-        self._take_heads(step, (self.q,))
+        self.k, self.v = base["k"], base["v"]
+        self._take_heads(step, ())
         self._early = step.inputs
         for exchange in step.inputs:
             self._post(exchange, result=False)
@@ -373,7 +372,7 @@ class Pass(ABC):
         if result and exchange.receives and self.lent:
             self._keep_partial_sums()
         coming = expected(exchange, self._sizes)
-        buffers = iter(channel.buffers(coming, self.q.device))
+        buffers = iter(channel.buffers(coming, self.k.device))
         arriving = [
             (message, tuple(islice(buffers, sum(map(len, message.move.messages)))))
             for message in exchange.receives
@@ -410,15 +409,18 @@ class Pass(ABC):
 
     def _gather(self, part: Round) -> Coming:
         """Posts the operations that gather a round's base blocks."""
-        each = [(message, one.part) for one in part.inputs for message in one.messages]
-        coming = Coming()
-        for message, some in each:
-            team = self._teams[SIDE_OF[message[0]]]
-            if isinstance(team, ExchangingTeam):  # all at once
-                given = [(self.own[name], of.slices[name]) for (name,), of in each]
-                lent = part is self._program.rounds[-1] and not self._keep
-                return [(tuple([name for (name,), _ in each]), team.come(given, lent=lent))]
-            coming.append((message, team.gather(message, self.own, some)))
+        coming, team = Coming(), self._teams[QUERIES]
+        if isinstance(team, ExchangingTeam):
+            for operations, lent in part.exchanges:
+                each = [(name, one.part.slices[name]) for one in operations for name in one.names]
+                came = team.come([(self.own[name], some) for name, some in each], lent=lent)
+                coming.append((tuple([name for name, _ in each]), came))
+            return coming
+        for one in part.inputs:
+            for message in one.messages:
+                team = self._teams[SIDE_OF[message[0]]]
+                assert isinstance(team, GatheringTeam)
+                coming.append((message, team.gather(message, self.own, one.part)))
         return coming
 
     def _base(self, number: int, coming: Coming) -> Named:
@@ -427,6 +429,8 @@ class Pass(ABC):
             message, wait = coming.pop(0)
             self._gathered.update(zip(message, wait(), strict=True))
             del wait
+            if coming and message[0] in OF_KEYS:
+                self.send_keys(self._program.rounds[number].steps[0], self._gathered)
         heads, of_part = self._program.rounds[number].base
         held = {**self.kept_of[number]} if self.kept_of else {}
         for name, x in self.own.items():

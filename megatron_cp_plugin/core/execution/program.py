@@ -6,7 +6,7 @@ ranks' blocks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
@@ -194,6 +194,16 @@ class Step(NamedTuple):
     casts: bool = False
 
 
+class HeadExchange(NamedTuple):
+    """What an exchange of heads brings.
+
+    Attributes: lent: it is used where it came, before a later exchange overwrites it.
+    """
+
+    operations: Sequence[Operation]
+    lent: bool
+
+
 class Round(NamedTuple):
     """The steps that compute with one set of base blocks.
 
@@ -201,12 +211,14 @@ class Round(NamedTuple):
         inputs: operations that bring the base blocks before the first step.
         results: operations that take results for the base blocks away after the last step, by the
             names of their tensors.
+        exchanges: what brings the base blocks in place of `inputs`, if teams exchange heads.
     """
 
     base: SomeHeads
     inputs: tuple[Operation, ...]
     results: Mapping[TensorNames, Operation]
     steps: tuple[Step, ...]
+    exchanges: Sequence[HeadExchange] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from megatron_cp_plugin.core.communication.devices import (
 )
 from megatron_cp_plugin.core.execution.program import (
     EVERYTHING,
+    HeadExchange,
     Index,
     Operation,
     Program,
@@ -45,6 +47,7 @@ from megatron_cp_plugin.core.partial import (
 )
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
+    OF_KEYS,
     PER_HEAD,
     QUERIES,
     Plan,
@@ -246,26 +249,48 @@ def _gathering_program(plan: Plan, rank: int, tokens: int, call: Call) -> Progra
     )
 
 
-def exchanging_program(steps: Program, exchange: TeamHeads) -> Program:
+def exchanging_program(steps: Program, exchange: TeamHeads, slots: int) -> Program:
     """What a rank does with the tokens of its team, for its share of the heads.
 
-    Args: steps: what the rank does between teams, in one round.
+    Args:
+        steps: what the rank does between teams, in one round.
+        slots: see ExchangingTeam.
     """
     (inner,), exchanges, found, start = steps.rounds, exchange.placement.exchanges, [], 0
     each = len(inner.steps) // sum(count for _, count in exchanges)
     whole = together([heads for heads, _ in exchanges])
+    come = _exchanges(exchange, whole, slots)
     for index, (heads, count) in enumerate(exchanges):
         of_group = inner.steps[start : start + count * each]
-        inputs, results = (
-            [Operation.of(messages, some, whole) for messages, some in named]
-            for named in (exchange.inputs(heads, index), exchange.results(heads))
-        )
-        part = Round(SomeHeads.of(heads, whole), tuple(inputs), {x.names: x for x in results}, ())
+        results = [
+            Operation.of(messages, some, whole) for messages, some in exchange.results(heads)
+        ]
+        part = Round(SomeHeads.of(heads, whole), (), {x.names: x for x in results}, (), come[index])
         found.append(
             part._replace(steps=tuple(_with_local_heads(step, heads, count) for step in of_group))
         )
         start += count * each
     return replace(steps, rounds=tuple(found))
+
+
+def _exchanges(exchange: TeamHeads, whole: HeadGroup, slots: int) -> list[list[HeadExchange]]:
+    """What brings the base blocks of each round. Keys that several rounds need come before
+    queries, because they stay, and may be sent on; but process groups bring all at once.
+    """
+    rounds = list[list[list[Operation]]]()
+    for index, (group, _) in enumerate(exchange.placement.exchanges):
+        each = [Operation.of(names, some, whole) for names, some in exchange.inputs(group, index)]
+        keys = [one for one in each if one.names[0] in OF_KEYS]
+        others = [one for one in each if one not in keys]
+        rounds.append([keys, others] if keys and slots > 1 and not group.last else [each])
+    stays = exchange.of_teams.phase == "backward" or not exchange.placement.keep
+    before, found = [*accumulate(map(len, rounds), initial=0)], list[list[HeadExchange]]()
+    for number, exchanges in enumerate(rounds):
+        # Those of a round are posted before the round before it computes.
+        until = before[min(number + 2, len(rounds))] - before[number] - slots
+        numbered = enumerate(exchanges)
+        found.append([HeadExchange(each, stays and place >= until) for place, each in numbered])
+    return found
 
 
 def _with_local_heads(step: Step, base: HeadGroup, count: int) -> Step:
@@ -311,11 +336,14 @@ class ExchangingTeam:
         inward: Callable[[], Communicator],
         outward: Callable[[], Communicator],
         order: Assembly,
-        *,
-        lends: bool = False,
+        slots: int = 0,
     ) -> None:
-        """See GatheringTeam; channels are asked for in each call, for `release` forgets them."""
-        self._inward, self._outward, self.order, self.lends = inward, outward, order, lends
+        """See GatheringTeam; channels are asked for in each call, for `release` forgets them.
+
+        Args: slots: receive buffers that inputs take in turn; 0: what comes has its own memory.
+        """
+        self._inward, self._outward, self.order, self.slots = inward, outward, order, slots
+        self.lends = slots > 0
 
     def come(
         self, given: Sequence[tuple[Tensor, Index]], *, lent: bool = False
@@ -324,22 +352,23 @@ class ExchangingTeam:
 
         Args:
             given: tensors, and heads of each share of theirs; None: all h.
-            lent: the next exchange may overwrite what comes.
+            lent: tensors of four dimensions are used where they came.
 
         Returns: a function that waits for the tensors; to be called once.
         """
-        order, stays = self.order, lent or not self.lends
+        order, channel = self.order, self._inward()
+        channel.rotation = max(self.slots, 1)
         dims = [1 if x.dim() == 4 else 2 for x, _ in given]
         each = zip(dims, given, strict=True)
         blocks = [_shares(x, order.members, some).movedim(3 - dim, 0) for dim, (x, some) in each]
         both = zip(dims, blocks, strict=True)
-        coming = self._inward().all_to_all(*[padded(x, 1 + dim, order.width) for dim, x in both])
+        coming = channel.all_to_all(*[padded(x, 1 + dim, order.width) for dim, x in both])
 
         def finish() -> Sequence[Tensor]:
             found, came = list[Tensor](), [*coming.wait()]
             for dim in dims:
                 x = came.pop(0)
-                joined = order.join(x, dim)
+                joined, stays = order.join(x, dim), not self.lends or (lent and dim == 1)
                 kept = stays or not shares_memory(joined, x)
                 found.append(joined.contiguous() if kept else contiguous_copy(joined))
             return found
