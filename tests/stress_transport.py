@@ -161,6 +161,7 @@ class Stress:
             self.round()
             if self.cuda and self.report["rounds"] % CAPTURE_EVERY == 1:
                 self.capture()
+            self.report |= Counter({"peer bytes": self.topology.peer_bytes})
             if self.cuda and self.report["rounds"] % 100 == 0:
                 self._release()
         return self.report
@@ -189,7 +190,6 @@ class Stress:
         for index, call in enumerate(calls):
             self.compare(call, expected[index], got[index])
         self.report["rounds"] += 1
-        self.report |= Counter({"peer bytes": self.topology.peer_bytes})
 
     def order(self, count: int) -> Iterator[tuple[int, bool]]:
         """(call, whether its backward) in an order that all ranks draw alike."""
