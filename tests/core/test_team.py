@@ -82,6 +82,15 @@ def test_the_next_base_comes_and_the_last_results_leave_during_a_round(algo: str
     assert ["".join(kind for kind, _ in groupby(order)) for order in found] == expected
 
 
+@pytest.mark.parametrize(("kv_heads", "exchanges"), [(6, 3), (2, 4)])
+def test_gradients_of_keys_leave_with_those_of_their_queries(kv_heads: int, exchanges: int) -> None:
+    """Of three rounds, with own keys or with shared ones, which leave after the last dq."""
+    made = create("ulysses", DryRunGroup(0, (0, 0), peer_access=True), {"chunks": 3})
+    _, events = trace_of(made, Shape(1, 32, 6, kv_heads, 8), Mask())
+    posts = [event for event in events if isinstance(event, Post)]
+    assert sum(post.channel[0].startswith("outward") for post in posts) == exchanges
+
+
 @pytest.mark.parametrize(
     ("algo", "rank", "options", "expected"),
     [

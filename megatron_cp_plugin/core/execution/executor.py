@@ -54,11 +54,15 @@ def team_of_heads(
     Raises: ConfigError if copy engines are wanted where there are none.
     """
     team = topology.subgroup(placement.team(topology.rank), "team")
-    ways, slots = (partial(team.channel, "inward"), partial(team.channel, "outward")), 0
-    if transport.pushes_in(team):
-        # Results of a round are two exchanges; so are its inputs if later rounds share its keys.
-        ways = partial(team.peer_channel, "inward", 2), partial(team.peer_channel, "outward", 2)
-        slots = 1 if all(heads.last for heads, _ in placement.exchanges) else 2
+    if not transport.pushes_in(team):
+        return ExchangingTeam(
+            partial(team.channel, "inward"), partial(team.channel, "outward"), order
+        )
+    # Inputs of a round are two exchanges if later rounds share its keys; results then, or if other
+    # teams have some for its keys.
+    inward = 1 if all(heads.last for heads, _ in placement.exchanges) else 2
+    slots = inward, 1 if inward == 1 and placement.members == topology.size else 2
+    ways = partial(team.peer_channel, "inward", 2), partial(team.peer_channel, "outward", 2)
     return ExchangingTeam(*ways, order, slots)
 
 
@@ -315,7 +319,7 @@ def executor_of(
         order = assemble([exchange.spans[x] for x in ranks], max(exchange.spans.lengths))
         team = team_of_heads(placement, order, topology, transport)
         of_heads, keep, shape = {QUERIES: team, KEYS: team}, placement.keep, call.shape
-        parts = exchanging_program(parts, exchange, team.slots)
+        parts = exchanging_program(parts, exchange, team.slots[0])
         filled = PaddedHeads.of(shape.heads, shape.kv_heads, placement.members)
         if (filled.heads, filled.sent_kv_heads) == (shape.heads, shape.kv_heads):
             filled = None

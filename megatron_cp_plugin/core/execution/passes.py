@@ -432,7 +432,8 @@ class Backward(_Summing[GradientSum]):
         (self._of_keys if side else self._of_queries).write(some, total, last)
 
     def end(self) -> Completions:
-        heads, posted = self._round.base.heads, Completions()
+        heads, posted, found = self._round.base.heads, Completions(), Tensors()
+        at_once = ("dq", "dk", "dv") in self._round.results and self._call.dq and self._call.dkv
         scatter, self._open_scatter = self._open_scatter, None
         del self.q, self.k, self.v, self._dout, self._all
         del self.queries, self.keys, self._statistics
@@ -445,15 +446,17 @@ class Backward(_Summing[GradientSum]):
         elif self._call.dq:
             found = self._of_queries.whole
             del self._of_queries
-            posted += self._send(found, "dq")
-            del found
+            if not at_once:
+                posted += self._send(found, "dq")
+                found = ()
         if self._results:
             if heads.last and self._program.merged:
                 for _, total in self._sums.values():
                     total.final(self._sizes.dtype)  # while results come
             self._take_results()
         if heads.last and self._call.dkv:
-            posted += self._send(self._found_for_keys(heads), "dk", "dv")
+            names = ("dq", "dk", "dv") if at_once else ("dk", "dv")
+            posted += self._send((*found, *self._found_for_keys(heads)), *names)
         if heads.last:
             self._sums.clear()
         return posted

@@ -262,9 +262,10 @@ def exchanging_program(steps: Program, exchange: TeamHeads, slots: int) -> Progr
     come = _exchanges(exchange, whole, slots)
     for index, (heads, count) in enumerate(exchanges):
         of_group = inner.steps[start : start + count * each]
-        results = [
-            Operation.of(messages, some, whole) for messages, some in exchange.results(heads)
-        ]
+        sent = [*exchange.results(heads)]
+        if heads.first and len(sent) > 1 and len(exchange.of_teams.spans) == 1:
+            sent.append((sum([messages for messages, _ in sent], ()), heads))  # all at once
+        results = [Operation.of(messages, some, whole) for messages, some in sent]
         part = Round(SomeHeads.of(heads, whole), (), {x.names: x for x in results}, (), come[index])
         found.append(
             part._replace(steps=tuple(_with_local_heads(step, heads, count) for step in of_group))
@@ -336,14 +337,15 @@ class ExchangingTeam:
         inward: Callable[[], Communicator],
         outward: Callable[[], Communicator],
         order: Assembly,
-        slots: int = 0,
+        slots: tuple[int, int] = (0, 0),
     ) -> None:
         """See GatheringTeam; channels are asked for in each call, for `release` forgets them.
 
-        Args: slots: receive buffers that inputs take in turn; 0: what comes has its own memory.
+        Args: slots: receive buffers that inputs, and results, take in turn; 0: what comes has its
+            own memory.
         """
         self._inward, self._outward, self.order, self.slots = inward, outward, order, slots
-        self.lends = slots > 0
+        self.lends = slots[0] > 0
 
     def come(
         self, given: Sequence[tuple[Tensor, Index]], *, lent: bool = False
@@ -357,7 +359,7 @@ class ExchangingTeam:
         Returns: a function that waits for the tensors; to be called once.
         """
         order, channel = self.order, self._inward()
-        channel.rotation = max(self.slots, 1)
+        channel.rotation = max(self.slots[0], 1)
         dims = [1 if x.dim() == 4 else 2 for x, _ in given]
         each = zip(dims, given, strict=True)
         blocks = [_shares(x, order.members, some).movedim(3 - dim, 0) for dim, (x, some) in each]
@@ -381,10 +383,11 @@ class ExchangingTeam:
         Args: results: each with its target, [B,S,U*h,D] or [B,U*h,S], and heads of each share
             there; None: all h.
         """
-        order = self.order
+        order, channel = self.order, self._outward()
+        channel.rotation = max(self.slots[1], 1)
         dims = [1 if x.dim() == 4 else 2 for x, *_ in results]
         both = zip(results, dims, strict=True)
-        under_way = self._outward().all_to_all(*[order.split(x, dim) for (x, *_), dim in both])
+        under_way = channel.all_to_all(*[order.split(x, dim) for (x, *_), dim in both])
         places = [_shares(x, order.members, some) for _, x, some in results]
 
         def finish() -> None:
