@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_206,
-    "core": 12_535,
+    "core": 12_531,
     "algorithms": 1_741,
     "kernels": 3_341,
     "integration": 8_009,

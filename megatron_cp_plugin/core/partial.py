@@ -440,14 +440,12 @@ class GradientSum(_Partials):
         """outs [B,S,heads,D] = the sums; they may be strided. Args: others: the last gradients."""
         for each in others:
             self._wait(*each)
-        placed, total = self.placed, self._total
-        if self._apart or (placed is not None and total and total[0] is placed[0]):
+        place, total = (self.placed or (None,))[0], self._total
+        if self._apart or (total and total[0] is place):
             total = self.final(outs[0].dtype)
-            if placed is None or total[0] is not placed[0]:
-                _sum_rows(outs, [(slice(0, total[0].shape[1]), total)])
-            return
-        whole = [(slice(0, total[0].shape[1]), total)] if total else []
-        _sum_rows(outs, [*whole, *self._slices])
+        if not total or total[0] is not place:
+            whole = [(slice(0, total[0].shape[1]), total)] if total else []
+            _sum_rows(outs, [*whole, *self._slices])
 
     @property
     def keeps(self) -> bool:

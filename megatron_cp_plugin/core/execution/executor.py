@@ -6,7 +6,7 @@ B batch, S local tokens, H query heads, G KV heads, D head dim, E that of values
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import batched, chain
+from itertools import batched
 from typing import Literal
 
 from torch import Tensor
@@ -288,9 +288,7 @@ class Executor(RankPart):
     @cached_property
     def sends_delta(self) -> bool:
         """Whether delta is sent to the team in place of out."""
-        first = self.program.rounds[0]
-        each = [*first.inputs, *chain(*[operations for operations, _ in first.exchanges])]
-        return any("delta" in one.names for one in each)
+        return any("delta" in one.names for part in self.program.rounds for one in part.inputs)
 
 
 def executor_of(

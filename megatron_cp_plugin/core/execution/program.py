@@ -211,7 +211,7 @@ class Round(NamedTuple):
         inputs: operations that bring the base blocks before the first step.
         results: operations that take results for the base blocks away after the last step, by the
             names of their tensors.
-        exchanges: what brings the base blocks in place of `inputs`, if teams exchange heads.
+        exchanges: of these operations, if teams exchange heads: each brings some at once.
     """
 
     base: SomeHeads

@@ -8,7 +8,7 @@ B batch, S local tokens, T tokens of a team, H query heads, G KV heads, D head d
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -266,10 +266,10 @@ def exchanging_program(steps: Program, exchange: TeamHeads, slots: int) -> Progr
         if heads.first and len(sent) > 1 and len(exchange.of_teams.spans) == 1:
             sent.append((sum([messages for messages, _ in sent], ()), heads))  # all at once
         results = [Operation.of(messages, some, whole) for messages, some in sent]
-        part = Round(SomeHeads.of(heads, whole), (), {x.names: x for x in results}, (), come[index])
-        found.append(
-            part._replace(steps=tuple(_with_local_heads(step, heads, count) for step in of_group))
-        )
+        inputs = tuple(chain(*[operations for operations, _ in come[index]]))
+        local = tuple(_with_local_heads(step, heads, count) for step in of_group)
+        by_names = {x.names: x for x in results}
+        found.append(Round(SomeHeads.of(heads, whole), inputs, by_names, local, come[index]))
         start += count * each
     return replace(steps, rounds=tuple(found))
 
