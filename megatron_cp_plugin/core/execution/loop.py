@@ -507,7 +507,7 @@ class Pass(ABC):
     def accept(self, heads: HeadGroup, side: Side, came: Packed) -> None:
         """Adds another rank's results for some rows of the base block."""
 
-    def settle(self) -> None:  # noqa: B027  (gradients do not wait)
+    def settle(self) -> None:  # noqa: B027  (where gradients wait, results come once a group)
         """Adds accepted results that still wait: the next results overwrite their memory."""
 
     def retain(self) -> None:  # noqa: B027  (a backward leaves nothing)
