@@ -210,9 +210,14 @@ def _share_rows(rows: SomeRows, others: Iterable[Partial]) -> bool:
     return not all(apart)
 
 
-class _Partials:
-    """Partials that wait to be added. A row that is then written once can be written in the final
-    dtype.
+class Accumulator:
+    """Running merge of the partials of one block of queries.
+
+    A partial is merged when one of the same rows comes, or when the result is asked for: so the
+    last merge writes the output in its final dtype, a single partial is the output as it is, and
+    nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
+    -inf.
+    The first partial may be written to.
 
     Attributes:
         empty: there is no partial yet.
@@ -221,22 +226,6 @@ class _Partials:
 
     empty = True
     borrowed = False
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the next partial would be kept as it is."""
-        return self.empty
-
-
-class Accumulator(_Partials):
-    """Running merge of the partials of one block of queries.
-
-    A partial is merged when one of the same rows comes, or when the result is asked for: so the
-    last merge writes the output in its final dtype, a single partial is the output as it is, and
-    nothing is copied to float32 only to be read again. Rows without any partial end as out 0, lse
-    -inf.
-    The first partial may be written to.
-    """
 
     def __init__(
         self, q: Tensor, value_dim: int, place: tuple[Tensor, Tensor] | None = None
@@ -253,6 +242,11 @@ class Accumulator(_Partials):
         self._wide = accumulation_dtype(q.dtype)
         self._total: tuple[Tensor, Tensor] | None = None
         self._owned = False  # whether _total is a wide buffer of ours, free to be written
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the next partial would be kept as it is."""
+        return self.empty
 
     def place_of_first(self, rows: int) -> tuple[Tensor, Tensor] | None:
         """Where the result will be, if the first partial, of `rows` rows, can be there."""
@@ -361,7 +355,7 @@ def _copied(place: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[Ten
     return place
 
 
-class GradientSum(_Partials):
+class GradientSum:
     """Running sums of the partial gradients of one block, added in float32.
 
     Gradients of k and v come together; one object sums both. The first one of all rows is the sum
@@ -404,7 +398,7 @@ class GradientSum(_Partials):
 
     def add(self, rows: SomeRows, *gradients: Tensor) -> None:
         """Adds the gradients of some rows [B,rows,heads,D]."""
-        self.empty = self.placing = False
+        self.placing = False
         whole = isinstance(rows, slice) and gradients[0].shape[1] == self._like[0].shape[1]
         if whole and not self._total:  # in every layer: without a further call
             self._total = gradients
@@ -440,16 +434,16 @@ class GradientSum(_Partials):
         """outs [B,S,heads,D] = the sums; they may be strided. Args: others: the last gradients."""
         for each in others:
             self._wait(*each)
-        place, total = (self.placed or (None,))[0], self._total
-        if self._apart or (total and total[0] is place):
+        places, total = [*map(id, self.placed or ())], self._total
+        if self._apart or (total and [*map(id, total)] == places):
             total = self.final(outs[0].dtype)
-        if not total or total[0] is not place:
+        if not total or [*map(id, total)] != places:
             whole = [(slice(0, total[0].shape[1]), total)] if total else []
             _sum_rows(outs, [*whole, *self._slices])
 
     @property
     def keeps(self) -> bool:
-        """See _Partials; `few` gradients that wait are not kept for longer than they may be."""
+        """Whether the next gradient, if of all rows, would be kept as it is."""
         return not self._total
 
     @property

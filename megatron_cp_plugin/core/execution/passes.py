@@ -485,7 +485,8 @@ def _add(total: Accumulator | GradientSum, came: Packed, rows: Rows, *, lent: bo
         if lent and total.keeps:
             tensors = tuple([x.clone() for x in tensors])
         total.add(there, *tensors)
-        total.borrowed |= lent
+        if isinstance(total, Accumulator):
+            total.borrowed |= lent
 
 
 def _shared(here: Packed, rows: Rows) -> Iterator[tuple[SomeRows, Tensors]]:
