@@ -749,6 +749,7 @@ def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
     ids, said = batch.cut(batch.ids), {}
     members = dist.get_process_group_ranks(ranks)
     another = dist.new_group(members, use_local_synchronization=True)
+    dist.barrier()  # The calls below send nothing: without it the first rank to end fails the others.
     tries = {"another group": (another, None), "another size": (ranks, 99)}
     for name, (group, local) in tries.items():
         packed = batch.packed(real=True)
