@@ -80,9 +80,7 @@ def markdown() -> str:
     lines = [f"| `{name}` | {kind} | {_word(a)} | {_word(b)} |" for name, kind, a, b in every]
     features = [f"| {f.name} | `{f.flag}` | {f.reason} | {f.instead} |" for f in FEATURES]
     return _PAGE.format(
-        algorithms="\n".join(algorithms),
-        kernels="\n".join(lines),
-        features="\n".join(features),
+        algorithms="\n".join(algorithms), kernels="\n".join(lines), features="\n".join(features)
     )
 
 

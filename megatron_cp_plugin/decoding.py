@@ -155,10 +155,7 @@ def _one_each(name: str, given: int | Numbers | None, batch: int) -> list[int]:
 
 
 def _starts(
-    window: int,
-    position: int | Numbers | None,
-    positions: Numbers | None,
-    stops: Sequence[int],
+    window: int, position: int | Numbers | None, positions: Numbers | None, stops: Sequence[int]
 ) -> list[int]:
     """The first entry that each sequence's token sees."""
     if window < 1 or position is None or positions is None:

@@ -14,13 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin import process_exit
-from megatron_cp_plugin.arguments import (
-    SpanMask,
-    check_tensors,
-    fixed_number,
-    flag,
-    process_group,
-)
+from megatron_cp_plugin.arguments import SpanMask, check_tensors, fixed_number, flag, process_group
 from megatron_cp_plugin.context import (
     CallSettings,
     Group,

@@ -195,12 +195,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        scale: Tensor | None,
-        head: _Head,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with dtypes_as_given(hidden.device):
             lse, target, entropy, predicted = _statistics(hidden, weight, labels, scale, head)

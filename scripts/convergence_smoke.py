@@ -32,14 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from convergence_runs import (
-    Outcome,
-    Run,
-    parse_sizes,
-    parse_variants,
-    plan,
-    run_file,
-)
+from convergence_runs import Outcome, Run, parse_sizes, parse_variants, plan, run_file
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape

@@ -23,14 +23,7 @@ from megatron_cp_plugin.core.ranges import Span
 from megatron_cp_plugin.core.tiles import Mask, plan_tiles
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.random_tests import TILE_KINDS, examples
-from tests.span_masks import (
-    dense,
-    mask_of,
-    pairs_of,
-    random_lengths,
-    random_spans,
-    random_window,
-)
+from tests.span_masks import dense, mask_of, pairs_of, random_lengths, random_spans, random_window
 
 
 def computed(q: Sequence[Span], kv: Sequence[Span], mask: Mask, kinds: dict[str, bool]) -> Tensor:

@@ -10,10 +10,7 @@ from omegaconf import OmegaConf
 from megatron_cp_plugin import registry
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.integration.args import add_arguments
-from megatron_cp_plugin.integration.yaml_config import (
-    load_run_file,
-    yaml_to_argv,
-)
+from megatron_cp_plugin.integration.yaml_config import load_run_file, yaml_to_argv
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -217,12 +217,7 @@ class Algorithm(Registered):
         """
 
     def plan(
-        self,
-        shape: Shape,
-        mask: Mask,
-        phase: Phase = "forward",
-        *,
-        rank: int | None = None,
+        self, shape: Shape, mask: Mask, phase: Phase = "forward", *, rank: int | None = None
     ) -> Plan:
         """The plan of one pass: what all ranks compute and send.
 

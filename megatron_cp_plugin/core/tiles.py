@@ -249,11 +249,7 @@ def plan_tiles(
 
 
 def plan_pairs(
-    pairs: Sequence[tuple[Ranges, Ranges]],
-    mask: Mask,
-    *,
-    rectangular: bool,
-    windows: bool = False,
+    pairs: Sequence[tuple[Ranges, Ranges]], mask: Mask, *, rectangular: bool, windows: bool = False
 ) -> list[TileTable]:
     """As `plan_tiles` for many pairs of blocks, almost as fast as for one pair.
 

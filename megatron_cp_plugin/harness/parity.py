@@ -81,8 +81,7 @@ class Recording:
             for name in ("gradients", "replays", "sent_bytes"):
                 content[name] = {int(step): value for step, value in content.get(name, {}).items()}
             content.update(
-                shard=shard,
-                iterations=[Iteration(**json.loads(line)) for line in lines],
+                shard=shard, iterations=[Iteration(**json.loads(line)) for line in lines]
             )
             ranks.append(RankRecording(**content))
             for step in content["gradients"]:

@@ -24,10 +24,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.devices import kept_on_device
-from megatron_cp_plugin.core.communication.process_groups import (
-    ProcessGroupTopology,
-    topology_of,
-)
+from megatron_cp_plugin.core.communication.process_groups import ProcessGroupTopology, topology_of
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.document_layout import PaddedDocuments
 from megatron_cp_plugin.core.layout import Contiguous, Documents, positions

@@ -11,9 +11,7 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.heterogeneous.linear_replacements import (
-    ColumnParallelLinearGathered,
-)
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer

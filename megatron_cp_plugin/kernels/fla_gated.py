@@ -155,12 +155,7 @@ class _GatedDeltaNet(_Delta):
         sums, self._solved = kept
         self.gated, self.keys, self.queries = {"g": sums}, self.k, self.q
         self.read, self.values = recompute_w_u_fwd(
-            k=self.k,
-            v=self.v,
-            beta=self.beta,
-            A=self._solved,
-            g=sums,
-            **self.places,
+            k=self.k, v=self.v, beta=self.beta, A=self._solved, g=sums, **self.places
         )
         self._dout = dout
         self._dvalues = chunk_bwd_dv_local(
@@ -236,13 +231,7 @@ class _Kda(_Delta):
         sums, scores, self._solved = kept
         self.gated = {"gk": sums}
         self.read, self.values, self.queries, self.keys = recompute_w_u_fwd(
-            q=self.q,
-            k=self.k,
-            v=self.v,
-            beta=self.beta,
-            A=self._solved,
-            gk=sums,
-            **self.places,
+            q=self.q, k=self.k, v=self.v, beta=self.beta, A=self._solved, gk=sums, **self.places
         )
         self._dout = dout
         self._states, self._new_values = self.states()

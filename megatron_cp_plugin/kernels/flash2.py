@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp_plugin.core.kernel import Gradients, KernelCall, Lengths, Problem, Statistics
-from megatron_cp_plugin.kernels.base import (
-    FlashAttention2,
-    by_name,
-    equal_dims_reason,
-    gpu_reason,
-)
+from megatron_cp_plugin.kernels.base import FlashAttention2, by_name, equal_dims_reason, gpu_reason
 
 
 class Flash2(FlashAttention2):

@@ -52,10 +52,7 @@ def label(algo: str, options: Options) -> str:
 
 
 def candidates(
-    shape: AnyShape,
-    mask: Mask,
-    topology: Topology,
-    layouts: tuple[str, ...] | None = None,
+    shape: AnyShape, mask: Mask, topology: Topology, layouts: tuple[str, ...] | None = None
 ) -> tuple[list[Candidate], list[Refusal]]:
     """All candidates for a layer, each once, in a fixed order.
 

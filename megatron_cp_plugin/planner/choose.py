@@ -20,12 +20,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.layers import Options, options_by_name
 from megatron_cp_plugin.planner.call_memory import peak_bytes
-from megatron_cp_plugin.planner.candidates import (
-    Candidate,
-    Refusal,
-    candidates,
-    label,
-)
+from megatron_cp_plugin.planner.candidates import Candidate, Refusal, candidates, label
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
 from megatron_cp_plugin.planner.estimate import Estimate, Estimator
 from megatron_cp_plugin.planner.layer import AnyShape, Layer

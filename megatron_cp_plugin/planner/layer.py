@@ -167,11 +167,7 @@ class Passes(NamedTuple):
 
 
 def passes(
-    algorithm: AnyAlgorithm,
-    shape: AnyShape,
-    mask: Mask,
-    kernel: SoftmaxKernel,
-    rate: float = 1.0,
+    algorithm: AnyAlgorithm, shape: AnyShape, mask: Mask, kernel: SoftmaxKernel, rate: float = 1.0
 ) -> Passes:
     """Passes of the rank of the algorithm's topology.
 

@@ -67,10 +67,7 @@ def passes_seconds(
 
     def seconds(moved_bytes: float) -> float:
         return product_seconds(
-            count * flop,
-            count * moved_bytes,
-            machine.matmul_flops,
-            machine.memory_bytes_per_second,
+            count * flop, count * moved_bytes, machine.matmul_flops, machine.memory_bytes_per_second
         )
 
     through = seconds(activations + _ELEMENT * matrix.parameters)  # and the same back

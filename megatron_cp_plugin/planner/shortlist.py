@@ -196,12 +196,7 @@ class _Step:
     """Forward and backward of a layer on this rank."""
 
     def __init__(
-        self,
-        algorithm: Algorithm,
-        shape: AnyShape,
-        mask: Mask,
-        kernel: str,
-        device: torch.device,
+        self, algorithm: Algorithm, shape: AnyShape, mask: Mask, kernel: str, device: torch.device
     ) -> None:
         assert isinstance(shape, Shape)
         self._algorithm, topology = algorithm, algorithm.topology

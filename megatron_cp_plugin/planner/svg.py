@@ -229,8 +229,7 @@ def scores_of(drawn: Picture) -> Scores:
     part = part.reshape(named.shape) - (numbers[0] < 0)
     parts = tuple(
         StepPart(
-            number >> _MOST_RANKS,
-            tuple(rank for rank in range(plan.size) if number >> rank & 1),
+            number >> _MOST_RANKS, tuple(rank for rank in range(plan.size) if number >> rank & 1)
         )
         for number in numbers.tolist()
         if number >= 0

@@ -11,14 +11,7 @@ from megatron_cp_plugin.core.document_layout import NAMED
 from megatron_cp_plugin.core.placement import BlockPlacement
 from megatron_cp_plugin.core.plans.checks import check_placement, check_steps, fits_slots
 from megatron_cp_plugin.core.plans.compile import plan_of
-from megatron_cp_plugin.core.plans.plan import (
-    MERGED_SLOTS,
-    PHASES,
-    Move,
-    Plan,
-    during,
-    outside,
-)
+from megatron_cp_plugin.core.plans.plan import MERGED_SLOTS, PHASES, Move, Plan, during, outside
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.registry import create
 from tests.any_placement import AnyPlacement, AnyRelay, registered

@@ -18,12 +18,7 @@ from megatron_cp_plugin.core.layout import (
     positions,
 )
 from megatron_cp_plugin.core.ranges import Span
-from megatron_cp_plugin.core.tiles import (
-    NO_TILES,
-    Mask,
-    plan_pairs,
-    plan_tiles,
-)
+from megatron_cp_plugin.core.tiles import NO_TILES, Mask, plan_pairs, plan_tiles
 from megatron_cp_plugin.document_lengths import random_documents
 from megatron_cp_plugin.errors import ContextParallelError
 from tests.random_tests import TILE_KINDS, examples

@@ -68,10 +68,7 @@ def make_model(config: Any, groups: Any, spec: Any = None, **settings: Any) -> A
 
 def make_config(size: int, *, latent: bool = False, **settings: Any) -> Any:
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4} | settings
     kind: type = MLATransformerConfig if latent else TransformerConfig
@@ -749,7 +746,7 @@ def of_dynamic_sizes(way: str, size: int, tensor: int = 1) -> dict[str, Any]:
     ids, said = batch.cut(batch.ids), {}
     members = dist.get_process_group_ranks(ranks)
     another = dist.new_group(members, use_local_synchronization=True)
-    dist.barrier()  # The calls below send nothing: without it the first rank to end fails the others.
+    dist.barrier()  # nothing is sent below: the first rank to end would fail the others here
     tries = {"another group": (another, None), "another size": (ranks, 99)}
     for name, (group, local) in tries.items():
         packed = batch.packed(real=True)

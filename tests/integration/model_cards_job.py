@@ -128,10 +128,7 @@ def small(settings: dict[str, object]) -> dict[str, object]:
 
 def make_config(settings: dict[str, object], size: int) -> Any:
     from megatron.core.activations import squared_relu
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     given = {name: value for name, value in settings.items() if name not in OF_MODEL}
     if given.pop("swiglu", False):

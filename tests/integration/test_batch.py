@@ -22,11 +22,7 @@ from megatron_cp_plugin.integration import attention_mask
 from megatron_cp_plugin.integration.batch import Batches, LaterValues
 from megatron_cp_plugin.integration.documents import DocumentMask
 from megatron_cp_plugin.integration.inputs import SplitInputs
-from megatron_cp_plugin.integration.rope import (
-    LayoutRotaryEmbedding,
-    set_cos_sin_cache,
-    use_layout,
-)
+from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding, set_cos_sin_cache, use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from tests.integration.ranks import ALONE, Place, on_ranks
 

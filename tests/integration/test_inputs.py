@@ -20,10 +20,7 @@ from megatron_cp_plugin.core.masks.slices import Slices
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.harness.parity import Recording, Tolerances, compare
 from megatron_cp_plugin.integration.batch import Batches
-from megatron_cp_plugin.integration.documents import (
-    document_mask,
-    starts_of,
-)
+from megatron_cp_plugin.integration.documents import document_mask, starts_of
 from megatron_cp_plugin.integration.inputs import CutInputs, SplitInputs
 from megatron_cp_plugin.integration.rope import LayoutRotaryEmbedding
 from megatron_cp_plugin.integration.runtime import Runtime

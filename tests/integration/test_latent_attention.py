@@ -13,10 +13,7 @@ from megatron_cp_plugin.config import ContextParallelConfig
 from megatron_cp_plugin.errors import ContextParallelError
 from megatron_cp_plugin.integration.attention import ContextParallelAttention
 from megatron_cp_plugin.integration.documents import DocumentMask
-from megatron_cp_plugin.integration.latent_attention import (
-    normed,
-    send_latents,
-)
+from megatron_cp_plugin.integration.latent_attention import normed, send_latents
 from megatron_cp_plugin.integration.rope import _keep_documents, use_layout
 from megatron_cp_plugin.integration.runtime import Runtime
 from megatron_cp_plugin.integration.settings import Settings

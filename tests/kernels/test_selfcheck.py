@@ -15,10 +15,7 @@ from megatron_cp_plugin.kernels.reference import (
     backward_by_sequence,
     forward_by_sequence,
 )
-from megatron_cp_plugin.kernels.selfcheck import (
-    accuracy,
-    check_kernel,
-)
+from megatron_cp_plugin.kernels.selfcheck import accuracy, check_kernel
 from megatron_cp_plugin.kernels.torch_flash import CpuFlashAttention
 from tests.kernels.test_kernels import resolved
 from tests.pairwise import pairwise

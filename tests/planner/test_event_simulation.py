@@ -4,14 +4,7 @@ import pytest
 
 from megatron_cp_plugin.planner.dry_run import Memory, Post, RecordedKernel, Wait
 from megatron_cp_plugin.planner.event_simulation import play
-from megatron_cp_plugin.planner.machine import (
-    Host,
-    Kernels,
-    KernelSpeed,
-    Links,
-    Machine,
-    Rate,
-)
+from megatron_cp_plugin.planner.machine import Host, Kernels, KernelSpeed, Links, Machine, Rate
 from megatron_cp_plugin.planner.meta import Trace
 
 FLOPS, BYTES = 1e12, 1e9

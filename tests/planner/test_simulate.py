@@ -12,11 +12,7 @@ from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.errors import ConfigError
 from megatron_cp_plugin.planner import simulate as simulator
 from megatron_cp_plugin.planner.layer import planned
-from megatron_cp_plugin.planner.machine import (
-    Host,
-    Links,
-    Rate,
-)
+from megatron_cp_plugin.planner.machine import Host, Links, Rate
 from megatron_cp_plugin.planner.simulate import simulate
 from tests.linear_bytes import state_bytes
 from tests.plan_check import sent_by

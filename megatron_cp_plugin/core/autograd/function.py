@@ -211,12 +211,7 @@ def attend(
 
 
 def compiled_call(
-    algorithm: Algorithm,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    *setting: Any,
+    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *setting: Any
 ) -> Compiled:
     """The compiled call for `Attention`, of q, k, v in autocast's dtype. Raises: as of `attend`.
 

@@ -90,9 +90,7 @@ class Checkpointed:
 
 
 def computed_once[T: Tensor | None](
-    recompute_key: Hashable | None,
-    inputs: Sequence[Tensor],
-    compute: Callable[[], tuple[T, ...]],
+    recompute_key: Hashable | None, inputs: Sequence[Tensor], compute: Callable[[], tuple[T, ...]]
 ) -> tuple[T, ...]:
     """The results of `compute`, which does not run again when a checkpoint runs its function again.
 

@@ -21,9 +21,7 @@ def kept_on_device[*Ts, R](
     arguments are hashable and positional.
     """
 
-    def decorate(
-        make: Callable[[*Ts, torch.device], R],
-    ) -> Callable[[*Ts, torch.device], R]:
+    def decorate(make: Callable[[*Ts, torch.device], R]) -> Callable[[*Ts, torch.device], R]:
         recent = lru_cache(maxsize)(make)
         of_graphs: dict[tuple[*Ts, torch.device], R] = {}
 

@@ -27,11 +27,7 @@ from torch import Tensor
 from megatron_cp_plugin.core.agree import gathered
 from megatron_cp_plugin.core.comm import Communicator, Pending, Receive, Send, Topology, others_lost
 from megatron_cp_plugin.core.communication.board import Board, shared_board
-from megatron_cp_plugin.core.communication.peer import (
-    PeerCommunicator,
-    Shown,
-    SlottedCommunicator,
-)
+from megatron_cp_plugin.core.communication.peer import PeerCommunicator, Shown, SlottedCommunicator
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.errors import CommunicationError, ContextParallelError
 

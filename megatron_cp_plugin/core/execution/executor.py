@@ -292,11 +292,7 @@ class Executor(RankPart):
 
 
 def executor_of(
-    placement: Placement,
-    steps: Plan,
-    call: Call,
-    topology: Topology,
-    transport: Transport,
+    placement: Placement, steps: Plan, call: Call, topology: Topology, transport: Transport
 ) -> Executor:
     """A rank's part of one pass.
 

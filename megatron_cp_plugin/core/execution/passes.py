@@ -317,12 +317,7 @@ class Backward(_Summing[GradientSum]):
     compute = staticmethod(differentiate_block)
 
     def __init__(
-        self,
-        part: RankPart,
-        own: Named,
-        like: Named,
-        kept_of: Sequence[Named],
-        retained: Tensors,
+        self, part: RankPart, own: Named, like: Named, kept_of: Sequence[Named], retained: Tensors
     ) -> None:
         """Args: like: memory of dq, dk and dv; without teams `own`. Others: see Pass."""
         names = ("dq", "dv") if part.teams else ("q", "v")

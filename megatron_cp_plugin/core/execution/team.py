@@ -14,20 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import (
-    Assembly,
-    assemble,
-    narrowed,
-    padded,
-    token_dim,
-)
+from megatron_cp_plugin.core.blocks.assembly import Assembly, assemble, narrowed, padded, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator
-from megatron_cp_plugin.core.communication.devices import (
-    contiguous_copy,
-    copy_into,
-    shares_memory,
-)
+from megatron_cp_plugin.core.communication.devices import contiguous_copy, copy_into, shares_memory
 from megatron_cp_plugin.core.execution.program import (
     EVERYTHING,
     HeadExchange,
@@ -40,11 +30,7 @@ from megatron_cp_plugin.core.execution.program import (
     Task,
 )
 from megatron_cp_plugin.core.masks.tile_batches import parts
-from megatron_cp_plugin.core.partial import (
-    accumulation_dtype,
-    beside_each_other,
-    merge_all_into,
-)
+from megatron_cp_plugin.core.partial import accumulation_dtype, beside_each_other, merge_all_into
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -137,12 +123,7 @@ class _TeamScatter(ResultScatter):
     """Results, by member of the team: [n,B,S,heads,D], joined, and [n,B,heads,S] for lse."""
 
     def __init__(
-        self,
-        outward: Communicator,
-        order: Assembly,
-        own: Sequence[Tensor],
-        *,
-        wide: bool,
+        self, outward: Communicator, order: Assembly, own: Sequence[Tensor], *, wide: bool
     ) -> None:
         """Args: own: memory of the results for the own tokens."""
         self._outward, self._order, self._own = outward, order, own

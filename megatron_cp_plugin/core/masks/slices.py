@@ -51,10 +51,7 @@ class Slices(tuple[Slice, ...]):
 
     @classmethod
     def of(
-        cls,
-        spans: Iterable[Iterable[object]],
-        seq_len: int,
-        documents: tuple[int, ...] = (),
+        cls, spans: Iterable[Iterable[object]], seq_len: int, documents: tuple[int, ...] = ()
     ) -> "Slices":
         """Slices of a sequence, without empty ones.
 
