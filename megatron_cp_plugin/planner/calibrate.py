@@ -20,7 +20,7 @@ from megatron_cp_plugin import functional
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Communicator, Pending, Room, Topology
 from megatron_cp_plugin.core.communication.record import Operation
-from megatron_cp_plugin.core.kernel import KernelCall, Problem, SoftmaxKernel, Statistics
+from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, SoftmaxKernel, Statistics
 from megatron_cp_plugin.core.linear.kernel import Cache, LinearInputs, LinearProblem
 from megatron_cp_plugin.core.linear.states import Decay, Runs
 from megatron_cp_plugin.core.plans.plan import PHASES
@@ -30,14 +30,7 @@ from megatron_cp_plugin.kernels import resolve
 from megatron_cp_plugin.kernels.linear import resolve_linear
 from megatron_cp_plugin.planner.event_simulation import launched
 from megatron_cp_plugin.planner.layer import Layer
-from megatron_cp_plugin.planner.machine import (
-    Host,
-    Kernels,
-    KernelSpeed,
-    Links,
-    Machine,
-    Rate,
-)
+from megatron_cp_plugin.planner.machine import Host, Kernels, KernelSpeed, Links, Machine, Rate
 from megatron_cp_plugin.planner.simulate import traces_of
 
 _REPEATS = 5
@@ -224,12 +217,24 @@ class Calibration:
                     row = flop, rows, columns, self._seconds(body)
                     measured.setdefault(key, []).append(row)
         speeds = {key: fit_speed(rows) for key, rows in measured.items()}
+        if self._kernel.packs:  # the longest tile's rows as sequences of the first one's
+            rows, columns = self.sizes.tiles[0][0], max(self.sizes.tiles)[0]
+            edges = range(0, columns + 1, rows)
+            of_calls = self._passes(columns, columns, causal=True, packed=edges)
+            for phase, body in zip(PHASES, of_calls, strict=True):
+                pairs = columns * (rows + 1) / 2
+                flop = 2.0 * heads * pairs * dim * (2 if phase == "forward" else 5)
+                key = f"{phase} causal"
+                speeds[key] = with_packed(speeds[key], flop, rows, self._seconds(body))
         return self._kernel.name, Kernels(speeds)
 
-    def _passes(self, rows: int, columns: int, *, causal: bool) -> list[Callable[[], object]]:
-        """The kernel's forward and backward of a tile."""
+    def _passes(
+        self, rows: int, columns: int, *, causal: bool, packed: Sequence[int] = ()
+    ) -> list[Callable[[], object]]:
+        """The kernel's forward and backward of a tile, or of sequences (edges: `packed`)."""
         kernel, (q, k, v, dout) = self._kernel, self._inputs(rows, columns)
-        call = KernelCall(q, k, v, q.shape[3] ** -0.5, causal)
+        packing = Packing.adjacent(packed, packed) if packed else None
+        call = KernelCall(q, k, v, q.shape[3] ** -0.5, causal, packing)
         out, lse = kernel.forward(call)
         statistics = Statistics(lse, out=out)
         return [lambda: kernel.forward(call), lambda: kernel.backward(call, dout, statistics)]
@@ -456,6 +461,12 @@ def fit_speed(measured: Sequence[tuple[float, int, int, float]]) -> KernelSpeed:
     slope, rows, columns, seconds = _not_negative(terms, [t for *_, t in measured])
     slope = max(slope, 1e-18)
     return KernelSpeed(1 / slope, rows / slope, columns / slope, seconds)
+
+
+def with_packed(speed: KernelSpeed, flop: float, rows: int, seconds: float) -> KernelSpeed:
+    """The speed with which sequences of `rows` tokens, packed in one call, take these seconds."""
+    missing = (seconds - speed.time(flop, rows, rows)) * speed.flops / flop
+    return replace(speed, packed=max(0.0, missing * rows))
 
 
 def _not_negative(terms: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

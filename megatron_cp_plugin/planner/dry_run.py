@@ -65,6 +65,7 @@ class RecordedKernel(NamedTuple):
             is in inverse proportion. Under a causal window rows are fewer: a kernel loses at both
             edges of the mask.
         area: Pairs of a query and a key, for each head.
+        packed: Several sequences in one call.
     """
 
     phase: Phase
@@ -77,6 +78,7 @@ class RecordedKernel(NamedTuple):
     head_dim: int
     value_dim: int
     causal: bool
+    packed: bool = False
 
 
 class Linear(NamedTuple):

@@ -147,7 +147,7 @@ def tile_seconds(machine: Machine, kernel: str, tile: RecordedKernel) -> float:
     if tile.value_dim != tile.head_dim:
         dims += f":{tile.value_dim}"
     flop /= speeds.dims.get(tile.phase, {}).get(dims, 1.0)
-    return speed.time(flop, tile.rows, tile.columns)
+    return speed.time(flop, tile.rows, tile.columns, packed=tile.packed)
 
 
 @dataclass

@@ -64,6 +64,7 @@ class KernelSpeed:
     Attributes:
         flops: a second, of long tiles, counting only pairs that the mask allows.
         rows, columns: of a tile at which it is half as fast.
+        packed: added to `rows` if the call has several sequences.
         seconds: of a call of any size.
     """
 
@@ -71,10 +72,12 @@ class KernelSpeed:
     rows: float = 0.0
     columns: float = 0.0
     seconds: float = 0.0
+    packed: float = 0.0
 
-    def time(self, flop: float, rows: float, columns: float) -> float:
-        """Seconds of a tile with a number of operations."""
-        return self.seconds + flop / self.flops * (1 + self.rows / rows + self.columns / columns)
+    def time(self, flop: float, rows: float, columns: float, *, packed: bool = False) -> float:
+        """Seconds of a tile with a number of operations, or of tiles in one call (`packed`)."""
+        by_row = self.rows + self.packed * packed
+        return self.seconds + flop / self.flops * (1 + by_row / rows + self.columns / columns)
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ def _plain_value(value: Any) -> Any:
 
 
 # Values that may be 0: times, and rows and columns of tiles that are no slower.
-_FROM_ZERO = frozenset(("seconds", "operation_seconds", "rows", "columns"))
+_FROM_ZERO = frozenset(("seconds", "operation_seconds", "rows", "columns", "packed"))
 _COUNTS = frozenset(("gpus_per_node", "cards_per_node", "ranks_per_gpu"))
 _SPEEDS = tuple(f"{one} {shape}" for one in get_args(Phase) for shape in ("causal", "full"))
 

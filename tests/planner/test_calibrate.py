@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from megatron_cp_plugin.core.communication.virtual import run_virtual
+from megatron_cp_plugin.core.kernel import KernelCall, Problem
+from megatron_cp_plugin.core.plans.plan import PHASES
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.calibrate import Calibration, fit_rate, fit_speed
+from megatron_cp_plugin.kernels import resolve
+from megatron_cp_plugin.planner.calibrate import Calibration, fit_rate, fit_speed, with_packed
 from megatron_cp_plugin.planner.machine import KernelSpeed, Machine, Rate, machines
 
 
@@ -33,6 +36,37 @@ def test_the_speed_of_a_kernel_is_found(square):
         assert found.time(flop, rows, columns) == pytest.approx(seconds)
     assert found.flops == pytest.approx(6e14)
     assert found.rows == pytest.approx(300)
+
+
+@pytest.mark.parametrize("packed", [0.0, 640.0])
+def test_the_speed_of_packed_sequences_is_found(packed):
+    speed, flop = KernelSpeed(6e14, 190, 0, 2e-5, packed), 3e11
+    seconds = speed.time(flop, 1024, 1024, packed=True)
+    assert seconds == pytest.approx(2e-5 + flop / 6e14 * (1 + (190 + packed) / 1024))
+    found = with_packed(KernelSpeed(6e14, 190, 0, 2e-5), flop, 1024, seconds)
+    assert found.packed == pytest.approx(packed, abs=1e-6)
+
+
+def test_kernels_that_pack_are_measured_with_packed_sequences(monkeypatch):
+    calls = []
+
+    def measured(self, body):
+        (call,) = [x.cell_contents for x in body.__closure__ if type(x.cell_contents) is KernelCall]
+        calls.append(call.packing and [[*map(tuple, side)] for side in call.packing.edges.tolist()])
+        return float(len(calls))
+
+    def kernels(topology):
+        found = Calibration(topology, torch.device("cpu"), (2, 1, 8))
+        problem = Problem(found.device, found.dtype, *found.dims)
+        vars(found)["_kernel"] = resolve("reference", problem)
+        return found._kernels()
+
+    monkeypatch.setattr(Calibration, "_seconds", measured)
+    ((_, made),) = run_virtual(1, kernels)
+    edges = [(0, 64, 128, 192), (64, 128, 192, 256)]
+    assert [one for one in calls if one] == [[edges, edges]] * 2
+    packed = {key: speed.packed > 0 for key, speed in made.by_pass.items()}
+    assert packed == {f"{p} {m}": m == "causal" for p in PHASES for m in ("causal", "full")}
 
 
 def test_two_nodes_of_two_are_measured(tmp_path):

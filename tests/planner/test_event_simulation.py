@@ -48,6 +48,14 @@ def played(traces, of=None, nodes=(0, 0), **options):
 PAIR = ("c", (0, 1))
 
 
+def test_packed_sequences_take_a_kernel_longer():
+    speeds = KERNELS.by_pass | {"forward full": KernelSpeed(FLOPS, rows=1.0, packed=2.0)}
+    of = machine(kernels={"flash": Kernels(speeds)})
+    for packed, seconds in ((False, 2), (True, 4)):
+        found = played({0: [tile(1e12)._replace(packed=packed)]}, of, nodes=(0,))
+        assert found.forward.seconds == pytest.approx(seconds)
+
+
 def test_a_message_waits_for_both_ranks_and_takes_alpha_and_beta():
     slow = machine(inside=Links(Rate(1.0, BYTES)))
     first = [post(PAIR, 0, [(1, 2 * 10**9)]), Wait(PAIR, 0)]

@@ -31,10 +31,13 @@ def test_at_most_a_quarter_is_fitted_to():
     assert numbers["held"] > 400
 
 
-def test_held_out_rows_over_nvlink():
-    rows = [r for r in page.measured() if r.table == "NVLink, 4 GPUs" and r.use == "held"]
-    found = page.predictions(row for row in rows if row.kv_heads == 8)
-    assert len(found) > 40
+def test_held_out_rows_of_four_gpus():
+    """Steps, and forwards of code whose calls take the host as long as today's."""
+    rows = [row for row in page.measured() if row.use == "held" and row.kv_heads == 8]
+    wanted = ("NVLink, 4 GPUs", "documents, 4 GPUs", "documents again, 4 GPUs")
+    found = page.predictions(row for row in rows if row.table in wanted)
+    found = [one for one in found if one.phase == "step" or one.table != "NVLink, 4 GPUs"]
+    assert len(found) > 70
     sizes = [abs(one.error) for one in found]
     assert statistics.median(sizes) < 0.1
     assert sum(size < 0.2 for size in sizes) >= 0.9 * len(sizes)

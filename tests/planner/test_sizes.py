@@ -52,6 +52,7 @@ def test_results_and_work_are_those_of_the_reference(dtype, window, bounds) -> N
         assert tile.area / tile.rows == pytest.approx(edges / 2)
     (back,) = events_of(lambda: sizes.backward(empty, on_meta(dout), statistics))
     assert (back.area, back.phase) == (tile.area, "backward")
+    assert tile.packed == back.packed == (packing is not None)
 
 
 def test_fused_operations_make_what_others_make() -> None:
