@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_190,
-    "core": 12_473,
+    "core": 12_476,
     "algorithms": 1_741,
     "kernels": 3_325,
     "integration": 8_004,
     "planner": 5_639,
     "harness": 2_111,
     "scripts": 7_007,
-    "tests": 37_539,
+    "tests": 37_557,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

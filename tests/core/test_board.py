@@ -51,6 +51,24 @@ def test_ranks_see_the_numbers_of_each_call(tmp_path: Path, size: int) -> None:
     assert run_ranks(tmp_path, size, body) == [0] * size
 
 
+def test_a_rank_that_waits_shortly_does_not_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's shortest sleep takes as long as two kernels' launches."""
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+    monkeypatch.setattr(board, "_YIELDS", 60)
+    monkeypatch.setattr(board, "time", Clock)
+
+    def body(mine: Board, rank: int) -> None:
+        time.sleep(0.01 * rank)
+        mine.compare(1, rank)
+
+    assert run_ranks(tmp_path, 2, body) == [0, 0]
+
+
 def test_a_rank_whose_process_ends_is_missed_at_once(tmp_path: Path) -> None:
     def body(mine: Board, rank: int) -> None:
         mine.compare(1, 0)
