@@ -175,7 +175,8 @@ class Row:
             area = sum(n * (n + 1) / 2 if mask.causal else n * n for n in lengths)
             mean = self.tokens // len(lengths)
             dims = self.heads, self.kv_heads, self.head_dim, self.value_dim
-            tile = RecordedKernel(phase, 1, mean, mean, area, *dims, mask.causal)
+            kind = mask.causal, len(lengths) > 1
+            tile = RecordedKernel(phase, 1, mean, mean, area, *dims, *kind)
             times.append((tile_seconds(machine, self.kernel, tile) + host) / self.gpus * MS)
         return times[0], sum(times)
 
