@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_190,
-    "core": 12_476,
+    "core": 12_474,
     "algorithms": 1_741,
     "kernels": 3_325,
     "integration": 8_004,

@@ -144,18 +144,16 @@ class SlottedCommunicator(Communicator):
 
     def _writes(self, sends: Sequence[Send], beside: Beside) -> Writes:
         """Places of what is sent, by destination in the order in which they are listed."""
-        found = {}
-        for to in dict.fromkeys(to for _, to in sends):
-            tensors = [x for x, target in sends if target == to]
-            like = tuple([(tuple(x.shape), x.dtype) for x in tensors])
-            room, mine = Room.of(like), [*range(len(like))]
-            if to in beside:
-                room, sources = beside[to]
-                mine = [n for n, source in enumerate(sources) if source == self.rank]
-            if like != tuple([room.like[n] for n in mine]):
+        found, by_target = dict[int, list[tuple[Tensor, int]]](), dict[int, list[Tensor]]()
+        for x, to in sends:
+            by_target.setdefault(to, []).append(x)
+        for to, tensors in by_target.items():
+            like = [(x.shape, x.dtype) for x in tensors]
+            room, sources = beside.get(to) or (Room.of(like), [self.rank] * len(like))
+            mine = [n for n, source in enumerate(sources) if source == self.rank]
+            if like != [room.like[n] for n in mine]:
                 raise RuntimeError(f"rank {to} expects other tensors on {self.channel!r}")
-            places = (room.starts[n] for n in mine)
-            found[to] = list(zip(tensors, places, strict=True))
+            found[to] = [(x, room.starts[n]) for x, n in zip(tensors, mine, strict=True)]
         return found
 
     @abstractmethod
