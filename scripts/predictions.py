@@ -442,8 +442,8 @@ def changed(values: Any, others: Mapping[str, float], path: str = "") -> Any:
     return others.get(path, values)
 
 
-# What is fitted of a machine: beginnings of tables, and of numbers in its file. Since the older
-# tables a call takes the host another time.
+# What is fitted of a machine: beginnings of tables, and of numbers in its file. Fit `:calls` after
+# the others: since the older tables a call takes the host another time.
 KERNELS = "kernels/flash4/by_pass", "kernels/cudnn/by_pass"
 FITS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "h200_nvlink": (

@@ -6,7 +6,7 @@ B batch, S tokens, H query heads, G KV heads, D head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -203,37 +203,36 @@ class Calibration:
         return resolve("auto", Problem(self.device, self.dtype, *self.dims))
 
     def _kernels(self) -> tuple[str, Kernels]:
-        heads, _, dim = self.dims
         measured: dict[str, list[tuple[float, int, int, float]]] = {}
         for rows, columns in self.sizes.tiles:
-            for causal in (False, True):
-                if causal and rows != columns:
-                    continue
-                area = rows * (rows + 1) / 2 if causal else float(rows * columns)
-                passes = zip(PHASES, self._passes(rows, columns, causal=causal), strict=True)
-                for phase, body in passes:
-                    flop = 2.0 * heads * area * dim * (2 if phase == "forward" else 5)
-                    key = f"{phase} {'causal' if causal else 'full'}"
-                    row = flop, rows, columns, self._seconds(body)
-                    measured.setdefault(key, []).append(row)
+            for causal in (False, True) if rows == columns else (False,):
+                for key, flop, seconds in self._timed(rows, columns, causal=causal):
+                    measured.setdefault(key, []).append((flop, rows, columns, seconds))
         speeds = {key: fit_speed(rows) for key, rows in measured.items()}
         if self._kernel.packs:  # the longest tile's rows as sequences of the first one's
-            rows, columns = self.sizes.tiles[0][0], max(self.sizes.tiles)[0]
-            edges = range(0, columns + 1, rows)
-            of_calls = self._passes(columns, columns, causal=True, packed=edges)
-            for phase, body in zip(PHASES, of_calls, strict=True):
-                pairs = columns * (rows + 1) / 2
-                flop = 2.0 * heads * pairs * dim * (2 if phase == "forward" else 5)
-                key = f"{phase} causal"
-                speeds[key] = with_packed(speeds[key], flop, rows, self._seconds(body))
+            each, tokens = self.sizes.tiles[0][0], max(self.sizes.tiles)[0]
+            for key, flop, seconds in self._timed(tokens, tokens, causal=True, packed=each):
+                speeds[key] = with_packed(speeds[key], flop, each, seconds)
         return self._kernel.name, Kernels(speeds)
 
+    def _timed(
+        self, rows: int, columns: int, *, causal: bool, packed: int = 0
+    ) -> Iterator[tuple[str, float, float]]:
+        """Which pass, FLOP and seconds, of both passes. Args: packed: as of `_passes`."""
+        heads, _, dim = self.dims
+        area = rows * ((packed or rows) + 1) / 2 if causal else float(rows * columns)
+        passes = self._passes(rows, columns, causal=causal, packed=packed)
+        for phase, body in zip(PHASES, passes, strict=True):
+            flop = 2.0 * heads * area * dim * (2 if phase == "forward" else 5)
+            yield f"{phase} {'causal' if causal else 'full'}", flop, self._seconds(body)
+
     def _passes(
-        self, rows: int, columns: int, *, causal: bool, packed: Sequence[int] = ()
+        self, rows: int, columns: int, *, causal: bool, packed: int = 0
     ) -> list[Callable[[], object]]:
-        """The kernel's forward and backward of a tile, or of sequences (edges: `packed`)."""
+        """The kernel's forward and backward of a tile, or of sequences of `packed` tokens."""
         kernel, (q, k, v, dout) = self._kernel, self._inputs(rows, columns)
-        packing = Packing.adjacent(packed, packed) if packed else None
+        edges = range(0, rows + 1, packed or rows)
+        packing = Packing.adjacent(edges, edges) if packed else None
         call = KernelCall(q, k, v, q.shape[3] ** -0.5, causal, packing)
         out, lse = kernel.forward(call)
         statistics = Statistics(lse, out=out)

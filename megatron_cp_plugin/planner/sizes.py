@@ -59,9 +59,9 @@ class SizesOnly(SoftmaxKernel):
             of_rows = (rows + (columns - call.window).clip(0)) / 2
         by_row, by_column = float(of_rows.sum()), float(of_columns.sum())
         size = (area / by_row, area / by_column) if area else (1.0, 1.0)
-        sizes = heads, kv_heads, dim, value_dim
+        dims = heads, kv_heads, dim, value_dim
         packed = len(packing) > 1
-        note(RecordedKernel(phase, batch, *size, area, *sizes, call.causal, packed))
+        note(RecordedKernel(phase, batch, *size, area, *dims, call.causal, packed))
 
     def unsupported(self, problem: object) -> str | None:
         return None
