@@ -31,18 +31,32 @@ def test_at_most_a_quarter_is_fitted_to():
     assert numbers["held"] > 400
 
 
-def test_held_out_rows_of_four_gpus():
-    """Steps, and forwards of code whose calls take the host as long as today's."""
+def held_out_of_four_gpus(*tables):
+    """What is predicted of the rows with 8 KV heads."""
     rows = [row for row in page.measured() if row.use == "held" and row.kv_heads == 8]
-    wanted = ("NVLink, 4 GPUs", "documents, 4 GPUs", "documents again, 4 GPUs")
-    found = page.predictions(row for row in rows if row.table in wanted)
-    found = [one for one in found if one.phase == "step" or one.table != "NVLink, 4 GPUs"]
-    assert len(found) > 70
+    return page.predictions(row for row in rows if row.table in tables)
+
+
+def test_held_out_rows_over_nvlink():
+    found = held_out_of_four_gpus("NVLink, 4 GPUs")
+    assert len(found) > 40
+    assert statistics.median(abs(one.error) for one in found) < 0.1
+    right, pairs = page.share_of_order(found)
+    assert pairs > 40
+    assert right >= 0.9 * pairs
+    # Forwards began sooner in the code that was measured.
+    sizes = [abs(one.error) for one in found if one.phase == "step"]
+    assert sum(size < 0.2 for size in sizes) >= 0.9 * len(sizes)
+
+
+def test_held_out_rows_under_documents():
+    found = held_out_of_four_gpus("documents, 4 GPUs", "documents again, 4 GPUs")
+    assert len(found) > 50
     sizes = [abs(one.error) for one in found]
     assert statistics.median(sizes) < 0.1
     assert sum(size < 0.2 for size in sizes) >= 0.9 * len(sizes)
     right, pairs = page.share_of_order(found)
-    assert pairs > 40
+    assert pairs > 15
     assert right >= 0.9 * pairs
 
 
