@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_638,
     "harness": 2_111,
     "scripts": 7_008,
-    "tests": 37_571,
+    "tests": 37_586,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

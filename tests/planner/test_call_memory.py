@@ -229,6 +229,21 @@ def test_prediction_is_what_ranks_need(algo: str, options: dict, size: int, mask
         assert tuple(predicted) == pytest.approx(tuple(peak), rel=0.001), rank
 
 
+def test_gradients_for_own_tokens_take_no_memory_beside_the_first_kernel() -> None:
+    class Large(WithWorkspace):
+        def workspace(self, call, statistics) -> int:
+            return 0 if statistics is None else 10**9
+
+    ulysses = create("ulysses", DryRunGroup(0, (0,) * 4, peer_access=False), {"chunks": 1})
+    peak = peak_of(ulysses, SHAPE, Mask(), Large())
+    tokens, heads, kv_heads, dim = 25, 12, 4, 16
+    q, kv, row = (4 * tokens * x for x in (heads * dim, kv_heads * dim, heads))
+    # q, k, v and lse of three heads of all tokens, and the own out.
+    assert peak.saved == 2 * q + 2 * kv + row
+    # dout and delta, which came, delta as it was sent, and the kernel's dq, dk and dv.
+    assert peak.backward == 10**9 + peak.saved + q + 2 * row + q + 2 * kv
+
+
 # ---- many ranks, and linear attention
 
 GIB = 2**30

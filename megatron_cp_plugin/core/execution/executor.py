@@ -259,15 +259,15 @@ class Executor(RankPart):
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
             own = self.filled.fill(own)
-        like = self._gradients(q, k, v, dout) if self.teams else own
-        work = Backward(self, own, like, kept, () if self.keep else tuple(rest))
+        new = partial(self._gradients, q, k, v, dout)
+        work = Backward(self, own, new, kept, () if self.keep else tuple(rest))
         first = self.program.rounds[0].steps[0]
         if kept and first.inputs:
             work.send_keys(first, kept[0])
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         work.run()
-        dq, dk, dv = work.gradients
+        dq, dk, dv = work.targets.values() if self.teams else work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
             dk, dv = self.filled.own_keys(dk), self.filled.own_keys(dv)

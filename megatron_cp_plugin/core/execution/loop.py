@@ -15,7 +15,7 @@ values.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import ClassVar, NamedTuple
 
@@ -65,6 +65,7 @@ from megatron_cp_plugin.core.plans.plan import (
 from megatron_cp_plugin.core.ranges import Rows
 
 Teams = Mapping[Side, Team]
+Targets = Callable[[], Named]
 # The messages of a round, by the names of their tensors, and functions that wait for these.
 Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
@@ -149,13 +150,12 @@ class Pass(ABC):
     _early: Sequence[Exchange] = ()  # posted before the first step
     retained: Tensors = ()
 
-    def __init__(self, part: RankPart, own: Named, q: Tensor, v: Tensor) -> None:
-        """Args: q, v: give the batch, the head dims and the dtype."""
+    def __init__(self, part: RankPart, own: Named, targets: Targets) -> None:
         self._call, self._program, self._teams = part.call, part.program, part.teams
-        self.own = own
-        self._sizes = Sizes(len(q), q.shape[3], v.shape[3], q.dtype)
-        self._wide = accumulation_dtype(q.dtype)
-        self._targets: dict[str, Tensor] = {}  # memory of the results for the own tokens
+        self.own, self._new_targets = own, targets
+        shape, dtype = part.call.shape, next(iter(own.values())).dtype
+        self._sizes = Sizes(shape.batch, shape.head_dim, shape.value_dim, dtype)
+        self._wide = accumulation_dtype(dtype)
         self._open_scatter: ResultScatter | None = None  # results for queries, filled task by task
         self._gathered: dict[str, Tensor] = {}  # which a later round may still use
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
@@ -172,8 +172,7 @@ class Pass(ABC):
         self._results: dict[int, list[Posted]] = {}
         # Results take the memory of those of the round before.
         self._in_turn = bool(part.teams) and part.teams[QUERIES].lends
-        self.lent = False
-        self._strided = True  # messages may be slices of all heads
+        self.lent, self._strided = False, True  # strided: messages may be slices of all heads
         if part.channels is not None:
             channels = part.channels()
             self._channels, self.lent = channels, channels.results.lends
@@ -181,6 +180,13 @@ class Pass(ABC):
             receivable = part.program.receivable if self.lent else ()
             for of_results, room in _largest(receivable, self._sizes):
                 channels[of_results].reserve(room)
+
+    @cached_property
+    def targets(self) -> Named:
+        """Memory of the results for the own tokens, which a team sends back. It is taken when the
+        first of them leave: the kernels of the first round need theirs until then.
+        """
+        return self._new_targets()
 
     def run(self) -> None:
         """Goes through all rounds and steps."""
@@ -219,11 +225,10 @@ class Pass(ABC):
                 for block in step.dropped:
                     del held[block]
             if self._teams:
-                if not self._in_turn:
-                    posted = self.end()
+                posted = None if self._in_turn else self.end()
                 while completions:
                     completions.pop(0)()
-                completions = self.end() if self._in_turn else posted
+                completions = self.end() if posted is None else posted
         if self._results:
             self._take_results()
         while completions:
@@ -452,24 +457,24 @@ class Pass(ABC):
         """
         operation = self._round.results.get(names)
         if operation is None:
-            return ResultScatter(self._round.base.named(names, self._targets))
+            return ResultScatter(self._round.base.named(names, self.targets))
         team = self._teams[SIDE_OF[names[0]]]
         assert isinstance(team, GatheringTeam)
-        return team.scatter(operation, self._targets)
+        return team.scatter(operation, self.targets)
 
     def _send(self, tensors: Tensors, *names: str) -> Completions:
         """Sends results for all rows of the base block, as `_scatter` does for some rows."""
         operation = self._round.results.get(names)
         if operation is None:
-            targets = self._round.base.named(names, self._targets)
+            targets = self._round.base.named(names, self.targets)
             for target, x in zip(targets, tensors, strict=True):
                 target.copy_(x)
             return []
         team = self._teams[SIDE_OF[names[0]]]
         if isinstance(team, ExchangingTeam):
             both, some = zip(operation.names, tensors, strict=True), operation.part.slices
-            return [team.send_results([(x, self._targets[name], some[name]) for name, x in both])]
-        scatter = team.scatter(operation, self._targets)
+            return [team.send_results([(x, self.targets[name], some[name]) for name, x in both])]
+        scatter = team.scatter(operation, self.targets)
         scatter.add(slice(0, tensors[0].shape[1]), tensors)
         return scatter.post()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import FEW, numbers_of, packed, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup
-from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart
+from megatron_cp_plugin.core.execution.loop import Packed, Pass, RankPart, Targets
 from megatron_cp_plugin.core.execution.program import BlockId, Message, Round, Step, Task
 from megatron_cp_plugin.core.execution.team import Completions, Named, Tensors
 from megatron_cp_plugin.core.kernel import KernelCall, Statistics
@@ -27,6 +27,7 @@ from megatron_cp_plugin.core.partial import (
     Partial,
     SomeRows,
     WholeGradient,
+    accumulation_dtype,
     part_of,
     rows_at,
 )
@@ -218,13 +219,8 @@ class Forward(_Summing[Accumulator]):
 
     def __init__(self, part: RankPart, own: Named, *, keep: bool) -> None:
         """Args: own: q, k and v of the rank's tokens. keep: base blocks stay for the backward."""
-        q, v = own["q"], own["v"]
-        super().__init__(part, own, q, v)
-        self.kept: list[Tensor] = []
-        self._keep = keep
-        if part.teams:
-            out, lse = self._places(q, v)
-            self._targets = {"out": out, "lse": lse}
+        super().__init__(part, own, partial(_places, own["q"], own["v"]))
+        self._keep, self.kept = keep, list[Tensor]()
         # Merges of the base block's outputs, by the first head of each open group.
         self._totals: dict[int, Accumulator] = {}
         self._found = {}  # for other ranks' queries
@@ -236,13 +232,7 @@ class Forward(_Summing[Accumulator]):
             return
         self._placing = part.steps[0].local_heads is not None or self._call.places_outputs
         if self._placing:
-            self.out, self.lse = self._places(self.q, self.v)
-
-    def _places(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for out and lse of q."""
-        batch, tokens, heads, _ = q.shape
-        out = q.new_empty((batch, tokens, heads, v.shape[3]))
-        return out, q.new_empty((batch, heads, tokens), dtype=self._wide)
+            self.out, self.lse = _places(self.q, self.v).values()
 
     def open(self, step: Step) -> None:
         self._take_heads(step, (self.q,))
@@ -306,7 +296,7 @@ class Forward(_Summing[Accumulator]):
         if self._keep:
             self.kept += self.q, self.k, self.v, self.lse
         del self.q, self.k, self.v, self.queries, self.keys
-        self.out, self.lse = self._targets["out"], self._targets["lse"]
+        self.out, self.lse = self.targets["out"], self.targets["lse"]
         return self._send(found, "out", "lse") if scatter is None else scatter.post()
 
 
@@ -317,16 +307,13 @@ class Backward(_Summing[GradientSum]):
     compute = staticmethod(differentiate_block)
 
     def __init__(
-        self, part: RankPart, own: Named, like: Named, kept_of: Sequence[Named], retained: Tensors
+        self, part: RankPart, own: Named, new: Targets, kept_of: Sequence[Named], retained: Tensors
     ) -> None:
-        """Args: like: memory of dq, dk and dv; without teams `own`. Others: see Pass."""
-        names = ("dq", "dv") if part.teams else ("q", "v")
-        super().__init__(part, own, *[like[name] for name in names])
+        """Args: new: makes memory for dq, dk and dv. Others: see Pass."""
+        super().__init__(part, own, new)
         self.kept_of = kept_of
         if part.program.retained is not None:
             self._held[part.program.retained] = retained
-        if part.teams:
-            self._targets = dict(like)
         # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups.
         self._sums: dict[tuple[int, Side], _OpenSum] = {}
         self._found = {}  # for other ranks' blocks
@@ -466,12 +453,16 @@ class Backward(_Summing[GradientSum]):
         return found
 
     @property
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, after the last round."""
-        if self._targets:
-            return self._targets["dq"], self._targets["dk"], self._targets["dv"]
-        (dq,), (dk, dv) = self._of_queries.whole, self._of_keys.whole
-        return dq, dk, dv
+    def gradients(self) -> Tensors:
+        """The gradients of q, k and v, after the last step; without teams."""
+        return (*self._of_queries.whole, *self._of_keys.whole)
+
+
+def _places(q: Tensor, v: Tensor) -> Named:
+    """Memory for out and lse of q."""
+    batch, tokens, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
+    return {"out": q.new_empty((batch, tokens, heads, v.shape[3])), "lse": lse}
 
 
 def _add(total: Accumulator | GradientSum, came: Packed, rows: Rows, *, lent: bool) -> None:

@@ -156,8 +156,10 @@ class _TeamScatter(ResultScatter):
                 summed = came.then(lambda each: each[0].sum(0, dtype=wide))
 
             def add() -> None:
-                totals = _by_widths(narrowed(summed.wait(), 1, 0, tokens), widths)
-                for target, total in zip(own, totals, strict=True):
+                whole = summed.wait()
+                if whole.shape[1] > tokens:
+                    whole = whole[:, :tokens]
+                for target, total in zip(own, _by_widths(whole, widths), strict=True):
                     target.copy_(total)
 
             return [add]
@@ -374,7 +376,9 @@ class ExchangingTeam:
         def finish() -> None:
             came = [*under_way.wait()]
             for place, dim in zip(places, dims, strict=True):
-                own = narrowed(came.pop(0), 1 + dim, 0, place.shape[2 * dim - 1])
+                own, tokens = came.pop(0), place.shape[2 * dim - 1]
+                if own.shape[1 + dim] > tokens:
+                    own = own.narrow(1 + dim, 0, tokens)
                 copy_into(place, own.movedim(0, 3 - dim))
 
         return finish
