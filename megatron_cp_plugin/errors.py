@@ -25,10 +25,7 @@ class CommunicationError(RuntimeError):
 
 
 def whole_number(name: str, value: object) -> int:
-    """Returns a setting as an int.
-
-    Raises: ContextParallelError: It is no whole number.
-    """
+    """Returns a setting as an int. Raises: ContextParallelError: It is no whole number."""
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         with suppress(TypeError):  # a tensor of fractions, or of several numbers
             return index(value)

@@ -160,10 +160,7 @@ class Batches:
         return bool(self._last)
 
     def _values(self, whole: Mapping[str, Tensor]) -> dict[str, object]:
-        """What all ranks share of a batch.
-
-        Raises: ContextParallelError if it is not whole.
-        """
+        """What all ranks share of a batch. Raises: ContextParallelError if it is not whole."""
         before = self.later.take()  # of a batch that no model was given
         lengths = {key: tensor.size(_dim_of(key, tensor)) for key, tensor in whole.items()}
         if len(set(lengths.values())) > 1:

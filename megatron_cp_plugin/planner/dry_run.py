@@ -119,10 +119,7 @@ class DryRunGroup(Topology):
         ranks: tuple[int, ...] | None = None,
         plans_all: bool = False,
     ) -> None:
-        """Stands for one rank.
-
-        Args: ranks: global, of the group; None: these are all.
-        """
+        """Stands for one rank. Args: ranks: global, of the group; None: these are all."""
         super().__init__(rank, len(nodes))
         self.plans_all = plans_all
         self._nodes, self._peer_access = tuple(nodes), peer_access

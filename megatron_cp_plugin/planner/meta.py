@@ -53,10 +53,7 @@ class Trace(NamedTuple):
 
 
 def trace_of(algorithm: AnyAlgorithm, shape: AnyShape, mask: Mask) -> Trace:
-    """The operations of a rank in both passes.
-
-    Args: algorithm: on a `DryRunGroup`.
-    """
+    """The operations of a rank in both passes. Args: algorithm: on a `DryRunGroup`."""
     both = passes(algorithm, shape, mask, SizesOnly())
     forward, (*_, saved) = _recorded(both.forward)
     backward, _ = _recorded(lambda: both.backward(saved))

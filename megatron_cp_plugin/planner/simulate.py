@@ -123,10 +123,7 @@ def _extended(few: Timeline, more: Timeline, counts: tuple[int, int], size: int)
 
 @lru_cache(maxsize=256)  # what ranks do is the same on every machine
 def traces_of(layer: Layer, ranks: tuple[int, ...]) -> dict[int, Trace]:
-    """Of some ranks.
-
-    Raises: ConfigError if the algorithm cannot serve this.
-    """
+    """Of some ranks. Raises: ConfigError if the algorithm cannot serve this."""
     several = len(ranks) > 1
     return {
         rank: trace_of(layer.on(rank, plans_all=several), layer.shape, layer.mask) for rank in ranks

@@ -62,10 +62,7 @@ class Job:
 
 
 def proposals(job: Job, most: int) -> list[Proposal]:
-    """The fastest ways that fit, the fastest first.
-
-    Raises: ConfigError if nothing fits.
-    """
+    """The fastest ways that fit, the fastest first. Raises: ConfigError if nothing fits."""
     ways, choices = list(_ways(job)), dict[tuple[int, int], Choice]()
     if not ways:
         raise ConfigError(

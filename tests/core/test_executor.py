@@ -20,7 +20,7 @@ def test_transport_peer_is_refused_where_a_rank_holds_many_blocks() -> None:
     topology = PeerWorld(4).topology(0)
     plan = create("distflash", topology, {}).plan(Shape(1, 32, 4, 2, 8), Mask())
     with pytest.raises(ConfigError, match="mine transport peer needs ranks to hold the blocks of"):
-        Transport("mine", topology, "peer").channels(plan, slots=1)
+        Transport("mine", topology, "peer").split(plan, 1)
 
 
 @pytest.mark.parametrize(

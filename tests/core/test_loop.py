@@ -17,6 +17,7 @@ from megatron_cp_plugin.core.call import Call, Shape, head_groups
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.record import Phase
+from megatron_cp_plugin.core.execution import program as module
 from megatron_cp_plugin.core.placement import HeadPlacement, Place
 from megatron_cp_plugin.core.plans.compile import plan_of
 from megatron_cp_plugin.core.plans.plan import PHASES
@@ -125,6 +126,41 @@ def test_copy_engines_send_inside_nodes_and_process_groups_between(
                 sent[name] += row.messages
         assert sent == planned
         assert len(planned) > 1 or not plan.once
+
+
+DOCUMENTS = (4, 10, 18, 51, 102)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "starts"),
+    [
+        ((1, 8), DOCUMENTS),
+        ((1, 5), (12, 24, 44)),
+        ((1, 4), (12, 24, 40)),
+        ((2, 8), (*DOCUMENTS, 128, *(128 + start for start in DOCUMENTS))),
+        ((2, 8), (31, 98, 116, 121, 127, 167, 195)),
+    ],
+)
+def test_own_pairs_that_are_computed_last(
+    nodes: tuple[int, int], starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, near = nodes
+    found, real = list[bool](), module._own_come_last
+    monkeypatch.setattr(
+        module, "_own_come_last", lambda *given: found.append(real(*given)) or found[-1]
+    )
+    module.program.cache_clear()
+    options = (("layout", "documents"), ("route", "straight"), ("backward", "kv"))
+    seq_len = 16 * count * near
+    assert_conforms(
+        Case("zigzag", options),
+        count * near,
+        seq_len=seq_len,
+        cu_seqlens=[0, *starts, seq_len],
+        kernel="reference",
+        ranks_per_node=near,
+    )
+    assert any(found)
 
 
 def test_helpers_may_send_results_while_their_owner_computes(

@@ -1,5 +1,6 @@
 """One rank's part of a plan: how long it holds blocks, what its tasks take."""
 
+from itertools import product
 from random import Random
 
 import pytest
@@ -128,3 +129,41 @@ def test_the_order_in_which_copy_engines_write(mask: Mask, phase: Phase) -> None
                 assert turn == sorted(turn)
                 several += len(set(targets)) > 1
     assert several > 4
+
+
+LATE = ((8, (4, 10, 18, 51, 102), {4, 6, 7}), (5, (12, 24, 44), {4}), (4, (12, 24, 40), {3}))
+
+
+@pytest.mark.parametrize(("size", "starts", "late"), LATE)
+def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
+    size: int, starts: tuple[int, ...], late: set[int]
+) -> None:
+    """By copy engines; and where the busiest rank moves a block or more."""
+    options = {"layout": "documents", "route": "straight", "backward": "kv"}
+    for tokens in (16 * size, 1600 * size):
+        mask = Mask(documents=tuple(start * tokens // (16 * size) for start in starts))
+        for phase, near in product(PHASES, (0, 1)):
+            plan = plan_for("zigzag", options, size, mask, phase, tokens)
+            found = set[int]()
+            for rank in range(size):
+                steps = program(plan, rank, near=near).rounds[0].steps
+                of_own = {n for n, step in enumerate(steps) for x in step.tasks if x.key[0] == rank}
+                assert of_own in ({0}, {len(steps) - 1})
+                found |= {rank} if 0 not in of_own else set()
+            assert found == (late if near and phase == "backward" else set())
+    short = Mask(documents=tuple(range(5, 16 * size, 5)))
+    plan = plan_for("zigzag", options, size, short, "backward", 16 * size)
+    assert plan.merged
+    for rank in range(size):
+        steps = program(plan, rank, near=1).rounds[0].steps
+        assert all(x.key[0] != rank for x in steps[-1].tasks)
+
+
+def test_on_several_nodes_only_where_no_keys_of_the_rank_cross() -> None:
+    options = {"layout": "documents", "route": "straight", "backward": "kv"}
+    mask = Mask(documents=(31, 98, 116, 121, 127, 167, 195))
+    plan = plan_for("zigzag", options, 16, mask, "backward", 256)
+    last = [program(plan, rank, near=8).rounds[0].steps[-1] for rank in range(16)]
+    late = {rank for rank in range(16) if any(x.key[0] == rank for x in last[rank].tasks)}
+    crossing = {one for x in plan.moves if x.source // 8 != x.target // 8 for one in x[2:4]}
+    assert (late, crossing) == ({4, 15}, {5, 6, 7, 11, 13, 14})  # else 5, 7 and 14 too

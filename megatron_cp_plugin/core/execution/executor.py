@@ -128,30 +128,35 @@ class Transport:
         near = None if self._wanted == "group" else self.topology.near
         return 1 if near is None or near is self.topology else near.size
 
-    def split(self, plan: Plan) -> int:
-        """`near`, if the plan's messages inside nodes and those between nodes go apart; else 1."""
-        return self.near if plan.once else 1
+    def split(self, plan: Plan, slots: int) -> int:
+        """`near`, if copy engines send a plan's messages inside nodes and process groups between; 1
+        if copy engines send all of them, 0 if none.
 
-    def channels(self, plan: Plan, slots: int, near: int = 1) -> Callable[[], Channels] | None:
-        """Makes the channels of a plan's messages: over copy engines where wanted and possible,
-        never between nodes; else over the process group. None: the plan has no messages.
-
-        Args:
-            slots: how many blocks of others a rank holds at most, by copy engines.
-            near: as `split` says.
+        Args: slots: how many blocks of others a rank holds at most, by copy engines.
 
         Raises: ConfigError if copy engines are wanted and cannot serve the plan.
         """
+        if plan.once and self.near > 1:
+            return self.near
         if not sends(plan):
-            return None
-        fits = near > 1 or (self.pushes and fits_slots(plan, slots))
+            return 0
+        fits = self.pushes and fits_slots(plan, slots)
         if self._wanted == "peer" and self.pushes and not fits:
             raise ConfigError(
                 f"{self._algorithm} transport peer needs ranks to hold the blocks of at most "
                 f"{slots} exchanges at once, got another {plan.phase} for this mask: use transport "
                 "auto"
             )
-        buffers = slots if fits else 0
+        return int(fits)
+
+    def channels(self, plan: Plan, slots: int, near: int) -> Callable[[], Channels] | None:
+        """Makes the channels of a plan's messages. None: it has none.
+
+        Args: slots: as of `split`. near: what it gives.
+        """
+        if not sends(plan):
+            return None
+        buffers = slots if near else 0
         # Of a group's steps the first and the last need no inputs, if they are merged.
         rotation = min(plan.steps // len(plan.groups) - 2, slots) if plan.merged else slots
         return partial(self._open, *self._names(plan, near), slots=buffers, rotation=rotation)
@@ -305,7 +310,7 @@ def executor_of(
         return Executor(call, parts, teams, None, steps, topology, transport)
     blocks = placement.of_teams if isinstance(placement, HeadPlacement) else placement
     kinds = call.kernel.rectangular_causal, call.kernel.windows
-    near = transport.split(steps)
+    near = transport.split(steps, blocks.most_held)
     parts = program(steps, transport.topology.rank, *kinds, near)
     filled, keep, of_heads = None, False, dict[Side, ExchangingTeam]()
     if isinstance(placement, HeadPlacement) and placement.members > 1:

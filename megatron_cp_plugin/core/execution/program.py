@@ -260,13 +260,13 @@ class Program:
 
 @lru_cache(maxsize=64)  # both passes of a micro-batch have the same
 def program(
-    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, near: int = 1
+    plan: Plan, rank: int, rectangular: bool = True, windows: bool = False, near: int = 0
 ) -> Program:
     """What `rank` does with its own tokens in one round: blocks go from rank to rank.
 
     Args:
         rectangular, windows: as in `plan_tiles`.
-        near: ranks of each node, if messages between nodes have channels of their own; else 1.
+        near: as `Transport.split` says.
     """
     kept = [one for one in plan.kept if one.rank == rank]
     came = [move for move in plan.moves if move.target == rank and not move.result]
@@ -282,6 +282,8 @@ def program(
     exchanges, joints = _exchanges(plan, rank, near), _joints(plan, rank, rows)
     tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
+    if near and 0 in tasks and len(tasks) > 1 and _own_come_last(plan, rank, near):
+        tasks[plan.steps - 1] = tasks.pop(0)
     last_use, single = _last_uses(plan, rank, rows, joints)
     expects = {step: some for (result, step), some in exchanges.items() if result}
     packs = dict[int, tuple[Exchange, ...]]()
@@ -491,10 +493,7 @@ def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple
         if first:
             moves = [x._replace(source=x.source - first, target=x.target - first) for x in moves]
         sends = [move for move in moves if move.source == own]
-        # In this order copy engines write: each rank begins with another one. Keys of documents go
-        # to the last rank first, which computes the fewest pairs of its own before.
-        away = -1 if joins and plan.mask.documents else 1
-        sends.sort(key=lambda move: away * (move.target - own) % plan.size)
+        sends.sort(key=partial(_turn, plan))
         receives = [move for move in moves if move.target == own]
         beside = dict[int, tuple[Message, ...]]()
         for to in {move.target for move in sends}:
@@ -506,6 +505,43 @@ def _exchanges(plan: Plan, rank: int, near: int) -> dict[tuple[bool, int], tuple
         exchange = Exchange(needed, slow, *both, beside=beside, joins=joins)
         exchanges[result, posted] = (*exchanges.get((result, posted), ()), exchange)
     return exchanges
+
+
+def _turn(plan: Plan, move: Move) -> int:
+    """In this order copy engines write: each rank begins with another one. Keys of documents go to
+    the last rank first, which computes the fewest pairs of its own before.
+    """
+    away = -1 if plan.merged and not move.result and plan.mask.documents else 1
+    return away * (move.target - move.source) % plan.size
+
+
+def _own_come_last(plan: Plan, rank: int, near: int) -> bool:
+    """Whether a rank computes its own pairs last, though no keys of others are there at the start:
+    where its keys have come and left long before those of the busiest rank, so that gradients for
+    others leave before others have theirs, and one rank does not get all of them at the end.
+    """
+    moved, first = _rows_moved(plan), rank // near * near
+    most = max(moved[first : first + near] if near > 1 else moved)
+    ends = (move for move in plan.moves if rank in (move.source, move.target))
+    early = max(plan.spans.lengths) <= most >= 2 * moved[rank]
+    return early and not any(_leaves(move, near) for move in ends)
+
+
+@lru_cache(maxsize=64)  # the same for all ranks
+def _rows_moved(plan: Plan) -> list[int]:
+    """By rank, the rows that a rank has sent when all keys that this one sends or gets have moved;
+    0 unless keys leave and their gradients come home, all in one group of merged steps.
+    """
+    moved, sent = [0] * plan.size, [0] * plan.size
+    kinds = {(move.result, move.side) for move in plan.moves}
+    if not plan.merged or len(plan.groups) > 1 or kinds != {(False, KEYS), (True, KEYS)}:
+        return moved
+    for move in sorted(plan.moves, key=partial(_turn, plan)):
+        if not move.result:
+            sent[move.source] += move.tokens
+            for rank in (move.source, move.target):
+                moved[rank] = max(moved[rank], sent[move.source])
+    return moved
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
