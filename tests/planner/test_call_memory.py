@@ -20,6 +20,7 @@ from megatron_cp_plugin.core.blocks import assembly
 from megatron_cp_plugin.core.call import Call, Shape
 from megatron_cp_plugin.core.comm import Pending
 from megatron_cp_plugin.core.communication import virtual
+from megatron_cp_plugin.core.execution.executor import Executor
 from megatron_cp_plugin.core.layout import shard
 from megatron_cp_plugin.core.linear.algorithm import LinearShape
 from megatron_cp_plugin.core.masks.tile_batches import Batch
@@ -242,6 +243,23 @@ def test_gradients_for_own_tokens_take_no_memory_beside_the_first_kernel() -> No
     assert peak.saved == 2 * q + 2 * kv + row
     # dout and delta, which came, delta as it was sent, and the kernel's dq, dk and dv.
     assert peak.backward == 10**9 + peak.saved + q + 2 * row + q + 2 * kv
+
+
+def test_gradients_of_keys_take_memory_after_the_last_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events, real = [], Executor._gradients
+
+    class Noted(WithWorkspace):
+        def workspace(self, call, statistics) -> int:
+            events.extend([] if statistics is None else ["kernel"])
+            return 0
+
+    noted = lambda self, *given: events.append(given[-1].name) or real(self, *given)  # noqa: E731
+    monkeypatch.setattr(Executor, "_gradients", noted)
+    ulysses = create("ulysses", DryRunGroup(0, (0,) * 4, peer_access=False), {"chunks": 3})
+    peak_of(ulysses, SHAPE, Mask(), Noted())
+    assert events == 2 * ["kernel", "QUERIES", "kernel", "kernel", "KEYS"]
 
 
 # ---- many ranks, and linear attention

@@ -41,6 +41,7 @@ from megatron_cp_plugin.errors import ConfigError
 Saved = tuple[Tensor, ...]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
+_GRADIENTS = ("dq", "dk", "dv")
 Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
@@ -272,7 +273,7 @@ class Executor(RankPart):
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         work.run()
-        dq, dk, dv = work.targets.values() if self.teams else work.gradients
+        dq, dk, dv = map(work.targets.__getitem__, _GRADIENTS) if self.teams else work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
             dk, dv = self.filled.own_keys(dk), self.filled.own_keys(dv)
@@ -280,15 +281,15 @@ class Executor(RankPart):
             dk, dv = redistribute(self.topology, self.plan, dk, dv)
         return dq, dk, dv
 
-    def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-        """Empty dq, dk and dv of the own tokens."""
-        heads = [x.shape[2] for x in (q, k, v)]
-        if self.filled is not None:
-            heads = [self.filled.heads, *[self.filled.sent_kv_heads] * 2]
-        return {
-            name: dout.new_empty((len(dout), x.shape[1], number, x.shape[3]))
-            for name, number, x in zip(("dq", "dk", "dv"), heads, (q, k, v), strict=True)
-        }
+    def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, side: Side) -> Named:
+        """Memory for dq, or for dk and dv, of the own tokens."""
+        found, filled = dict[str, Tensor](), self.filled
+        for name, x in {"dk": k, "dv": v}.items() if side else (("dq", q),):
+            _, tokens, heads, dim = x.shape
+            if filled is not None:
+                heads = filled.sent_kv_heads if side else filled.heads
+            found[name] = dout.new_empty((len(dout), tokens, heads, dim))
+        return found
 
     @cached_property
     def sends_delta(self) -> bool:

@@ -15,7 +15,7 @@ values.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain, islice
 from typing import ClassVar, NamedTuple
 
@@ -65,7 +65,7 @@ from megatron_cp_plugin.core.plans.plan import (
 from megatron_cp_plugin.core.ranges import Rows
 
 Teams = Mapping[Side, Team]
-Targets = Callable[[], Named]
+Targets = Callable[[Side], Named]
 # The messages of a round, by the names of their tensors, and functions that wait for these.
 Coming = list[tuple[TensorNames, Callable[[], Sequence[Tensor]]]]
 
@@ -129,6 +129,7 @@ class Pass(ABC):
         sides: the sides that get results.
         compute: runs a task; its arguments are the operands, the kernel calls and the call.
         own: tensors of the rank's own tokens; teams gather them.
+        targets: memory of the results for the own tokens, which a team sends back, by name.
         kept_of: tensors that the forward gathered and kept, by round.
         q, k, v: tensors of the base blocks, of all heads of the round.
         queries, keys: tensors of the base blocks, of the open group of heads, in the order in which
@@ -152,7 +153,8 @@ class Pass(ABC):
 
     def __init__(self, part: RankPart, own: Named, targets: Targets) -> None:
         self._call, self._program, self._teams = part.call, part.program, part.teams
-        self.own, self._new_targets = own, targets
+        self.own, self.targets = own, _Targets()
+        self.targets.make = targets
         shape, dtype = part.call.shape, next(iter(own.values())).dtype
         self._sizes = Sizes(shape.batch, shape.head_dim, shape.value_dim, dtype)
         self._wide = accumulation_dtype(dtype)
@@ -180,13 +182,6 @@ class Pass(ABC):
             receivable = part.program.receivable if self.lent else ()
             for of_results, room in _largest(receivable, self._sizes):
                 channels[of_results].reserve(room)
-
-    @cached_property
-    def targets(self) -> Named:
-        """Memory of the results for the own tokens, which a team sends back. It is taken when the
-        first of them leave: the kernels of the first round need theirs until then.
-        """
-        return self._new_targets()
 
     def run(self) -> None:
         """Goes through all rounds and steps."""
@@ -542,6 +537,16 @@ class Pass(ABC):
             if not self._strided and KEYS in self._program.sent:
                 keys = keys[0].contiguous(), keys[1].contiguous()
         self.queries, self.keys = queries, keys
+
+
+class _Targets(dict[str, Tensor]):
+    """Those of a side take memory when its first results leave: kernels need theirs before."""
+
+    make: Targets
+
+    def __missing__(self, name: str) -> Tensor:
+        self.update(self.make(SIDE_OF[name]))
+        return self[name]
 
 
 def _joined(order: Assembly, parts: Sequence[Tensor]) -> Tensor:

@@ -232,7 +232,7 @@ class Forward(_Summing[Accumulator]):
             return
         self._placing = part.steps[0].local_heads is not None or self._call.places_outputs
         if self._placing:
-            self.out, self.lse = _places(self.q, self.v).values()
+            self.out, self.lse = _places(self.q, self.v, QUERIES).values()
 
     def open(self, step: Step) -> None:
         self._take_heads(step, (self.q,))
@@ -458,9 +458,9 @@ class Backward(_Summing[GradientSum]):
         return (*self._of_queries.whole, *self._of_keys.whole)
 
 
-def _places(q: Tensor, v: Tensor) -> Named:
+def _places(q: Tensor, v: Tensor, _: Side) -> Named:
     """Memory for out and lse of q."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads = q.shape[:3]
     lse = q.new_empty((batch, heads, tokens), dtype=accumulation_dtype(q.dtype))
     return {"out": q.new_empty((batch, tokens, heads, v.shape[3])), "lse": lse}
 

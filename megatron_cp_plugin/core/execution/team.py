@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, assemble, narrowed, padded, token_dim
+from megatron_cp_plugin.core.blocks.assembly import Assembly, assemble, narrowed, padded
 from megatron_cp_plugin.core.call import Call, HeadGroup, together
 from megatron_cp_plugin.core.comm import Communicator
 from megatron_cp_plugin.core.communication.devices import contiguous_copy, copy_into, shares_memory
@@ -62,7 +62,7 @@ class ResultScatter:
     def add(self, rows: slice, tensors: Tensors) -> None:
         """Takes the results for some rows."""
         for target, x in zip(self._targets, tensors, strict=True):
-            dim = token_dim(x)
+            dim = 1 if x.dim() == 4 else 2
             narrowed(target, dim, rows.start, x.shape[dim]).copy_(x)
 
     def post(self) -> Completions:
@@ -134,7 +134,8 @@ class _TeamScatter(ResultScatter):
         self._blocks = like.new_empty(of_all, dtype=dtype)
         rows_of = [x.new_empty((members, *x.shape[:2], width)) for x in own if x.dim() == 3]
         self._lses = rows_of[0] if rows_of else None
-        self._places = (*_by_widths(self._blocks, widths), *rows_of)
+        by_width = self._blocks.split(widths, -1) if len(widths) > 1 else (self._blocks,)
+        self._places = (*by_width, *rows_of)
         self._dims = [1] * len(widths) + [2] * len(rows_of)
 
     def add(self, rows: slice, tensors: Tensors) -> None:
@@ -159,7 +160,8 @@ class _TeamScatter(ResultScatter):
                 whole = summed.wait()
                 if whole.shape[1] > tokens:
                     whole = whole[:, :tokens]
-                for target, total in zip(own, _by_widths(whole, widths), strict=True):
+                totals = whole.split(widths, -1) if len(widths) > 1 else (whole,)
+                for target, total in zip(own, totals, strict=True):
                     target.copy_(total)
 
             return [add]
@@ -391,8 +393,3 @@ def _shares(x: Tensor, members: int, part: Index) -> Tensor:
     """[B,S,U*h,D] -> [B,S,U,heads,D], rows [B,U*h,S] -> [B,U,heads,S], as a view."""
     shares = x.unflatten(2 if x.dim() == 4 else 1, (members, -1))
     return shares if part is None else shares[(EVERYTHING, *part)]
-
-
-def _by_widths(x: Tensor, widths: Sequence[int]) -> Tensors:
-    """Splits tensors that were joined along their last dimension."""
-    return x.split(widths, -1) if len(widths) > 1 else (x,)
