@@ -70,11 +70,17 @@ def test_heads_of_a_step_are_counted_from_those_of_its_round() -> None:
 
 
 def plan_for(
-    name: str, options: dict[str, object], size: int, mask: Mask, phase: str, tokens: int
+    name: str,
+    options: dict[str, object],
+    size: int,
+    mask: Mask,
+    phase: str,
+    tokens: int,
+    kv_heads: int = 4,
 ) -> Plan:
     topology = VirtualWorld(size, ranks_per_node=size // 2 if size % 2 == 0 else 1).topology(0)
     made = create(name, topology, options).for_documents(mask.resolved)
-    placement = made.placement(Shape(1, tokens, 4, 4, 8), mask, phase)
+    placement = made.placement(Shape(1, tokens, 4, kv_heads, 8), mask, phase)
     if isinstance(placement, HeadPlacement):
         placement = placement.of_teams
     return plan_of(placement, tokens, mask, phase)
@@ -167,3 +173,23 @@ def test_on_several_nodes_only_where_no_keys_of_the_rank_cross() -> None:
     late = {rank for rank in range(16) if any(x.key[0] == rank for x in last[rank].tasks)}
     crossing = {one for x in plan.moves if x.source // 8 != x.target // 8 for one in x[2:4]}
     assert (late, crossing) == ({4, 15}, {5, 6, 7, 11, 13, 14})  # else 5, 7 and 14 too
+
+
+@pytest.mark.parametrize("near", [0, 1])
+def test_own_pairs_come_last_for_heads_whose_keys_came_before(near: int) -> None:
+    """They cover the way home of the gradients of these keys, for all heads that share them."""
+    options = {"ulysses": 2, "chunks": 2, "layout": "documents", "route": "straight"}
+    mask = Mask(documents=(4, 10, 18, 51, 102))
+    for phase, late in (("forward", False), ("backward", True)):
+        plan = plan_for("usp", options, 16, mask, phase, 128, kv_heads=2)
+        assert [(group.first, group.last) for group in plan.groups] == [
+            (True, False),
+            (False, True),
+        ]
+        each = plan.steps // 2
+        for rank in range(8):
+            steps = program(plan, rank, near=near).rounds[0].steps
+            of_own = [n for n, step in enumerate(steps) for x in step.tasks if x.key[0] == rank]
+            several = any(x.key[0] != rank for step in steps for x in step.tasks)
+            assert of_own == [0, 2 * each - 1 if late else each]
+            assert several or rank == 0

@@ -41,7 +41,6 @@ from megatron_cp_plugin.errors import ConfigError
 Saved = tuple[Tensor, ...]
 
 _KEPT = ("q", "k", "v", "lse")  # of each round's base blocks
-_GRADIENTS = ("dq", "dk", "dv")
 Wanted = Literal["auto", "group", "peer"]
 REDISTRIBUTED = "transposes"  # the channel of `redistribute`
 
@@ -273,7 +272,7 @@ class Executor(RankPart):
         if self.sends_delta:  # in place of out
             own["delta"] = delta_of(own["dout"], own.pop("out"))
         work.run()
-        dq, dk, dv = map(work.targets.__getitem__, _GRADIENTS) if self.teams else work.gradients
+        dq, dk, dv = work.gradients
         if self.filled is not None:
             dq = self.filled.own_queries(dq)
             dk, dv = self.filled.own_keys(dk), self.filled.own_keys(dv)
@@ -283,13 +282,12 @@ class Executor(RankPart):
 
     def _gradients(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, side: Side) -> Named:
         """Memory for dq, or for dk and dv, of the own tokens."""
-        found, filled = dict[str, Tensor](), self.filled
-        for name, x in {"dk": k, "dv": v}.items() if side else (("dq", q),):
-            _, tokens, heads, dim = x.shape
-            if filled is not None:
-                heads = filled.sent_kv_heads if side else filled.heads
-            found[name] = dout.new_empty((len(dout), tokens, heads, dim))
-        return found
+        like = {"dk": k, "dv": v} if side else {"dq": q}
+        heads = (k if side else q).shape[2]
+        if self.filled is not None:
+            heads = self.filled.sent_kv_heads if side else self.filled.heads
+        sizes = {name: (len(dout), x.shape[1], heads, x.shape[3]) for name, x in like.items()}
+        return {name: dout.new_empty(size) for name, size in sizes.items()}
 
     @cached_property
     def sends_delta(self) -> bool:

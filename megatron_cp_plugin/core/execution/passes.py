@@ -454,7 +454,9 @@ class Backward(_Summing[GradientSum]):
 
     @property
     def gradients(self) -> Tensors:
-        """The gradients of q, k and v, after the last step; without teams."""
+        """The gradients of q, k and v, after the last round."""
+        if self._teams:
+            return self.targets["dq"], self.targets["dk"], self.targets["dv"]
         return (*self._of_queries.whole, *self._of_keys.whole)
 
 

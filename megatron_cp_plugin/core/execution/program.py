@@ -282,8 +282,9 @@ def program(
     exchanges, joints = _exchanges(plan, rank, near), _joints(plan, rank, rows)
     tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
-    if near and 0 in tasks and len(tasks) > 1 and _own_come_last(plan, rank, near):
-        tasks[plan.steps - 1] = tasks.pop(0)
+    for start, group in zip(range(0, plan.steps, each), plan.groups, strict=True):
+        if start in tasks and len(tasks) > 1 and _own_come_last(plan, rank, near, group):
+            tasks[start + each - 1] = tasks.pop(start)
     last_use, single = _last_uses(plan, rank, rows, joints)
     expects = {step: some for (result, step), some in exchanges.items() if result}
     packs = dict[int, tuple[Exchange, ...]]()
@@ -515,11 +516,16 @@ def _turn(plan: Plan, move: Move) -> int:
     return away * (move.target - move.source) % plan.size
 
 
-def _own_come_last(plan: Plan, rank: int, near: int) -> bool:
-    """Whether a rank computes its own pairs last, though no keys of others are there at the start:
-    where its keys have come and left long before those of the busiest rank, so that gradients for
-    others leave before others have theirs, and one rank does not get all of them at the end.
+def _own_come_last(plan: Plan, rank: int, near: int, group: HeadGroup) -> bool:
+    """Whether a rank computes its own pairs of some heads last, while gradients of keys go home:
+    where the keys of others came for the heads before. Or, by copy engines, where its keys have
+    come and left long before those of the busiest rank, so that gradients for others leave before
+    others have theirs, and one rank does not get all of them at the end.
     """
+    if not plan.merged or not _keys_alone_travel(plan):
+        return False
+    if not near or len(plan.groups) > 1:
+        return group.last and not group.first
     moved, first = _rows_moved(plan), rank // near * near
     most = max(moved[first : first + near] if near > 1 else moved)
     ends = (move for move in plan.moves if rank in (move.source, move.target))
@@ -528,14 +534,15 @@ def _own_come_last(plan: Plan, rank: int, near: int) -> bool:
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
+def _keys_alone_travel(plan: Plan) -> bool:
+    """Whether keys leave, their gradients come home, and nothing else does."""
+    return {(move.result, move.side) for move in plan.moves} == {(False, KEYS), (True, KEYS)}
+
+
+@lru_cache(maxsize=64)
 def _rows_moved(plan: Plan) -> list[int]:
-    """By rank, the rows that a rank has sent when all keys that this one sends or gets have moved;
-    0 unless keys leave and their gradients come home, all in one group of merged steps.
-    """
+    """By rank, the rows that one has sent when all keys that this one sends or gets have moved."""
     moved, sent = [0] * plan.size, [0] * plan.size
-    kinds = {(move.result, move.side) for move in plan.moves}
-    if not plan.merged or len(plan.groups) > 1 or kinds != {(False, KEYS), (True, KEYS)}:
-        return moved
     for move in sorted(plan.moves, key=partial(_turn, plan)):
         if not move.result:
             sent[move.source] += move.tokens

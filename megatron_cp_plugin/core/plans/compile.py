@@ -666,13 +666,8 @@ class _Writer:
         elif self.routes.merging and not self.routes.spans.gaps:
             by = self._by_steps
         made, steps = [*by()], self.routes.steps
-        # Where keys came for the heads before, own pairs cover the way home of their gradients.
-        late = self.phase == "backward" and self.routes.merging
-        late &= not any(self.routes.hops[False, QUERIES].values())
         for number, group in enumerate(self.groups):
             for step, rank, queries, keys in made:
-                if late and group.last and not group.first and not step:
-                    step = steps - 1
                 yield Compute(step + number * steps, rank, queries, keys, group)
 
     def _by_pairs(self) -> Iterator[tuple[int, int, Block, Block]]:
