@@ -231,13 +231,22 @@ class Gpus:
     def driver(self) -> SimpleNamespace:
         """What the transport calls of CUDA's driver."""
 
-        def write(stream: Stream, address: int, value: int, _: int) -> tuple[int]:
+        def write(stream: Stream, address: int, value: int) -> None:
             stream.do(lambda: self.flags.__setitem__(address, value))
-            return (0,)
 
-        def wait(stream: Stream, address: int, value: int, flags: int) -> tuple[int]:
-            assert flags == 1
+        def wait(stream: Stream, address: int, value: int) -> None:
             stream.add(lambda: self.flags.get(address, 0) == value, lambda: None)
+
+        def parameters() -> SimpleNamespace:
+            return SimpleNamespace(waitValue=SimpleNamespace(), writeValue=SimpleNamespace())
+
+        def operate(stream: Stream, count: int, each: list[SimpleNamespace], _: int) -> tuple[int]:
+            assert 0 < count == len(each) < 256
+            for one in each:
+                waits = one.operation == "wait"
+                part = one.waitValue if waits else one.writeValue
+                assert (part.operation, part.flags) == (one.operation, int(waits))
+                (wait if waits else write)(stream, part.address, part.value)
             return (0,)
 
         def info(stream: Stream) -> tuple[int, int, int]:
@@ -272,8 +281,11 @@ class Gpus:
             CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_UNIFIED="unified"),
             cuMemcpyAsync=copy_whole,
             cuMemcpy2DAsync=copy,
-            cuStreamWriteValue32=write,
-            cuStreamWaitValue32=wait,
+            CUstreamBatchMemOpParams=parameters,
+            CUstreamBatchMemOpType=SimpleNamespace(
+                CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
+            ),
+            cuStreamBatchMemOp=operate,
             cuStreamGetCaptureInfo=info,
             CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=1),
         )
@@ -315,6 +327,8 @@ def cuda(gpus: Gpus) -> Iterator[None]:
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda _: gpus.current)
+        number = "_cuda_getCurrentStream"
+        patch.setattr(torch._C, number, lambda _: id(gpus.current), raising=False)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", gpus.captures)

@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_187,
-    "core": 12_520,
+    "core": 12_541,
     "algorithms": 1_741,
     "kernels": 3_325,
     "integration": 8_001,
     "planner": 5_626,
     "harness": 2_111,
     "scripts": 7_008,
-    "tests": 37_705,
+    "tests": 37_719,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_510}

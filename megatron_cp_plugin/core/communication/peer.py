@@ -28,6 +28,8 @@ from megatron_cp_plugin.errors import ContextParallelError
 
 # By destination, tensors and where each begins in the destination's slot, in bytes.
 Writes = Mapping[int, Sequence[tuple[Tensor, int]]]
+# A rank, the number of one of its flags, and the value to be set; None: to be waited for.
+_FlagStep = tuple[int, int, int | None]
 
 _KEPT = 64  # views of slots
 _MAX_PITCH = 2**31 - 1  # bytes, of a two-dimensional copy: CU_DEVICE_ATTRIBUTE_MAX_PITCH
@@ -260,12 +262,22 @@ class PeerCommunicator(SlottedCommunicator):
         # By slot: the flags of what has come have been set back.
         self._reset = [torch.cuda.Event() for _ in range(slots)]
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
+        self._operations: dict[_FlagStep, object] = {}
+        self._streams: dict[object, torch.cuda.Stream] = {}
         self._flags, self._flags_handle = self._symmetric(2 * size * slots * 4)
         self._flag_addresses = list(self._flags_handle.buffer_ptrs)
         self._slab, self._addresses = self._flags, list[int]()
         self._slab_handle: Any = None
         self._captured = False
         self._of_graphs: list[tuple[Tensor, Any]] = []  # former slabs, which replays write to
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        """The current stream: one object for each, because torch takes several us to make one."""
+        key = torch._C._cuda_getCurrentStream(self._device.index)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.current_stream(self._device)
+        return self._streams[key]
 
     def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers. Raises: ContextParallelError for tensors on another device."""
@@ -284,7 +296,7 @@ class PeerCommunicator(SlottedCommunicator):
     ) -> Pending[None]:
         if not writes and not receives:
             return Pending(lambda: None)
-        current, copies = torch.cuda.current_stream(self._device), self._copies
+        current, copies = self._current, self._copies
         capture = _capture_of(current)
         self._captured |= capture != 0
         sources = dict.fromkeys(source for _, source in receives)
@@ -299,11 +311,11 @@ class PeerCommunicator(SlottedCommunicator):
 
         def send() -> None:
             for to, each in writes.items():
-                self._await(copies, to * self._slots + slot)
-                self._write(copies, self.rank, to * self._slots + slot, 0)
+                offered = to * self._slots + slot
+                self._operate(copies, (self.rank, offered, None), (self.rank, offered, 0))
                 for tensor, place in each:
                     push(copies, tensor, self._addresses[to] + first + place)
-                self._write(copies, to, self._arrival(self.rank, slot), 1)
+                self._operate(copies, (to, self._arrival(self.rank, slot), 1))
             if done is not None:
                 done.record(copies)
 
@@ -320,7 +332,7 @@ class PeerCommunicator(SlottedCommunicator):
                     copies.wait_stream(self._offers)
                     done = done or torch.cuda.Event()
                 send()
-            now = torch.cuda.current_stream(self._device)
+            now = self._current
             # What leaves before what comes: so there is no order of a graph's branches in which
             # ranks wait for each other's messages before they have sent their own.
             if done is not None:
@@ -332,8 +344,8 @@ class PeerCommunicator(SlottedCommunicator):
                     tensor.record_stream(copies)
             if sources:
                 now.wait_event(self._reset[slot])
-                for source in sources:
-                    self._await(now, self._arrival(source, slot))
+                each = [(self.rank, self._arrival(source, slot), None) for source in sources]
+                self._operate(now, *each)
                 self._readers[slot] = now, _capture_of(now)
 
         return Pending(finish)
@@ -343,26 +355,26 @@ class PeerCommunicator(SlottedCommunicator):
         return (self.size + source) * self._slots + slot
 
     def mark(self) -> None:
-        self._mark.record(torch.cuda.current_stream(self._device))
+        self._mark.record(self._current)
 
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        current, offers = torch.cuda.current_stream(self._device), self._offers
+        current, offers = self._current, self._offers
         reader = self._readers[slot]
         offers.wait_stream(current)
         # Before a capture, and before a replay, everything is in order on one stream.
         if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
             offers.wait_stream(reader[0])
-        for source in sources:
-            self._write(offers, self.rank, self._arrival(source, slot), 0)
-            self._write(offers, source, self.rank * self._slots + slot, 1)
+        resets = [(self.rank, self._arrival(source, slot), 0) for source in sources]
+        each = [(source, self.rank * self._slots + slot, 1) for source in sources]
+        self._operate(offers, *resets, *each)
         self._reset[slot].record(offers)
 
     def _copy_own(self, slot: int, blocks: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
-        current, copied = torch.cuda.current_stream(self._device), torch.cuda.Event()
+        current, copied = self._current, torch.cuda.Event()
         current.wait_event(self._reset[slot])
         super()._copy_own(slot, blocks)
         copied.record(current)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+        return lambda: self._current.wait_event(copied)
 
     def _grow(self, slot_bytes: int) -> None:
         _refuse_capture(f"make room for {slot_bytes} bytes in {self.channel!r}")
@@ -387,20 +399,29 @@ class PeerCommunicator(SlottedCommunicator):
         dist.barrier(self._group, device_ids=[self._device.index])
         return memory, handle
 
-    def _write(self, stream: torch.cuda.Stream, rank: int, word: int, value: int) -> None:
-        """Sets a flag of a rank once the stream has come here."""
+    def _operate(self, stream: torch.cuda.Stream, *steps: _FlagStep) -> None:
+        """Sets flags, or waits for them, in one call of the driver: each takes several us."""
         from cuda.bindings import driver
 
-        address = self._flag_addresses[rank] + 4 * word
-        _check_driver(driver.cuStreamWriteValue32(stream.cuda_stream, address, value, 0))
+        for step in steps:
+            if step not in self._operations:
+                self._operations[step] = self._operation(*step)
+        operations = [self._operations[step] for step in steps]
+        _check_driver(driver.cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0))
 
-    def _await(self, stream: torch.cuda.Stream, word: int) -> None:
-        """Holds the stream until a flag of ours is 1."""
+    def _operation(self, rank: int, word: int, value: int | None) -> object:
+        """Sets a flag of a rank once the stream has come here; None: holds it until that is 1."""
         from cuda.bindings import driver
 
-        address = self._flag_addresses[self.rank] + 4 * word
-        equal = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        _check_driver(driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, int(equal)))
+        made, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
+        made.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        part, flags = made.writeValue, 0
+        if value is None:
+            made.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            part, flags = made.waitValue, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+        part.operation, part.address = made.operation, self._flag_addresses[rank] + 4 * word
+        part.value, part.flags = 1 if value is None else value, int(flags)
+        return made
 
 
 def push(copies: torch.cuda.Stream, tensor: Tensor, address: int) -> None:
