@@ -14,16 +14,16 @@ PACKAGE = "megatron_cp_plugin"
 LINES = {
     "package root": 4_187,
     "core": 12_541,
-    "algorithms": 1_741,
+    "algorithms": 1_743,
     "kernels": 3_325,
     "integration": 8_001,
     "planner": 5_626,
     "harness": 2_111,
     "scripts": 7_008,
-    "tests": 37_719,
+    "tests": 37_730,
 }
 # Words of Markdown: of the README; of all pages, it among them.
-WORDS = {"README": 1_100, "pages": 42_510}
+WORDS = {"README": 1_100, "pages": 42_490}
 
 
 def files(room: str) -> Iterator[Path]:

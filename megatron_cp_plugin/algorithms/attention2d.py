@@ -231,17 +231,19 @@ class GridAlgorithm(PointToPoint):
 
     def head_groups(self, shape: Shape, mask: Mask) -> tuple[HeadGroup, ...]:
         size, chunks = self.topology.size, self.options.chunks
-        count = group_count(chunks, flop_of_rank(shape, mask, size))
+        flop = flop_of_rank(shape, mask, size)
+        count = group_count(chunks, flop)
         kind = self.kind(mask)
         gathered = kind is GatheredPlacement
         if size == 1 or kind is GridRingPlacement:
             count = 1
         elif not (gathered or chunks) and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and a rank holds two at a time. With fewer KV
-            # heads the queries take most of the memory: few groups would save none.
+            # heads the queries take most of the memory: few groups would save none. Documents'
+            # blocks of others are one kernel call: few groups where that is a short one.
             shared = shape.kv_heads < shape.heads
-            more = group_count(0, shape.flop(size) // 4) if shared else 1
-            count = 1 if mask.special else max(more, count // 2)
+            more = group_count(0, flop // 4) if shared else 1
+            count = more if mask.special else max(more, count // 2)
         # Where only K and V are gathered, groups that share them would have nothing to wait for.
         share_kv = gathered and self.grid_shape(shape)[1] > 1
         return head_groups(shape.heads, shape.kv_heads, count, share_kv=share_kv)

@@ -335,3 +335,14 @@ def test_gathered_states_grow_with_ranks_and_passed_ones_do_not() -> None:
 
     assert gib("lasp", 512) == gib("lasp", 8)
     assert gib("lasp2", 1024) == gib("lasp2", 512) + 512 * 2**20 / GIB  # of 1 MiB each
+
+
+@pytest.mark.parametrize("algo", ["allgather", "attention2d"])
+def test_long_documents_take_little_more_memory_than_one_sequence(algo: str) -> None:
+    """What came is one kernel call, which takes workspace for all heads that it has."""
+    shape, size = Shape(1, 131_072, 32, 8, 128), 4
+    peaks = [
+        peak_bytes(Layer(algo, (), shape, Mask(documents=cuts), (0,) * size, True), "flash4")
+        for cuts in ((), (8_192, 110_592))
+    ]
+    assert peaks[1] < 1.1 * peaks[0]
