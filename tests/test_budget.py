@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_626,
     "harness": 2_111,
     "scripts": 7_008,
-    "tests": 37_730,
+    "tests": 37_736,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_490}

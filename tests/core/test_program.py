@@ -144,7 +144,7 @@ LATE = ((8, (4, 10, 18, 51, 102), {4, 6, 7}), (5, (12, 24, 44), {4}), (4, (12, 2
 def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
     size: int, starts: tuple[int, ...], late: set[int]
 ) -> None:
-    """By copy engines; and where the busiest rank moves a block or more."""
+    """By copy engines; and where the busiest rank moves three blocks or more."""
     options = {"layout": "documents", "route": "straight", "backward": "kv"}
     for tokens in (16 * size, 1600 * size):
         mask = Mask(documents=tuple(start * tokens // (16 * size) for start in starts))
@@ -157,12 +157,18 @@ def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
                 assert of_own in ({0}, {len(steps) - 1})
                 found |= {rank} if 0 not in of_own else set()
             assert found == (late if near and phase == "backward" else set())
-    short = Mask(documents=tuple(range(5, 16 * size, 5)))
-    plan = plan_for("zigzag", options, size, short, "backward", 16 * size)
-    assert plan.merged
-    for rank in range(size):
-        steps = program(plan, rank, near=1).rounds[0].steps
-        assert all(x.key[0] != rank for x in steps[-1].tasks)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_where_few_keys_move_own_pairs_come_first(size: int) -> None:
+    options = {"layout": "documents", "route": "straight", "backward": "kv"}
+    for starts in (range(5, 16 * size, 5), (35, 59, 71, 85, 117) if size > 4 else (7, 38, 58, 61)):
+        mask = Mask(documents=tuple(starts))
+        plan = plan_for("zigzag", options, size, mask, "backward", 16 * size)
+        assert plan.merged
+        for rank in range(size):
+            steps = program(plan, rank, near=1).rounds[0].steps
+            assert all(x.key[0] != rank for x in steps[-1].tasks)
 
 
 def test_on_several_nodes_only_where_no_keys_of_the_rank_cross() -> None:

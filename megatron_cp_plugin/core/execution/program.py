@@ -529,7 +529,7 @@ def _own_come_last(plan: Plan, rank: int, near: int, group: HeadGroup) -> bool:
     moved, first = _rows_moved(plan), rank // near * near
     most = max(moved[first : first + near] if near > 1 else moved)
     ends = (move for move in plan.moves if rank in (move.source, move.target))
-    early = max(plan.spans.lengths) <= most >= 2 * moved[rank]
+    early = 3 * max(plan.spans.lengths) <= most >= 2 * moved[rank]
     return early and not any(_leaves(move, near) for move in ends)
 
 
