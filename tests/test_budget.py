@@ -14,7 +14,7 @@ PACKAGE = "megatron_cp_plugin"
 LINES = {
     "package root": 4_187,
     "core": 12_541,
-    "algorithms": 1_743,
+    "algorithms": 1_744,
     "kernels": 3_325,
     "integration": 8_001,
     "planner": 5_626,
