@@ -193,7 +193,7 @@ class GridAlgorithm(PointToPoint):
             chunks: groups of heads, pipelined, at most as many as KV heads; 0: 4, or fewer where
                 that would be too little work for each; over peer memory with one row or column half
                 of that (under windows, documents and spans 1), or 4 for fewer KV heads than query
-                heads where there is much work.
+                heads and much work.
             transport: "peer" (block by block, see PointToPoint), "group" (whole blocks, gathered
                 over the process group), or "auto": peer where that is possible, else group, but by
                 messages from rank to rank under windows, documents and spans, unless layout is thd.
