@@ -240,8 +240,8 @@ class GridAlgorithm(PointToPoint):
             count = 1
         elif not (gathered or chunks) and 1 in self.grid_shape(shape):
             # Blocks overlap within a group too, and a rank holds two at a time. With fewer KV
-            # heads the queries take most of the memory: few groups would save none. Documents'
-            # blocks of others are one kernel call: few groups where that is a short one.
+            # heads the queries take most of the memory: few groups would save none. Under documents
+            # blocks of others are one kernel call: by groups if it is long, for its workspace.
             shared = shape.kv_heads < shape.heads
             more = group_count(0, flop // 4) if shared else 1
             count = more if mask.special else max(more, count // 2)

@@ -410,7 +410,7 @@ class PeerCommunicator(SlottedCommunicator):
         _check_driver(driver.cuStreamBatchMemOp(stream.cuda_stream, len(operations), operations, 0))
 
     def _operation(self, rank: int, word: int, value: int | None) -> object:
-        """Sets a flag of a rank once the stream has come here; None: holds it until that is 1."""
+        """What sets a flag of a rank once a stream comes to it, or (None) waits until it is 1."""
         from cuda.bindings import driver
 
         made, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
