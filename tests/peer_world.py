@@ -91,10 +91,9 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         size = self._held_slots * slot_bytes
         self._slab = torch.full((size,), _NAN, dtype=torch.uint8, device="cpu")
 
-    def _offer(self, slot: int, sources: Collection[int]) -> None:
-        if sources:
-            start = slot * self._slot_bytes
-            self._slab[start : start + self._slot_bytes] = _NAN
+    def _free(self, slot: int) -> None:
+        start = slot * self._slot_bytes
+        self._slab[start : start + self._slot_bytes] = _NAN
 
     def _post(
         self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
@@ -108,8 +107,6 @@ class VirtualPeerCommunicator(SlottedCommunicator):
                 posted.append((tensor, bits))
                 self._world.post(address, torch.tensor([place], device="cpu"))
                 self._world.post(address, bits.reshape(-1))
-        if not self._offered:
-            self._offer(slot, {source for _, source in receives})
         begin = slot * self._slot_bytes + self._slab.storage_offset()  # larger slots may come
 
         def finish() -> None:

@@ -134,10 +134,14 @@ class Communicator(ABC):
         """Makes room for `buffers` like these. All ranks call it where blocks are unequal."""
 
     def expect(self, sources: Collection[int]) -> None:  # noqa: B027  (most need not know)
-        """Lets ranks send the messages of this rank's next exchange already, if there is room.
+        """Lets ranks send the messages of this rank's next exchange already, if there is room,
+        once it calls `offer` or posts that exchange.
 
         After this call only work that is already queued may read blocks received before.
         """
+
+    def offer(self) -> None:  # noqa: B027  (most need not know)
+        """Tells ranks that they may send what was expected: takes the host longer than `expect`."""
 
     def mark(self) -> None:  # noqa: B027  (most need not know)
         """Marks a point in the work of the current stream: see `exchange`, `early`."""

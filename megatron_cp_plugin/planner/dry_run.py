@@ -248,7 +248,7 @@ class _PeerChannel(SlottedCommunicator):
     def mark(self) -> None:
         note(Mark(self._posting.channel))
 
-    def _offer(self, slot: int, sources: Collection[int]) -> None:
+    def _free(self, slot: int) -> None:
         note(Offer(self._posting.channel, self._posting.number))
 
     def _post(

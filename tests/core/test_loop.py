@@ -166,27 +166,32 @@ def test_own_pairs_that_are_computed_last(
 def test_helpers_may_send_results_while_their_owner_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 has computed some rows of rank 1 when that has computed the others."""
+    """Rank 0 has computed some rows of rank 1 when that has computed the others. The host offers
+    memory behind a kernel, but from before it on.
+    """
     done: dict[str, list[str]] = {"rank 0": [], "rank 1": []}
 
     def note(what: str) -> None:
         done[current_thread().name].append(what)
 
+    def free(self: SlottedCommunicator, slot: int) -> None:
+        note(f"frees {self.channel}")
+
     def offer(self: SlottedCommunicator, slot: int, sources: Collection[int]) -> None:
-        if sources:
-            note(f"offers {self.channel}")
+        note(f"offers {self.channel}")
 
     def forward(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
         note("computes")
         return attend(*args, **settings)
 
     attend = Reference.forward
+    monkeypatch.setattr(VirtualPeerCommunicator, "_free", free)
     monkeypatch.setattr(VirtualPeerCommunicator, "_offer", offer)
     monkeypatch.setattr(Reference, "forward", forward)
     compare("distflash", {}, 2, Mask(), 8)
-    for rank, offers in (("rank 0", []), ("rank 1", ["offers returns"])):
-        forward = done[rank][: 3 + len(offers)]
-        assert forward == ["offers fetches", "computes", *offers, "computes"]
+    first, second = ["frees fetches", "computes", "offers fetches"], ["computes"]
+    assert done["rank 0"][:4] == [*first, *second]
+    assert done["rank 1"][:6] == [*first, "frees returns", *second, "offers returns"]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_ranks_that_have_shared_memory_unequally_often_exchange() -> None:
     assert VirtualWorld(3).run(body) == [[[b"0", b"1", b"2"]] * 4] * 3
 
 
-What = Literal["expect", "post", "wait"]
+What = Literal["expect", "offer", "post", "wait"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do in one order: expect an exchange, post it, or wait for it, by its index."""
+    """What all ranks do in one order: expect an exchange, offer memory for it, post it, or wait for
+    it, by its index.
+    """
 
     exchanges: tuple[Exchange, ...]
     events: tuple[tuple[What, int], ...]
@@ -121,6 +123,8 @@ class Program:
             free = not any(index in under_way for index in turns[-case.slots : len(turns)][:1])
             free |= len(turns) < case.slots
             if channel in expected:
+                if random.random() < 0.3:
+                    events.append(("offer", expected[channel]))
                 if free and random.random() < 0.6:
                     under_way.append(expected.pop(channel))
                     events.append(("post", under_way[-1]))
@@ -201,6 +205,8 @@ class Rank:
                 if what == "expect":
                     if self.rank in exchange.receivers:
                         channel.expect({*sources})
+                elif what == "offer":
+                    channel.offer()
                 elif what == "post" and exchange.whole:
                     sent = torch.full((case.size, 2, 2, 3), float("nan"))[..., :2]
                     stream.do(partial(self._fill, sent, index))

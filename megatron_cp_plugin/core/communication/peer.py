@@ -60,7 +60,8 @@ class SlottedCommunicator(Communicator):
         self._views: dict[tuple[int, Room], tuple[Tensor, ...]] = {}
         self._turn = 0
         self._awaited: set[int] = set()  # slots
-        self._offered: frozenset[int] = frozenset()  # ranks that may write to this turn's slot
+        self._expected: frozenset[int] = frozenset()  # ranks that may write to this turn's slot
+        self._told = False  # they know it
 
     def buffers(self, room: Room, device: torch.device) -> tuple[Tensor, ...]:
         """See Communicator.buffers; views of this turn's slot, which all layers share."""
@@ -87,9 +88,15 @@ class SlottedCommunicator(Communicator):
     def expect(self, sources: Collection[int]) -> None:
         """See Communicator.expect; if the slot is not free yet, the exchange offers it."""
         slot = self._turn % self.rotation
-        if slot not in self._awaited and not self._offered:
-            self._offer(slot, sources)
-            self._offered = frozenset(sources)
+        if slot not in self._awaited and not self._expected:
+            self._free(slot)
+            self._expected = frozenset(sources)
+
+    def offer(self) -> None:
+        """See Communicator.offer."""
+        if self._expected and not self._told:
+            self._offer(self._turn % self.rotation, self._expected)
+            self._told = True
 
     @property
     def held_bytes(self) -> int:
@@ -132,13 +139,16 @@ class SlottedCommunicator(Communicator):
             raise RuntimeError(
                 f"a block on {self.channel!r} was not waited for before the next: {_AFTER_AN_ERROR}"
             )
-        if self._offered and self._offered != sources:
+        if self._expected and self._expected != sources:
             raise RuntimeError(
-                f"ranks {sorted(self._offered)} were expected to send on {self.channel!r}, got an "
+                f"ranks {sorted(self._expected)} were expected to send on {self.channel!r}, got an "
                 f"exchange with ranks {sorted(sources)}: {_AFTER_AN_ERROR}"
             )
+        if sources:
+            self.expect(sources)
+            self.offer()
         pending = self._post(slot, writes, receives, early=early)
-        self._turn, self._offered = self._turn + 1, frozenset()
+        self._turn, self._expected, self._told = self._turn + 1, frozenset(), False
         if not receives:
             return pending
         self._awaited.add(slot)
@@ -162,8 +172,11 @@ class SlottedCommunicator(Communicator):
     def _grow(self, slot_bytes: int) -> None:
         """Replaces the slab by one with larger slots; all ranks come here in the same turn."""
 
+    def _free(self, slot: int) -> None:
+        """Notes that work which is queued from now on reads nothing in a slot."""
+
     def _offer(self, slot: int, sources: Collection[int]) -> None:
-        """Lets ranks write to a slot once all work queued on the current stream is done."""
+        """Lets ranks write to a slot once all work that was queued before `_free` is done."""
 
     def _copy_own(self, slot: int, blocks: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], object]:
         """Copies (there, here) to a slot that was offered, on the current stream.
@@ -178,7 +191,7 @@ class SlottedCommunicator(Communicator):
     def _post(
         self, slot: int, writes: Writes, receives: Sequence[Receive], *, early: bool
     ) -> Pending[None]:
-        """Posts an exchange, and an offer if none was made. Args: early: as of `exchange`."""
+        """Posts an exchange, whose slot is offered. Args: early: as of `exchange`."""
 
     def _no_collective(self, x: Tensor) -> Pending[Tensor]:
         raise NotImplementedError("peer transport exchanges only")
@@ -258,7 +271,7 @@ class PeerCommunicator(SlottedCommunicator):
         self._group, self._sharing = group, sharing
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._copies, self._offers = copies, offers
-        self._mark = torch.cuda.Event()
+        self._mark, self._freed = torch.cuda.Event(), torch.cuda.Event()
         # By slot: the flags of what has come have been set back.
         self._reset = [torch.cuda.Event() for _ in range(slots)]
         self._readers: list[tuple[torch.cuda.Stream, int] | None] = [None] * slots
@@ -300,8 +313,6 @@ class PeerCommunicator(SlottedCommunicator):
         capture = _capture_of(current)
         self._captured |= capture != 0
         sources = dict.fromkeys(source for _, source in receives)
-        if sources and not self._offered:
-            self._offer(slot, sources)
         if writes and early:
             copies.wait_event(self._mark)
         elif writes:
@@ -357,13 +368,16 @@ class PeerCommunicator(SlottedCommunicator):
     def mark(self) -> None:
         self._mark.record(self._current)
 
-    def _offer(self, slot: int, sources: Collection[int]) -> None:
-        current, offers = self._current, self._offers
-        reader = self._readers[slot]
-        offers.wait_stream(current)
+    def _free(self, slot: int) -> None:
+        current, reader = self._current, self._readers[slot]
         # Before a capture, and before a replay, everything is in order on one stream.
         if reader is not None and reader[0] != current and reader[1] == _capture_of(current):
-            offers.wait_stream(reader[0])
+            self._offers.wait_stream(reader[0])
+        self._freed.record(current)
+
+    def _offer(self, slot: int, sources: Collection[int]) -> None:
+        offers = self._offers
+        offers.wait_event(self._freed)
         resets = [(self.rank, self._arrival(source, slot), 0) for source in sources]
         each = [(source, self.rank * self._slots + slot, 1) for source in sources]
         self._operate(offers, *resets, *each)

@@ -15,7 +15,7 @@ values.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import ClassVar, NamedTuple
 
@@ -164,7 +164,7 @@ class Pass(ABC):
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
         self._packed: dict[Exchange, list[tuple[Tensor, int]]] = {}  # to be sent behind kernels
-        self._last: Exchange | None = None  # to be posted behind the next kernel
+        self._late = list[Callable[[], object]]()  # to be done behind the next kernel
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
         self._missing: dict[tuple[int, Side], int] = {}
@@ -208,13 +208,13 @@ class Pass(ABC):
                     tiles = task.tiles
                     calls = packed_calls(tiles, heads, gaps, forward) if heads else tiles.each
                     self.compute(*operands, calls, call)
-                    if self._last is not None:
-                        self._post_last()
+                    if self._late:
+                        self._catch_up()
                     if task.rows is not None:
                         self.send_results(task.rows, operands[0])
                     del operands
-                if self._last is not None:
-                    self._post_last()
+                if self._late:
+                    self._catch_up()
                 if step.last or step.results or step.number in self._results:
                     self._reduce(step)
                 for block in step.dropped:
@@ -267,7 +267,8 @@ class Pass(ABC):
                 if self.lent:
                     self.settle()
                     self._keep_partial_sums()
-                self._channels.results.expect(exchange.sources)
+                    self._channels.results.expect(exchange.sources)
+                    self._late.append(self._channels.results.offer)
 
     def _pack(self, step: Step, last: Exchange | None) -> None:
         """Takes what copy engines send behind kernels that are launched before: they take no
@@ -286,12 +287,13 @@ class Pass(ABC):
             channel.mark()
         if last is not None and last.receives:
             channel.expect(last.sources)
-        self._last = last
+        if last is not None:
+            self._late.append(partial(self._post, last, result=False))
 
-    def _post_last(self) -> None:
-        last, self._last = self._last, None
-        assert last is not None
-        self._post(last, result=False)
+    def _catch_up(self) -> None:
+        """Does what the host has put off until a kernel was launched."""
+        while self._late:
+            self._late.pop(0)()
 
     def _reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
