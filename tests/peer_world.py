@@ -1,7 +1,7 @@
 """Ranks whose memory others write to: virtual ones on a CPU, at their strictest, and on one GPU."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -112,14 +112,17 @@ class VirtualPeerCommunicator(SlottedCommunicator):
         def finish() -> None:
             for buffer, source in receives:
                 address = self._address("blocks", turn, source, self.rank)
-                place, message = self._world.take(address).item(), self._world.take(address)
-                bits = _as_bytes(buffer)
-                if bits.numel() and bits.storage_offset() != begin + place:
-                    raise RuntimeError(
-                        f"rank {source} writes to byte {place} of a slot on {self.channel!r}, "
-                        f"rank {self.rank} reads byte {bits.storage_offset() - begin}"
-                    )
-                bits.copy_(message)
+                bits, done = _as_bytes(buffer), 0
+                while not done or done < bits.numel():  # rows may come in pieces
+                    place, message = self._world.take(address).item(), self._world.take(address)
+                    part = bits[done : done + message.numel()]
+                    if part.numel() and part.storage_offset() != begin + place:
+                        raise RuntimeError(
+                            f"rank {source} writes to byte {place} of a slot on {self.channel!r}, "
+                            f"rank {self.rank} reads byte {part.storage_offset() - begin}"
+                        )
+                    part.copy_(message)
+                    done += message.numel() or 1
             self._world.under_way.difference_update(addresses)
             for tensor, bits in posted:
                 if not torch.equal(_as_bytes(tensor), bits):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +18,26 @@ from megatron_cp_plugin.core.communication.devices import contiguous_copy
 from megatron_cp_plugin.core.communication.record import RECORDINGS, Operation, count
 from megatron_cp_plugin.errors import CommunicationError
 
+
+class Pieces(NamedTuple):
+    """Rows [1,S,...] in several pieces of memory, which arrive as one tensor."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        _, _, *rest = self.parts[0].shape
+        return torch.Size((1, sum([x.shape[1] for x in self.parts]), *rest))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
+# What a channel that is `strided` sends.
+Strided = tuple[Tensor | Pieces, int]
 Described = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -103,7 +122,7 @@ class Communicator(ABC):
     Attributes:
         rank, size: within the group.
         global_rank: for recordings.
-        strided: whether tensors that are sent need not be contiguous.
+        strided: whether tensors that are sent need not be contiguous, and may be `Pieces`.
         lends: later exchanges overwrite the tensors that `buffers` returned.
         rotation: number of its receive buffers that exchanges take in turn; the same on all ranks.
     """
@@ -148,7 +167,7 @@ class Communicator(ABC):
 
     def exchange(
         self,
-        sends: Sequence[Send],
+        sends: Sequence[Strided],
         receives: Sequence[Receive],
         beside: Beside = NOTHING_BESIDE,
         *,
@@ -168,11 +187,11 @@ class Communicator(ABC):
                 work that was queued after it.
         """
         if RECORDINGS:
-            both = [t for t, _ in sends], [t for t, _ in receives]
-            count(self.global_rank, self.channel, "exchange", *both)
-        if beside or early:
-            return self._exchange_beside(sends, receives, beside, early=early)
-        return self._exchange(sends, receives)
+            sent = [part for t, _ in sends for part in (t.parts if isinstance(t, Pieces) else (t,))]
+            count(self.global_rank, self.channel, "exchange", sent, [t for t, _ in receives])
+        if self.strided:
+            return self._exchange_strided(sends, receives, beside, early=early)
+        return self._exchange(cast(Sequence[Send], sends), receives)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
         """Equal shapes on all ranks: x [...] -> [P, ...], by rank. Alone: x itself, as a view."""
@@ -208,14 +227,15 @@ class Communicator(ABC):
         others = [block] * (self.size - 1)
         count(self.global_rank, self.channel, op, others, others)
 
-    def _exchange_beside(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    def _exchange_strided(
+        self, sends: Sequence[Strided], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
-        """As `_exchange`, for channels that write to others' memory."""
-        return self._exchange(sends, receives)
+        """As `exchange`, for channels that are `strided`."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]: ...
+    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
+        """As `exchange`, for channels that are not."""
+        raise NotImplementedError
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Pending[Tensor]: ...

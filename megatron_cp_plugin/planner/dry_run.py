@@ -3,7 +3,7 @@
 So an algorithm's own code runs for one rank of any number, on tensors without storage.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 

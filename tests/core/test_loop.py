@@ -259,7 +259,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
     """What is packed, gathered or computed for a message is so before the mark, on every rank."""
     written: dict[int, set[int]] = {}  # after the last mark, by rank
     early: list[bool] = []
-    channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_beside
+    channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_strided
 
     def noted(self, sends, receives, beside, **how):
         if how["early"]:
@@ -269,7 +269,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
         return exchange(self, sends, receives, beside, **how)
 
     monkeypatch.setattr(channel, "mark", lambda self: written[self.global_rank].clear())
-    monkeypatch.setattr(channel, "_exchange_beside", noted)
+    monkeypatch.setattr(channel, "_exchange_strided", noted)
 
     def body(topology: Topology) -> None:
         rank, tokens = topology.rank, 12

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_cp_plugin.core.comm import Pieces
 from megatron_cp_plugin.core.communication.devices import kept_on_device, uploaded
 from megatron_cp_plugin.core.partial import RowIndex, fused_for, taken
 from megatron_cp_plugin.core.ranges import (
@@ -31,6 +32,8 @@ from megatron_cp_plugin.core.ranges import (
 # Up to this number, pieces of rows are taken, or added, one by one; more pieces go through one
 # kernel, by row numbers.
 FEW = 2
+# Up to this number copy engines send them one by one.
+_COPIES = 8
 # Up to this number of segments a member, copies are as fast as a gather of rows by indices.
 _FEW = 8
 # [n, ..., S, ...] as one tensor; or a tensor of each rank, some of them longer than S.
@@ -47,22 +50,34 @@ def token_dim(x: Tensor) -> int:
     return 1 if x.dim() == 4 else 2
 
 
-def packed(x: Tensor, dim: int, rows: Rows, held: Rows, *, strided: bool = False) -> Tensor:
-    """Packs some rows of a packed block; x itself if these are all its rows.
+def packed(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor:
+    """Packs some rows of a packed block, contiguous; x itself if these are all its rows.
 
-    Args:
-        x: the rows `held` of the block, along a dimension.
-        strided: only the last dimension need be contiguous, so that rows without gaps are a view.
+    Args: x: the rows `held` of the block, along a dimension.
     """
     if rows == held:
-        return x if strided and x.stride(-1) == 1 else x.contiguous()
+        return x.contiguous()
     parts = [there for _, there in common(rows, held)]
     if len(parts) > FEW:
         return taken(x, dim, numbers_of(rows, held, x.device).to)
     pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
     if len(pieces) == 1:
-        return pieces[0] if strided and pieces[0].stride(-1) == 1 else pieces[0].contiguous()
+        return pieces[0].contiguous()
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).contiguous()
+
+
+def strided(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor | Pieces:
+    """As `packed`, for a channel that is `strided`: rows without gaps are a view, and a few pieces
+    stay where they are.
+    """
+    if x.stride(-1) == 1:
+        if rows == held:
+            return x
+        parts = [there for _, there in common(rows, held)]
+        if len(parts) == 1 or dim == len(x) == 1 < len(parts) <= _COPIES:
+            pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
+            return pieces[0] if len(pieces) == 1 else Pieces(tuple(pieces))
+    return packed(x, dim, rows, held)
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp_plugin.core.comm import (
-    NOTHING_BESIDE,
     Beside,
     Communicator,
     Pending,
+    Pieces,
     Receive,
     Room,
-    Send,
+    Strided,
 )
 from megatron_cp_plugin.core.communication.devices import contiguous_copy, copy_into
 from megatron_cp_plugin.errors import ContextParallelError
@@ -102,11 +102,8 @@ class SlottedCommunicator(Communicator):
     def held_bytes(self) -> int:
         return self._held_slots * self._slot_bytes
 
-    def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:
-        return self._exchange_beside(sends, receives, NOTHING_BESIDE, early=False)
-
-    def _exchange_beside(
-        self, sends: Sequence[Send], receives: Sequence[Receive], beside: Beside, *, early: bool
+    def _exchange_strided(
+        self, sends: Sequence[Strided], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
         return self._begin(self._writes(sends, beside), receives, early=early)
 
@@ -154,9 +151,9 @@ class SlottedCommunicator(Communicator):
         self._awaited.add(slot)
         return pending.then(lambda _: self._awaited.discard(slot))
 
-    def _writes(self, sends: Sequence[Send], beside: Beside) -> Writes:
+    def _writes(self, sends: Sequence[Strided], beside: Beside) -> Writes:
         """Places of what is sent, by destination in the order in which they are listed."""
-        found, by_target = dict[int, list[tuple[Tensor, int]]](), dict[int, list[Tensor]]()
+        found, by_target = dict[int, list[tuple[Tensor, int]]](), dict[int, list[Tensor | Pieces]]()
         for x, to in sends:
             by_target.setdefault(to, []).append(x)
         for to, tensors in by_target.items():
@@ -165,7 +162,12 @@ class SlottedCommunicator(Communicator):
             mine = [n for n, source in enumerate(sources) if source == self.rank]
             if like != [room.like[n] for n in mine]:
                 raise RuntimeError(f"rank {to} expects other tensors on {self.channel!r}")
-            found[to] = [(x, room.starts[n]) for x, n in zip(tensors, mine, strict=True)]
+            found[to] = places = []
+            for x, n in zip(tensors, mine, strict=True):
+                place = room.starts[n]
+                for part in x.parts if isinstance(x, Pieces) else (x,):
+                    places.append((part, place))
+                    place += part.nbytes
         return found
 
     @abstractmethod

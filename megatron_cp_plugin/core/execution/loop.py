@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, packed, token_dim
+from megatron_cp_plugin.core.blocks.assembly import Assembly, packed, strided, token_dim
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import (
     NOTHING_BESIDE,
@@ -30,7 +30,9 @@ from megatron_cp_plugin.core.comm import (
     Communicator,
     Described,
     Pending,
+    Pieces,
     Room,
+    Strided,
 )
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
@@ -113,7 +115,7 @@ class Posted(NamedTuple):
 
     pending: Pending[None]
     arriving: tuple[tuple[Message, Tensors], ...]
-    sends: list[tuple[Tensor, int]]
+    sends: list[Strided]
 
 
 class Pass(ABC):
@@ -163,7 +165,7 @@ class Pass(ABC):
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
-        self._packed: dict[Exchange, list[tuple[Tensor, int]]] = {}  # to be sent behind kernels
+        self._packed: dict[Exchange, list[Strided]] = {}  # to be sent behind kernels
         self._late = list[Callable[[], object]]()  # to be done behind the next kernel
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
@@ -263,12 +265,11 @@ class Pass(ABC):
             self._pack(step, last)
         for exchange in step.expects:
             # Other ranks may send while this one computes, if no results are under way.
-            if exchange.receives and not exchange.slow and not self._results:
-                if self.lent:
-                    self.settle()
-                    self._keep_partial_sums()
-                    self._channels.results.expect(exchange.sources)
-                    self._late.append(self._channels.results.offer)
+            if self.lent and exchange.receives and not exchange.slow and not self._results:
+                self.settle()
+                self._keep_partial_sums()
+                self._channels.results.expect(exchange.sources)
+                self._late.append(self._channels.results.offer)
 
     def _pack(self, step: Step, last: Exchange | None) -> None:
         """Takes what copy engines send behind kernels that are launched before: they take no
@@ -394,7 +395,7 @@ class Pass(ABC):
         for block, (rows, tensors) in self._partial_sums.items():
             self._partial_sums[block] = Packed(rows, tuple([x.clone() for x in tensors]))
 
-    def _sent(self, message: Message, channel: Communicator) -> Sequence[Tensor]:
+    def _sent(self, message: Message, channel: Communicator) -> Sequence[Tensor | Pieces]:
         block, rows = message.block, message.move.block.rows
         if message.result:
             return self.results_for(message, self._partial_sums.pop(block, None))
@@ -405,7 +406,8 @@ class Pass(ABC):
             held = ((0, tensors[0].shape[1]),)
         if rows == held and all(map(Tensor.is_contiguous, tensors)):
             return tensors
-        return [packed(x, token_dim(x), rows, held, strided=channel.strided) for x in tensors]
+        taken = strided if channel.strided else packed
+        return [taken(x, token_dim(x), rows, held) for x in tensors]
 
     # Base blocks that come from a team, and their results
 
