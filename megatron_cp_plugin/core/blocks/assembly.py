@@ -67,17 +67,24 @@ def packed(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor:
 
 
 def strided(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor | Pieces:
-    """As `packed`, for a channel that is `strided`: rows without gaps are a view, and a few pieces
-    stay where they are.
+    """As `packed`, for a channel that is `strided`: rows that stay in place are views."""
+    if x.stride(-1) != 1 or not stay_in_place(len(x), dim, rows, held):
+        return packed(x, dim, rows, held)
+    if rows == held:
+        return x
+    each = [(part.start, part.stop - part.start) for _, part in common(rows, held)]
+    pieces = tuple([x.narrow(dim, *part) for part in each])
+    return pieces[0] if len(pieces) == 1 else Pieces(pieces)
+
+
+def stay_in_place(batch: int, dim: int, rows: Rows, held: Rows) -> bool:
+    """Whether a channel that is `strided` sends rows from where they are: without gaps, or in a few
+    pieces. Args: dim: of tokens.
     """
-    if x.stride(-1) == 1:
-        if rows == held:
-            return x
-        parts = [there for _, there in common(rows, held)]
-        if len(parts) == 1 or dim == len(x) == 1 < len(parts) <= _COPIES:
-            pieces = [x.narrow(dim, part.start, part.stop - part.start) for part in parts]
-            return pieces[0] if len(pieces) == 1 else Pieces(tuple(pieces))
-    return packed(x, dim, rows, held)
+    if rows == held:
+        return True
+    count = len(common(rows, held))
+    return count == 1 or batch == dim == 1 < count <= _COPIES
 
 
 @kept_on_device(maxsize=64)  # of some micro-batches: they take memory of the device

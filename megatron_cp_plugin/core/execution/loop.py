@@ -22,7 +22,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp_plugin.core.blocks.assembly import Assembly, packed, strided, token_dim
+from megatron_cp_plugin.core.blocks.assembly import (
+    Assembly,
+    packed,
+    stay_in_place,
+    strided,
+    token_dim,
+)
 from megatron_cp_plugin.core.call import Call, HeadGroup
 from megatron_cp_plugin.core.comm import (
     NOTHING_BESIDE,
@@ -281,9 +287,11 @@ class Pass(ABC):
         each = step.packs if last is None else (*step.packs, last)
         new = [one for one in each if one.sends and one not in packed]
         for later in new:
-            packed[later] = [
-                (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
-            ]
+            packed[later] = []
+            if not all(map(self._stays, later.sends)):
+                packed[later] = [
+                    (x, one.move.target) for one in later.sends for x in self._sent(one, channel)
+                ]
         if new:
             channel.mark()
         if last is not None and last.receives:
@@ -394,6 +402,16 @@ class Pass(ABC):
         """
         for block, (rows, tensors) in self._partial_sums.items():
             self._partial_sums[block] = Packed(rows, tuple([x.clone() for x in tensors]))
+
+    def _stays(self, message: Message) -> bool:
+        """Whether copy engines send a block's inputs from where they are: there is nothing to do
+        before kernels are launched.
+        """
+        block, rows = message.block, message.move.block.rows
+        batch, tokens, _, _ = self.k.shape if block[1] else self.q.shape
+        held = self._program.rows[block] if block in self._held else ((0, tokens),)
+        dim = 1 if block[1] or len(self.queries) == 1 else 2  # of statistics, tokens come last
+        return stay_in_place(batch, dim, rows, held)
 
     def _sent(self, message: Message, channel: Communicator) -> Sequence[Tensor | Pieces]:
         block, rows = message.block, message.move.block.rows
