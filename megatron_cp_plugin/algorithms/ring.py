@@ -28,6 +28,7 @@ BackwardRule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
+_KEPT = 2**26  # bytes of K and V of others that stay from one merged step for the backward, at most
 # Pairs that a rank computes in a relay in the time in which a row crosses to another node and back:
 # 32:8 heads of 128 on H100 with a card of 400 Gbit/s; a relay takes 2.4 times its kernels there.
 _CROSSING = 1_300
@@ -74,6 +75,7 @@ class StraightPlacement(RingPlacement):
     With a causal mask on a contiguous layout the busiest one sends about half as much.
     """
 
+    keeps_keys: int = 0
     relay = False
 
 
@@ -189,8 +191,12 @@ def ring_placement(
     )
     of_all = layout, size, groups, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"
-    if route != "double":
-        return (StraightPlacement if route == "straight" else RingPlacement)(*of_pass)
+    if route == "straight":
+        stay = (rules.keep, backward, len(groups), members) == ("auto", "kv", 1, 1)
+        rows = _KEPT // (shape.batch * shape.kv_width * e) if stay else 0
+        return StraightPlacement(*of_pass, keeps_keys=rows)
+    if route == "ring":
+        return RingPlacement(*of_pass)
     if len(set(ranks := Counter(nodes).values())) > 1:
         raise ConfigError(
             f"{algorithm.name} route double needs as many ranks on one node as on another, got "
@@ -221,8 +227,8 @@ class Ring(PointToPoint):
             backward: blocks that travel then: "kv" (K, V, dK, dV), "query" (Q, dO, delta, lse, dQ),
                 or "auto", the one with fewer bytes for this ratio of heads.
             keep: tensors that stay for the backward: "local", the rank's own; "auto", also K and V
-                of the block that came last, where that pays: the backward begins with that block,
-                which saves a hop of K and V.
+                of others, where that pays: of a causal relay the block that came last; under
+                documents, spans and windows all that came, up to 64 MiB.
             gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
                 dtype of q. Gradients that are no sums, as between two ranks, travel in q's dtype.
             layout: "contiguous", or "thd": zigzag inside each document, all of lengths that are

@@ -132,25 +132,29 @@ DOCUMENTS = (4, 10, 18, 51, 102)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "starts"),
+    ("nodes", "starts", "keep"),
     [
-        ((1, 8), DOCUMENTS),
-        ((1, 5), (12, 24, 44)),
-        ((1, 4), (12, 24, 40)),
-        ((2, 8), (*DOCUMENTS, 128, *(128 + start for start in DOCUMENTS))),
-        ((2, 8), (31, 98, 116, 121, 127, 167, 195)),
+        ((1, 8), DOCUMENTS, "local"),
+        ((1, 5), (12, 24, 44), "local"),
+        ((1, 4), (12, 24, 40), "local"),
+        ((2, 8), (*DOCUMENTS, 128, *(128 + start for start in DOCUMENTS)), "local"),
+        ((2, 8), (31, 98, 116, 121, 127, 167, 195), "local"),
+        ((1, 4), (12, 24, 40), "auto"),
+        ((1, 5), (12, 24, 44), "auto"),
+        ((2, 4), (16, 40, 64, 90, 110), "auto"),
     ],
 )
 def test_own_pairs_that_are_computed_last(
-    nodes: tuple[int, int], starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[int, int], starts: tuple[int, ...], keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, near = nodes
+    monkeypatch.setattr(module, "LARGE", 1)
     found, real = list[bool](), module._own_come_last
     monkeypatch.setattr(
         module, "_own_come_last", lambda *given: found.append(real(*given)) or found[-1]
     )
     module.program.cache_clear()
-    options = (("layout", "documents"), ("route", "straight"), ("backward", "kv"))
+    options = (("layout", "documents"), ("route", "straight"), ("backward", "kv"), ("keep", keep))
     seq_len = 16 * count * near
     assert_conforms(
         Case("zigzag", options),
@@ -246,6 +250,7 @@ class _Written(TorchDispatchMode):
     ("algo", "options", "size", "mask"),
     [
         ("zigzag", {"layout": "documents"}, 8, Mask(documents=(20, 71))),
+        ("zigzag", {"layout": "documents", "keep": "local"}, 8, Mask(documents=(20, 71))),
         ("zigzag", {"layout": "documents", "backward": "query"}, 8, Mask(documents=(20, 71))),
         ("zigzag", {"layout": "documents", "chunks": 2}, 8, Mask(documents=(20, 71))),
         ("usp", {"ulysses": 2, "route": "straight"}, 16, Mask(window=150)),

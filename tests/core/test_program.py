@@ -145,7 +145,7 @@ def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
     size: int, starts: tuple[int, ...], late: set[int]
 ) -> None:
     """By copy engines; and where the busiest rank moves three blocks or more."""
-    options = {"layout": "documents", "route": "straight", "backward": "kv"}
+    options = {"layout": "documents", "route": "straight", "backward": "kv", "keep": "local"}
     for tokens in (16 * size, 1600 * size):
         mask = Mask(documents=tuple(start * tokens // (16 * size) for start in starts))
         for phase, near in product(PHASES, (0, 1)):
@@ -157,6 +157,21 @@ def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
                 assert of_own in ({0}, {len(steps) - 1})
                 found |= {rank} if 0 not in of_own else set()
             assert found == (late if near and phase == "backward" else set())
+
+
+@pytest.mark.parametrize(("rows", "late"), [(16, set()), (8000, {1, 2})])
+def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
+    rows: int, late: set[int]
+) -> None:
+    options = {"layout": "documents", "route": "straight", "backward": "kv"}
+    mask = Mask(documents=tuple(start * rows // 16 for start in (12, 24, 40)))
+    for phase, near in product(PHASES, (0, 1)):
+        plan = plan_for("zigzag", options, 4, mask, phase, 4 * rows)
+        assert plan.kept
+        for rank in range(4):
+            steps = program(plan, rank, near=near).rounds[0].steps
+            of_own = {n for n, step in enumerate(steps) for x in step.tasks if x.key[0] == rank}
+            assert of_own == ({2} if phase == "backward" and rank in late else {0})
 
 
 @pytest.mark.parametrize("size", [4, 8])

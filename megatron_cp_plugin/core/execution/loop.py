@@ -142,7 +142,8 @@ class Pass(ABC):
         q, k, v: tensors of the base blocks, of all heads of the round.
         queries, keys: tensors of the base blocks, of the open group of heads, in the order in which
             they travel.
-        retained: K and V of another rank's block, which the forward leaves to the backward.
+        retained: K and V of other ranks' blocks, one after another, which the forward leaves to the
+            backward.
         lent: results arrive in memory that later results overwrite.
     """
 
@@ -307,7 +308,7 @@ class Pass(ABC):
     def _reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
         if step.last:
-            if self._program.retained is not None:
+            if self._program.retained:
                 self.retain()
             for side in self.sides:
                 if self._is_last(step.heads, side):
@@ -533,7 +534,7 @@ class Pass(ABC):
         """Adds accepted results that still wait: the next results overwrite their memory."""
 
     def retain(self) -> None:  # noqa: B027  (a backward leaves nothing)
-        """Keeps a block of another rank for the backward, after the last step."""
+        """Keeps blocks of other ranks for the backward, after the last step."""
 
     @abstractmethod
     def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:

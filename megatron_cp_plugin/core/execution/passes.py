@@ -275,10 +275,10 @@ class Forward(_Summing[Accumulator]):
             total.settle()
 
     def retain(self) -> None:
-        assert self._program.retained is not None
-        held = self._held[self._program.retained]
-        if self._channels.inputs.lends:  # the next call's messages overwrite this memory
-            held = tuple([x.clone() for x in held])
+        held, *others = [self._held[block] for block in self._program.retained]
+        # The next call's messages overwrite memory that is lent.
+        if others or self._channels.inputs.lends:
+            held = tuple([torch.cat(parts, 1) for parts in zip(held, *others, strict=True)])
         self.retained = held
 
     def close(self, heads: HeadGroup, side: Side, others: Sequence[Packed]) -> None:
@@ -312,8 +312,11 @@ class Backward(_Summing[GradientSum]):
         """Args: new: makes memory for dq, dk and dv. Others: see Pass."""
         super().__init__(part, own, new)
         self.kept_of = kept_of
-        if part.program.retained is not None:
-            self._held[part.program.retained] = retained
+        blocks, start = part.program.retained, 0
+        for block in blocks:
+            rows = row_count(part.program.rows[block])
+            self._held[block] = tuple([x.narrow(1, start, rows) for x in retained])
+            start += rows
         # By (first query head of a group, QUERIES) and (first KV head, KEYS), of open groups.
         self._sums: dict[tuple[int, Side], _OpenSum] = {}
         self._found = {}  # for other ranks' blocks

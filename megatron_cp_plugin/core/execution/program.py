@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple, Self
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_cp_plugin.core.blocks.assembly import Assembly
 from megatron_cp_plugin.core.call import HeadGroup, together
+from megatron_cp_plugin.core.masks.tile_batches import LARGE
 from megatron_cp_plugin.core.plans.plan import (
     KEYS,
     OF_KEYS,
@@ -233,8 +235,8 @@ class Program:
             group of heads and the side.
         receivable: (False for inputs or True for results, an exchange), for each amount that any
             rank receives in an exchange.
-        retained: the block of another rank that this one has at the end of the forward, and at the
-            beginning of the backward, if any.
+        retained: blocks of keys of other ranks that this one has at the end of the forward, and at
+            the beginning of the backward.
         rows: rows of other ranks' blocks that this rank has, by block.
         joined: the joint blocks that a block is part of, and its number among their parts.
         parted: tasks share no rows of the base block's queries: each computes all of its own rows.
@@ -248,7 +250,7 @@ class Program:
     own: tuple[int, int]
     sent: frozenset[Side] = frozenset()
     awaited: Mapping[tuple[int, Side], int] = field(default_factory=dict)
-    retained: BlockId | None = None
+    retained: tuple[BlockId, ...] = ()
     rows: Mapping[BlockId, Rows] = field(default_factory=dict)
     joined: Mapping[BlockId, tuple[tuple[Joint, int], ...]] = field(default_factory=dict)
     receivable: tuple[tuple[bool, Exchange], ...] = ()
@@ -283,9 +285,10 @@ def program(
     tiles_of = partial(plan.tiles, rectangular=rectangular, windows=windows)
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
     for start, group in zip(range(0, plan.steps, each), plan.groups, strict=True):
-        if start in tasks and len(tasks) > 1 and _own_come_last(plan, rank, near, group):
+        others = [*chain.from_iterable(tasks.get(start + n, ()) for n in range(1, each))]
+        if start in tasks and others and _own_come_last(plan, rank, near, group, others):
             tasks[start + each - 1] = tasks.pop(start)
-    last_use, single = _last_uses(plan, rank, rows, joints)
+    last_use, single = _last_uses(plan, rank, rows, joints, retained)
     expects = {step: some for (result, step), some in exchanges.items() if result}
     packs = dict[int, tuple[Exchange, ...]]()
     if plan.merged:  # from the start: so no rank waits for what another one computes first
@@ -336,7 +339,7 @@ def program(
         own,
         frozenset([move.side for move in of_own if move.source == rank and not move.result]),
         awaited,
-        next(iter(retained), None),
+        tuple(retained),
         rows,
         joined,
         all_exchanges(plan, near),
@@ -429,10 +432,16 @@ def _uses_of(joints: _Joints, plan: Plan) -> Iterable[tuple[Joint, list[int]]]:
 
 
 def _last_uses(
-    plan: Plan, rank: int, held: Mapping[BlockId, Rows], joints: _Joints
+    plan: Plan,
+    rank: int,
+    held: Mapping[BlockId, Rows],
+    joints: _Joints,
+    retained: Iterable[BlockId],
 ) -> tuple[dict[int, tuple[BlockId, ...]], set[tuple[int, BlockId]]]:
     """Blocks of other ranks, by the last step that uses them, for their heads; and (step, block) of
     uses of a block by itself, not as a part of a joint block.
+
+    Args: retained: as of `Program`: the end of the forward uses them.
     """
     last: dict[tuple[int, BlockId], int] = {}
     single = set[tuple[int, BlockId]]()
@@ -455,6 +464,9 @@ def _last_uses(
     for joint, uses in _uses_of(joints, plan):
         for part in joint.parts:
             use(part, min(uses))
+    for block in retained if plan.phase == "forward" else ():
+        use(block, plan.steps - 1)
+        single.add((plan.steps - 1, block))
     dropped: dict[int, tuple[BlockId, ...]] = {}
     for (_, block), step in last.items():
         if block in held:
@@ -516,13 +528,21 @@ def _turn(plan: Plan, move: Move) -> int:
     return away * (move.target - move.source) % plan.size
 
 
-def _own_come_last(plan: Plan, rank: int, near: int, group: HeadGroup) -> bool:
+def _own_come_last(
+    plan: Plan, rank: int, near: int, group: HeadGroup, others: Sequence[Task]
+) -> bool:
     """Whether a rank computes its own pairs of some heads last, while gradients of keys go home:
-    where the keys of others came for the heads before. Or, by copy engines, where its keys have
-    come and left long before those of the busiest rank, so that gradients for others leave before
-    others have theirs, and one rank does not get all of them at the end.
+    where the keys of others came for the heads before. Where they stayed from the forward, if pairs
+    with them keep the GPU busy until the host has launched the next kernel. Or, by copy engines,
+    where its keys have come and left long before those of the busiest rank, so that gradients for
+    others leave before others have theirs, and one rank does not get all of them at the end.
+
+    Args: others: all but the own pairs of these heads.
     """
-    if not plan.merged or not _keys_alone_travel(plan):
+    travels = _travelling(plan) if plan.merged else ()
+    if travels == {(True, KEYS)}:
+        return group.heads * sum(int(task.tiles.areas.sum()) for task in others) >= LARGE
+    if travels != {(False, KEYS), (True, KEYS)}:
         return False
     if not near or len(plan.groups) > 1:
         return group.last and not group.first
@@ -534,9 +554,9 @@ def _own_come_last(plan: Plan, rank: int, near: int, group: HeadGroup) -> bool:
 
 
 @lru_cache(maxsize=64)  # the same for all ranks
-def _keys_alone_travel(plan: Plan) -> bool:
-    """Whether keys leave, their gradients come home, and nothing else does."""
-    return {(move.result, move.side) for move in plan.moves} == {(False, KEYS), (True, KEYS)}
+def _travelling(plan: Plan) -> set[tuple[bool, Side]]:
+    """What travels: (results, or inputs; of which side)."""
+    return {(move.result, move.side) for move in plan.moves}
 
 
 @lru_cache(maxsize=64)

@@ -104,7 +104,7 @@ def _rows(ranges: Ranges, *, apart: bool, given: bool = True) -> BatchRows:
 
 # Number of (query, key) pairs, over all heads, that keep a GPU busy for longer than the host needs
 # to launch the next call: about 70 us forward with head dim 128.
-_LARGE = 2**26
+LARGE = 2**26
 # Number of queries, over all heads, that are copied for one call: the least that is worth a call,
 # and the most, which bounds memory. Between these bounds: half of all queries.
 _COPIED = 2**13, 2**17
@@ -137,7 +137,7 @@ def packed_calls(
         for group in _in_place(units, forward, most_rows) if gaps else ():
             found.append(_call(units.tiles, units.numbers(group), apart=True, forward=forward))
             rest[group] = False
-        large = units.area * heads >= _LARGE
+        large = units.area * heads >= LARGE
         alone = np.flatnonzero(rest & large).tolist()
         found += (_call(units.tiles, units.numbers([unit])) for unit in alone)
         small = np.flatnonzero(rest & ~large)

@@ -261,6 +261,7 @@ class _Routes:
         self.retained: dict[int, Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.last_merged: int | None = None  # the last merged step with pairs
+        self.keeps_keys = False  # those that come in the forward stay for the backward
         self.once = False
         self._met: dict[Side, Sequence[Mapping[int, Rows]]] = {}
         self._kinds: set[tuple[object, ...]] = set()
@@ -349,6 +350,8 @@ class _Routes:
         if number:
             self.last_merged = max(number.values())
             self.steps = self.last_merged + 2
+            few = max(held.values()) <= self.placement.keeps_keys
+            self.keeps_keys = few and self.last_merged == 1
         return [
             (query, key, place._replace(step=numbers.get((place.step, place.rank), 0)))
             for query, key, place in pairs
@@ -600,6 +603,9 @@ class _Writer:
             for owner, rows in routes.retained.items()
             if (rank := retained_by(owner)) is not None and rank in routes.ranks
         ]
+        if routes.keeps_keys:
+            came = [each for each in routes.received.items() if each[0][0] == KEYS]
+            kept += [Kept(rank, ("k", "v"), (owner,), rows=rows) for (_, owner, rank), rows in came]
         if self.phase == "backward":
             kept += [Kept(rank, ("k", "v"), (owner,)) for owner, rank in elsewhere]
         moves = list(self._redistributed(elsewhere, steps))
@@ -634,6 +640,8 @@ class _Writer:
             wanted, names = group.first, ("k", "v")
             if result:
                 wanted, names = group.last and backward, ("dk", "dv")
+            elif backward and self.routes.keeps_keys:
+                wanted = False
             messages = (names,) if self.placement.assembled else (names[:1], names[1:])
             return (messages,) if wanted else ()
         if result:
