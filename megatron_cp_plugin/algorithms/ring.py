@@ -28,7 +28,9 @@ BackwardRule = Literal["auto", "kv", "query"]  # of the backward
 Route = Literal["auto", "ring", "straight", "double"]
 
 _SHORT = 2**25  # elements of a rank's q, up to which time goes by messages more than by memory
-_KEPT = 2**26  # bytes of K and V of others that stay from one merged step for the backward, at most
+# Bytes of K and V of others that stay from one merged step for the backward, on the rank with most:
+# fewer cost the host more time than they save (two H200), more take memory.
+_KEPT = 2**24, 2**26
 # Pairs that a rank computes in a relay in the time in which a row crosses to another node and back:
 # 32:8 heads of 128 on H100 with a card of 400 Gbit/s; a relay takes 2.4 times its kernels there.
 _CROSSING = 1_300
@@ -75,7 +77,7 @@ class StraightPlacement(RingPlacement):
     With a causal mask on a contiguous layout the busiest one sends about half as much.
     """
 
-    keeps_keys: int = 0
+    keeps_keys: range = range(0)
     relay = False
 
 
@@ -193,8 +195,8 @@ def ring_placement(
     of_pass = *of_all, retains, retains and phase == "backward"
     if route == "straight":
         stay = (rules.keep, backward, len(groups), members) == ("auto", "kv", 1, 1)
-        rows = _KEPT // (shape.batch * shape.kv_width * e) if stay else 0
-        return StraightPlacement(*of_pass, keeps_keys=rows)
+        least, most = (n // (shape.batch * shape.kv_width * e) for n in _KEPT)
+        return StraightPlacement(*of_pass, range(least, most + 1) if stay else range(0))
     if route == "ring":
         return RingPlacement(*of_pass)
     if len(set(ranks := Counter(nodes).values())) > 1:
@@ -228,7 +230,7 @@ class Ring(PointToPoint):
                 or "auto", the one with fewer bytes for this ratio of heads.
             keep: tensors that stay for the backward: "local", the rank's own; "auto", also K and V
                 of others, where that pays: of a causal relay the block that came last; under
-                documents, spans and windows all that came, up to 64 MiB.
+                documents, spans and windows all that came, if the busiest rank gets 16 to 64 MiB.
             gradients: dtype in which sums of gradients are passed on: "float32", or "model", the
                 dtype of q. Gradients that are no sums, as between two ranks, travel in q's dtype.
             layout: "contiguous", or "thd": zigzag inside each document, all of lengths that are

@@ -63,8 +63,9 @@ class BlockPlacement(ABC):
         cyclic: `place(query + n, key + n)` is `place(query, key)` with each rank plus n, modulo
             `size`, and so pairs with equal query - key meet on different ranks in the same step.
             Then one rank's part of a plan is found without placing all pairs.
-        keeps_keys: if all steps that need keys of others are merged into one, and no rank needs
-            more than these rows of others, the backward takes the keys that came in the forward.
+        keeps_keys: if all steps that need keys of others are merged into one, and the rank that
+            needs most needs such a number of rows, the backward takes the keys that came in the
+            forward.
     """
 
     layout: Layout
@@ -75,7 +76,7 @@ class BlockPlacement(ABC):
     masked: ClassVar[bool] = True
     assembled: ClassVar[bool] = False
     cyclic: ClassVar[bool] = False
-    keeps_keys = 0
+    keeps_keys = range(0)
 
     @abstractmethod
     def place(self, query: int, key: int) -> Iterable[Place]:

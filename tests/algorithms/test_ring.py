@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.core.call import Shape
 from megatron_cp_plugin.core.comm import Topology
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
 from megatron_cp_plugin.core.plans.plan import Kept, Plan
+from megatron_cp_plugin.core.ranges import row_count
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.functional import attention, shard
 from megatron_cp_plugin.registry import create
@@ -16,6 +18,12 @@ from tests.peer_world import run_virtual
 from tests.plan_check import check
 
 CAUSAL = Mask()
+
+
+@pytest.fixture(autouse=True)
+def _keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few, as at real lengths."""
+    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
 
 
 def retained(plan: Plan) -> list[Kept]:
@@ -81,6 +89,16 @@ def test_keys_that_came_in_one_merged_step_stay(mask: Mask, layout: str) -> None
     assert {(kept.rank, kept.owners, kept.rows) for kept in retained(plan)} == {
         (rank, *block) for rank, block in home
     }
+
+
+def test_few_keys_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying them would cost the host more than it saves. The busiest rank decides for all."""
+    mask = Mask(window=8)
+    (rows,) = {row_count(kept.rows or ()) for kept in retained(backward(4, mask=mask))}
+    for factor in (1, 2):
+        least = factor * rows * 2 * 2 * 8 * 4  # bytes: K and V of two heads, 8 dims, float32
+        monkeypatch.setattr(ring, "_KEPT", (least, 2**26))
+        assert bool(retained(backward(4, mask=mask))) == (factor == 1)
 
 
 def test_a_ring_without_a_causal_mask_keeps_the_last_block_too() -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape, head_groups
-from megatron_cp_plugin.core.comm import Topology
+from megatron_cp_plugin.core.comm import Pieces, Topology
 from megatron_cp_plugin.core.communication.peer import SlottedCommunicator
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.execution import program as module
@@ -149,6 +150,7 @@ def test_own_pairs_that_are_computed_last(
 ) -> None:
     count, near = nodes
     monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     found, real = list[bool](), module._own_come_last
     monkeypatch.setattr(
         module, "_own_come_last", lambda *given: found.append(real(*given)) or found[-1]
@@ -262,14 +264,16 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
     algo: str, options: dict[str, object], size: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is packed, gathered or computed for a message is so before the mark, on every rank."""
+    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     written: dict[int, set[int]] = {}  # after the last mark, by rank
     early: list[bool] = []
     channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_strided
 
     def noted(self, sends, receives, beside, **how):
         if how["early"]:
+            each = [part for x, _ in sends for part in (x.parts if isinstance(x, Pieces) else [x])]
             early.extend(
-                x.untyped_storage().data_ptr() not in written[self.global_rank] for x, _ in sends
+                x.untyped_storage().data_ptr() not in written[self.global_rank] for x in each
             )
         return exchange(self, sends, receives, beside, **how)
 

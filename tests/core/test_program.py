@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -161,8 +162,9 @@ def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
 
 @pytest.mark.parametrize(("rows", "late"), [(16, set()), (8000, {1, 2})])
 def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
-    rows: int, late: set[int]
+    rows: int, late: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     options = {"layout": "documents", "route": "straight", "backward": "kv"}
     mask = Mask(documents=tuple(start * rows // 16 for start in (12, 24, 40)))
     for phase, near in product(PHASES, (0, 1)):

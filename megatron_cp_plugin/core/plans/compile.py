@@ -350,8 +350,8 @@ class _Routes:
         if number:
             self.last_merged = max(number.values())
             self.steps = self.last_merged + 2
-            few = max(held.values()) <= self.placement.keeps_keys
-            self.keeps_keys = few and self.last_merged == 1
+            most = max(held.values())
+            self.keeps_keys = self.last_merged == 1 and most in self.placement.keeps_keys
         return [
             (query, key, place._replace(step=numbers.get((place.step, place.rank), 0)))
             for query, key, place in pairs
