@@ -248,11 +248,13 @@ class _Written(TorchDispatchMode):
         return found
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("algo", "options", "size", "mask"),
     [
         ("zigzag", {"layout": "documents"}, 8, Mask(documents=(20, 71))),
         ("zigzag", {"layout": "documents", "keep": "local"}, 8, Mask(documents=(20, 71))),
+        ("zigzag", {"layout": "documents"}, 4, Mask(documents=(24, 36, 45))),  # rows with a gap
         ("zigzag", {"layout": "documents", "backward": "query"}, 8, Mask(documents=(20, 71))),
         ("zigzag", {"layout": "documents", "chunks": 2}, 8, Mask(documents=(20, 71))),
         ("usp", {"ulysses": 2, "route": "straight"}, 16, Mask(window=150)),
@@ -261,7 +263,12 @@ class _Written(TorchDispatchMode):
     ids=str,
 )
 def test_copies_that_wait_for_no_step_find_what_they_copy(
-    algo: str, options: dict[str, object], size: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
+    algo: str,
+    options: dict[str, object],
+    size: int,
+    mask: Mask,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is packed, gathered or computed for a message is so before the mark, on every rank."""
     monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
@@ -284,7 +291,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
         rank, tokens = topology.rank, 12
         written[rank] = set()
         algorithm = create(algo, topology, options).for_documents(mask.resolved)
-        q, k, v, dout = (torch.randn(1, tokens, 4, 8, dtype=torch.float64) for _ in range(4))
+        q, k, v, dout = (torch.randn(batch, tokens, 4, 8, dtype=torch.float64) for _ in range(4))
         call = Call(Shape.of(q, k, v, tokens * size), mask, 8**-0.5, Reference())
         compiled = Compiled(algorithm, call)
         with torch.no_grad(), _Written(written[rank]):
