@@ -286,7 +286,8 @@ def program(
     tasks = _tasks(plan, rank, rows, joints, tiles_of)
     for start, group in zip(range(0, plan.steps, each), plan.groups, strict=True):
         others = [*chain.from_iterable(tasks.get(start + n, ()) for n in range(1, each))]
-        if start in tasks and others and _own_come_last(plan, rank, near, group, others):
+        late = start in tasks and len(tasks) > 1
+        if late and _own_come_last(plan, rank, near, group, others):
             tasks[start + each - 1] = tasks.pop(start)
     last_use, single = _last_uses(plan, rank, rows, joints, retained)
     expects = {step: some for (result, step), some in exchanges.items() if result}
