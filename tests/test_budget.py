@@ -13,7 +13,7 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_187,
-    "core": 12_663,
+    "core": 12_661,
     "algorithms": 1_752,
     "kernels": 3_325,
     "integration": 8_001,

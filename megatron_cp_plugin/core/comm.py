@@ -36,8 +36,8 @@ class Pieces(NamedTuple):
 
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
-# What a channel that is `strided` sends.
-Strided = tuple[Tensor | Pieces, int]
+# What a channel that is `direct` sends.
+Sent = tuple[Tensor | Pieces, int]
 Described = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -122,13 +122,12 @@ class Communicator(ABC):
     Attributes:
         rank, size: within the group.
         global_rank: for recordings.
-        strided: whether tensors that are sent need not be contiguous, and may be `Pieces`.
-        lends: later exchanges overwrite the tensors that `buffers` returned.
+        direct: it writes to other ranks' memory. So tensors that are sent need not be contiguous,
+            and may be `Pieces`; and later exchanges overwrite the tensors that `buffers` returned.
         rotation: number of its receive buffers that exchanges take in turn; the same on all ranks.
     """
 
-    strided: bool = False
-    lends: bool = False
+    direct: bool = False
     rotation: int = 1
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int) -> None:
@@ -167,7 +166,7 @@ class Communicator(ABC):
 
     def exchange(
         self,
-        sends: Sequence[Strided],
+        sends: Sequence[Sent],
         receives: Sequence[Receive],
         beside: Beside = NOTHING_BESIDE,
         *,
@@ -178,7 +177,7 @@ class Communicator(ABC):
         Several messages between one pair of ranks arrive in the order in which they are listed.
 
         Args:
-            sends: (tensor, destination); tensors are contiguous unless `strided`, and stay
+            sends: (tensor, destination); tensors are contiguous unless `direct`, and stay
                 unchanged until `wait`.
             receives: (contiguous buffer, source).
             beside: what each destination receives, if it receives from several ranks. A channel
@@ -189,8 +188,8 @@ class Communicator(ABC):
         if RECORDINGS:
             sent = [part for t, _ in sends for part in (t.parts if isinstance(t, Pieces) else (t,))]
             count(self.global_rank, self.channel, "exchange", sent, [t for t, _ in receives])
-        if self.strided:
-            return self._exchange_strided(sends, receives, beside, early=early)
+        if self.direct:
+            return self._exchange_direct(sends, receives, beside, early=early)
         return self._exchange(cast(Sequence[Send], sends), receives)
 
     def all_gather(self, x: Tensor) -> Pending[Tensor]:
@@ -211,14 +210,14 @@ class Communicator(ABC):
 
     def all_to_all(self, *tensors: Tensor) -> Pending[Sequence[Tensor]]:
         """Of each x, x[i] goes to rank i, result[i] came from rank i: [P, ...] -> [P, ...]. Results
-        may be lent, see `lends`.
+        may be lent, see `direct`.
         """
         if self.size == 1:
             return Pending(lambda: tensors)
         if RECORDINGS:
             for x in tensors:
                 self._count_with_all("all_to_all", x[0])
-        if self.strided:
+        if self.direct:
             return self._all_to_all(tensors)
         return self._all_to_all([x if x.is_contiguous() else contiguous_copy(x) for x in tensors])
 
@@ -227,10 +226,10 @@ class Communicator(ABC):
         others = [block] * (self.size - 1)
         count(self.global_rank, self.channel, op, others, others)
 
-    def _exchange_strided(
-        self, sends: Sequence[Strided], receives: Sequence[Receive], beside: Beside, *, early: bool
+    def _exchange_direct(
+        self, sends: Sequence[Sent], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
-        """As `exchange`, for channels that are `strided`."""
+        """As `exchange`, for channels that are `direct`."""
         raise NotImplementedError
 
     def _exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Pending[None]:

@@ -274,7 +274,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
     monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     written: dict[int, set[int]] = {}  # after the last mark, by rank
     early: list[bool] = []
-    channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_strided
+    channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_direct
 
     def noted(self, sends, receives, beside, **how):
         if how["early"]:
@@ -285,7 +285,7 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
         return exchange(self, sends, receives, beside, **how)
 
     monkeypatch.setattr(channel, "mark", lambda self: written[self.global_rank].clear())
-    monkeypatch.setattr(channel, "_exchange_strided", noted)
+    monkeypatch.setattr(channel, "_exchange_direct", noted)
 
     def body(topology: Topology) -> None:
         rank, tokens = topology.rank, 12

@@ -67,7 +67,7 @@ def packed(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor:
 
 
 def strided(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor | Pieces:
-    """As `packed`, for a channel that is `strided`: rows that stay in place are views."""
+    """As `packed`, for a channel that is `direct`: rows that stay in place are views."""
     if x.stride(-1) != 1 or not stay_in_place(len(x), dim, rows, held):
         return packed(x, dim, rows, held)
     if rows == held:
@@ -78,7 +78,7 @@ def strided(x: Tensor, dim: int, rows: Rows, held: Rows) -> Tensor | Pieces:
 
 
 def stay_in_place(batch: int, dim: int, rows: Rows, held: Rows) -> bool:
-    """Whether a channel that is `strided` sends rows from where they are: without gaps, or in a few
+    """Whether a channel that is `direct` sends rows from where they are: without gaps, or in a few
     pieces. Args: dim: of tokens.
     """
     if rows == held:

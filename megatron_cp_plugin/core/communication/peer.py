@@ -21,7 +21,7 @@ from megatron_cp_plugin.core.comm import (
     Pieces,
     Receive,
     Room,
-    Strided,
+    Sent,
 )
 from megatron_cp_plugin.core.communication.devices import contiguous_copy, copy_into
 from megatron_cp_plugin.errors import ContextParallelError
@@ -49,8 +49,7 @@ class SlottedCommunicator(Communicator):
     operations only all-to-alls are offered.
     """
 
-    strided = True
-    lends = True
+    direct = True
     _slab: Tensor
 
     def __init__(self, channel: str, rank: int, size: int, global_rank: int, slots: int) -> None:
@@ -102,8 +101,8 @@ class SlottedCommunicator(Communicator):
     def held_bytes(self) -> int:
         return self._held_slots * self._slot_bytes
 
-    def _exchange_strided(
-        self, sends: Sequence[Strided], receives: Sequence[Receive], beside: Beside, *, early: bool
+    def _exchange_direct(
+        self, sends: Sequence[Sent], receives: Sequence[Receive], beside: Beside, *, early: bool
     ) -> Pending[None]:
         return self._begin(self._writes(sends, beside), receives, early=early)
 
@@ -151,7 +150,7 @@ class SlottedCommunicator(Communicator):
         self._awaited.add(slot)
         return pending.then(lambda _: self._awaited.discard(slot))
 
-    def _writes(self, sends: Sequence[Strided], beside: Beside) -> Writes:
+    def _writes(self, sends: Sequence[Sent], beside: Beside) -> Writes:
         """Places of what is sent, by destination in the order in which they are listed."""
         found, by_target = dict[int, list[tuple[Tensor, int]]](), dict[int, list[Tensor | Pieces]]()
         for x, to in sends:

@@ -38,7 +38,7 @@ from megatron_cp_plugin.core.comm import (
     Pending,
     Pieces,
     Room,
-    Strided,
+    Sent,
 )
 from megatron_cp_plugin.core.execution.program import (
     BlockId,
@@ -121,7 +121,7 @@ class Posted(NamedTuple):
 
     pending: Pending[None]
     arriving: tuple[tuple[Message, Tensors], ...]
-    sends: list[Strided]
+    sends: list[Sent]
 
 
 class Pass(ABC):
@@ -172,7 +172,7 @@ class Pass(ABC):
         self._held: dict[BlockId, Tensors] = {}  # blocks of other ranks
         self._partial_sums: dict[BlockId, Packed] = {}  # sums of ranks before this one
         self._of_joints: dict[BlockId, list[Tensors]] = {}  # results for joint blocks, by part
-        self._packed: dict[Exchange, list[Strided]] = {}  # to be sent behind kernels
+        self._packed: dict[Exchange, list[Sent]] = {}  # to be sent behind kernels
         self._late = list[Callable[[], object]]()  # to be done behind the next kernel
         # Number of events that the base block of a side and group of heads still waits for: results
         # of other ranks, and its last step. By the group's first query head and the side.
@@ -186,8 +186,8 @@ class Pass(ABC):
         self.lent, self._strided = False, True  # strided: messages may be slices of all heads
         if part.channels is not None:
             channels = part.channels()
-            self._channels, self.lent = channels, channels.results.lends
-            self._strided = channels.inputs.strided and channels.slow_inputs.strided
+            self._channels, self.lent = channels, channels.results.direct
+            self._strided = channels.inputs.direct and channels.slow_inputs.direct
             receivable = part.program.receivable if self.lent else ()
             for of_results, room in _largest(receivable, self._sizes):
                 channels[of_results].reserve(room)
@@ -425,7 +425,7 @@ class Pass(ABC):
             held = ((0, tensors[0].shape[1]),)
         if rows == held and all(map(Tensor.is_contiguous, tensors)):
             return tensors
-        taken = strided if channel.strided else packed
+        taken = strided if channel.direct else packed
         return [taken(x, token_dim(x), rows, held) for x in tensors]
 
     # Base blocks that come from a team, and their results

@@ -277,7 +277,7 @@ class Forward(_Summing[Accumulator]):
     def retain(self) -> None:
         held, *others = [self._held[block] for block in self._program.retained]
         # The next call's messages overwrite memory that is lent.
-        if others or self._channels.inputs.lends:
+        if others or self.lent:
             held = tuple([torch.cat(parts, 1) for parts in zip(held, *others, strict=True)])
         self.retained = held
 
