@@ -183,7 +183,7 @@ def ring_placement(
         of_queries += 2 * shape.heads * shape.wide_bytes
         backward = "kv" if shape.kv_width * (e + g) <= of_queries else "query"
     retains = (
-        (rules.keep, route, backward, len(groups)) == ("auto", "ring", "kv", 1)
+        (rules.keep, route, backward, len(groups), members) == ("auto", "ring", "kv", 1, 1)
         # It pays where all ranks save the same hop, and K and V are small.
         and size > 1
         and shape.elements(size) <= _SHORT
@@ -194,7 +194,8 @@ def ring_placement(
     of_all = layout, size, groups, wide, "kv" if phase == "forward" else backward
     of_pass = *of_all, retains, retains and phase == "backward"
     if route == "straight":
-        stay = (rules.keep, backward, len(groups), members) == ("auto", "kv", 1, 1)
+        same = sum(group.first for group in groups) == 1  # all groups have the same keys
+        stay = (rules.keep, backward, same) == ("auto", "kv", True)
         least, most = (n // (shape.batch * shape.kv_width * e) for n in _KEPT)
         return StraightPlacement(*of_pass, range(least, most + 1) if stay else range(0))
     if route == "ring":

@@ -56,6 +56,7 @@ class Usp(Ulysses):
                 if U is given, a team's ranks hold its tokens in order; or "thd", see ring.
             route: of the ring, see there; or "grid".
             backward, gradients: of the ring, see there.
+            keep: as of ulysses; "exchanged" keeps keys of other teams too, as "auto" of the ring.
             rows: R; 0: the number of rows that sends the fewest bytes.
         """
 
@@ -74,6 +75,7 @@ class Usp(Ulysses):
     def __init__(self, topology: Topology, options: Options) -> None:
         super().__init__(topology, options)
         given = {name: getattr(options, name) for name in ("backward", "gradients", "route")}
+        given["keep"] = "auto" if options.keep == "exchanged" else "local"
         self.rules = replace(self.rules, **given)  # not used where teams are a grid
 
     @classmethod

@@ -176,6 +176,24 @@ def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
             assert of_own == ({2} if phase == "backward" and rank in late else {0})
 
 
+@pytest.mark.parametrize("keep", ["exchanged", "local"])
+def test_keys_of_other_teams_stay_for_all_groups_of_heads(
+    keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups share a KV head. Own pairs of the last one come last, while gradients go home."""
+    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
+    options = {"layout": "documents", "ulysses": 2, "route": "straight", "chunks": 2, "keep": keep}
+    mask = Mask(documents=(70, 110, 190))
+    plan = plan_for("usp", options, 8, mask, "backward", 256, kv_heads=2)
+    assert len(plan.groups) == 2
+    assert bool(plan.kept) == (keep == "exchanged")
+    assert {move.result for move in plan.moves} == ({True} if plan.kept else {True, False})
+    for rank in range(4):
+        steps = program(plan, rank).rounds[0].steps
+        of_own = [n for n, step in enumerate(steps) for x in step.tasks if x.key[0] == rank]
+        assert of_own == [0, 5]
+
+
 @pytest.mark.parametrize("size", [4, 8])
 def test_where_few_keys_move_own_pairs_come_first(size: int) -> None:
     options = {"layout": "documents", "route": "straight", "backward": "kv"}

@@ -245,7 +245,7 @@ class Executor(RankPart):
             out, lse = self.filled.own_queries(out), self.filled.own_queries(lse)
         if self.keep:
             none = [x.new_empty((0, *x.shape[1:])) for x in given]
-            return out, lse, (*none, out, *work.kept)
+            return out, lse, (*none, out, *work.kept, *work.retained)
         return out, lse, (*given, out, lse, *work.retained)
 
     def differentiate(self, dout: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,13 +259,15 @@ class Executor(RankPart):
         q, k, v, out, *rest = saved
         own, kept = {"out": out, "dout": dout}, list[Named]()
         if self.keep:  # of q, k and v only the numbers of heads are here
-            kept = [dict(zip(_KEPT, part, strict=True)) for part in batched(rest, len(_KEPT))]
+            count = len(_KEPT) * len(self.program.rounds)
+            rest, of_rounds = rest[count:], rest[:count]
+            kept = [dict(zip(_KEPT, part, strict=True)) for part in batched(of_rounds, len(_KEPT))]
         else:
             own |= {"q": q, "k": k, "v": v, "lse": rest.pop(0)}
         if self.filled is not None:
             own = self.filled.fill(own)
         new = partial(self._gradients, q, k, v, dout)
-        work = Backward(self, own, new, kept, () if self.keep else tuple(rest))
+        work = Backward(self, own, new, kept, tuple(rest))
         first = self.program.rounds[0].steps[0]
         if kept and first.inputs:
             work.send_keys(first, kept[0])

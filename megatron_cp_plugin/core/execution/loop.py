@@ -308,7 +308,7 @@ class Pass(ABC):
     def _reduce(self, step: Step) -> None:
         """Adds the results that a step needs, and posts the results for blocks of others."""
         if step.last:
-            if self._program.retained:
+            if self._program.retained and step is self._program.rounds[-1].steps[-1]:
                 self.retain()
             for side in self.sides:
                 if self._is_last(step.heads, side):

@@ -541,9 +541,9 @@ def _own_come_last(
     Args: others: all but the own pairs of these heads.
     """
     travels = _travelling(plan) if plan.merged else ()
-    if travels == {(True, KEYS)}:
+    if travels == {(True, KEYS)} and len(plan.groups) == 1:
         return group.heads * sum(int(task.tiles.areas.sum()) for task in others) >= LARGE
-    if travels != {(False, KEYS), (True, KEYS)}:
+    if travels not in ({(True, KEYS)}, {(False, KEYS), (True, KEYS)}):
         return False
     if not near or len(plan.groups) > 1:
         return group.last and not group.first
