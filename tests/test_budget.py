@@ -13,14 +13,14 @@ PACKAGE = "megatron_cp_plugin"
 # Lines of Python; of scripts of all files.
 LINES = {
     "package root": 4_187,
-    "core": 12_663,
+    "core": 12_662,
     "algorithms": 1_755,
     "kernels": 3_325,
     "integration": 8_001,
     "planner": 5_626,
     "harness": 2_111,
     "scripts": 7_008,
-    "tests": 37_854,
+    "tests": 37_851,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_484}

@@ -310,7 +310,6 @@ def clipped(rows: Rows, start: int, stop: int) -> Rows:
 
 
 @lru_cache(maxsize=4096)
-@lru_cache(maxsize=4096)
 def common(here: Rows, there: Rows) -> tuple[tuple[slice, slice], ...]:
     """Rows that two packed blocks have in common, in pieces: the place of each in both blocks."""
     found = []

@@ -312,8 +312,8 @@ class Backward(_Summing[GradientSum]):
         """Args: new: makes memory for dq, dk and dv. Others: see Pass."""
         super().__init__(part, own, new)
         self.kept_of = kept_of
-        blocks, start = part.program.retained, 0
-        for block in blocks:
+        start = 0
+        for block in part.program.retained:
             rows = row_count(part.program.rows[block])
             self._held[block] = tuple([x.narrow(1, start, rows) for x in retained])
             start += rows

@@ -217,7 +217,7 @@ class _Routes:
         once: see Plan.
         steps: number of steps of one group of heads, the same on all ranks.
         received: rows of a block that a rank has, by side, owner and rank.
-        retained: rows of a block of keys that a rank keeps, by the block's owner.
+        retained: rows of a block of keys that a rank keeps for the backward, by rank and owner.
         times: (posted, needed) of all their sends, likewise; only if the plan is of one rank.
     """
 
@@ -258,7 +258,7 @@ class _Routes:
         self.hops: dict[tuple[bool, Side], dict[int, list[_Hop]]]
         self.hops = {way: {} for way in product((False, True), Side)}
         self.received: dict[tuple[Side, int, int], Rows] = {}
-        self.retained: dict[int, Rows] = {}
+        self.retained: dict[tuple[int, int], Rows] = {}
         self.times: dict[tuple[bool, Side], set[tuple[int, int]]] = defaultdict(set)
         self.last_merged: int | None = None  # the last merged step with pairs
         self.keeps_keys = False  # those that come in the forward stay for the backward
@@ -275,6 +275,9 @@ class _Routes:
         for side in Side:
             for owner, hops in self.hops[False, side].items():
                 self.received.update(((side, owner, hop.target), hop.block.rows) for hop in hops)
+        if self.keeps_keys:
+            came = self.received.items()
+            self.retained = {(rank, owner): x for (side, owner, rank), x in came if side == KEYS}
 
     def home(self, side: Side, owner: int) -> int:
         """The rank that has a block before the first step."""
@@ -443,7 +446,7 @@ class _Routes:
         source, sent = home, stops
         retaining = self.placement.retained_by(owner) if side else None
         if retaining is not None:
-            whole = self.retained[owner] = union(needed.values(), gap)
+            whole = self.retained[retaining, owner] = union(needed.values(), gap)
             if self.returning:
                 source, self.received[side, owner, retaining] = retaining, whole
                 own = line.number.get((source - origin) % self.size)
@@ -595,17 +598,14 @@ class _Writer:
         self.wide = ("dq", "dk", "dv") if self.placement.wide_gradients else ()
 
     def plan(self) -> Plan:
-        routes, retained_by = self.routes, self.placement.retained_by
+        routes = self.routes
         steps = len(self.groups) * routes.steps
         elsewhere = [each for each in enumerate(routes.sources) if each[0] != each[1]]
         kept = [
             Kept(rank, ("k", "v"), (owner,), rows=rows)
-            for owner, rows in routes.retained.items()
-            if (rank := retained_by(owner)) is not None and rank in routes.ranks
+            for (rank, owner), rows in routes.retained.items()
+            if rank in routes.ranks
         ]
-        if routes.keeps_keys:
-            came = [each for each in routes.received.items() if each[0][0] == KEYS]
-            kept += [Kept(rank, ("k", "v"), (owner,), rows=rows) for (_, owner, rank), rows in came]
         if self.phase == "backward":
             kept += [Kept(rank, ("k", "v"), (owner,)) for owner, rank in elsewhere]
         moves = list(self._redistributed(elsewhere, steps))
