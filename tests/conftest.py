@@ -114,6 +114,12 @@ def pytest_collection_finish() -> None:
             logging.getLogger(name).propagate = True
 
 
+@pytest.fixture
+def keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the backward, however few, as at real lengths."""
+    monkeypatch.setattr("megatron_cp_plugin.algorithms.ring._KEPT", (1, 2**26))
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> Iterator[None]:
     random.seed(1)

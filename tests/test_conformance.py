@@ -15,7 +15,6 @@ from torch import Tensor
 
 import megatron_cp_plugin as cp
 from megatron_cp_plugin import registry
-from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.algorithms.ring import Ring
 from megatron_cp_plugin.core.algorithm import Algorithm
 from megatron_cp_plugin.core.call import Shape
@@ -35,10 +34,7 @@ from tests.span_masks import dense, mask_of, random_lengths, random_spans, rando
 HEAD_DIM = 8
 
 
-@pytest.fixture(autouse=True)
-def _keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the backward, however few, as at real lengths."""
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
+pytestmark = pytest.mark.usefixtures("keys_stay")
 
 
 @dataclass(frozen=True)

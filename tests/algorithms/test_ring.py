@@ -20,10 +20,7 @@ from tests.plan_check import check
 CAUSAL = Mask()
 
 
-@pytest.fixture(autouse=True)
-def _keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few, as at real lengths."""
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
+pytestmark = pytest.mark.usefixtures("keys_stay")
 
 
 def retained(plan: Plan) -> list[Kept]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.algorithms.distflash import DistFlash, HelpedPlacement
 from megatron_cp_plugin.core.algorithm import Compiled
 from megatron_cp_plugin.core.call import Call, Shape, head_groups
@@ -132,6 +131,7 @@ def test_copy_engines_send_inside_nodes_and_process_groups_between(
 DOCUMENTS = (4, 10, 18, 51, 102)
 
 
+@pytest.mark.usefixtures("keys_stay")
 @pytest.mark.parametrize(
     ("nodes", "starts", "keep"),
     [
@@ -150,7 +150,6 @@ def test_own_pairs_that_are_computed_last(
 ) -> None:
     count, near = nodes
     monkeypatch.setattr(module, "LARGE", 1)
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     found, real = list[bool](), module._own_come_last
     monkeypatch.setattr(
         module, "_own_come_last", lambda *given: found.append(real(*given)) or found[-1]
@@ -248,6 +247,7 @@ class _Written(TorchDispatchMode):
         return found
 
 
+@pytest.mark.usefixtures("keys_stay")
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("algo", "options", "size", "mask"),
@@ -271,7 +271,6 @@ def test_copies_that_wait_for_no_step_find_what_they_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is packed, gathered or computed for a message is so before the mark, on every rank."""
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     written: dict[int, set[int]] = {}  # after the last mark, by rank
     early: list[bool] = []
     channel, exchange = VirtualPeerCommunicator, VirtualPeerCommunicator._exchange_direct

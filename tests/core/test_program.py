@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from megatron_cp_plugin.algorithms import ring
 from megatron_cp_plugin.core.call import HeadGroup, Shape, head_groups
 from megatron_cp_plugin.core.communication.record import Phase
 from megatron_cp_plugin.core.communication.virtual import VirtualWorld
@@ -160,11 +159,11 @@ def test_where_keys_move_early_a_rank_computes_its_own_pairs_last(
             assert found == (late if near and phase == "backward" else set())
 
 
+@pytest.mark.usefixtures("keys_stay")
 @pytest.mark.parametrize(("rows", "late"), [(16, set()), (8000, {1, 2})])
 def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
-    rows: int, late: set[int], monkeypatch: pytest.MonkeyPatch
+    rows: int, late: set[int]
 ) -> None:
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     options = {"layout": "documents", "route": "straight", "backward": "kv"}
     mask = Mask(documents=tuple(start * rows // 16 for start in (12, 24, 40)))
     for phase, near in product(PHASES, (0, 1)):
@@ -176,12 +175,12 @@ def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
             assert of_own == ({2} if phase == "backward" and rank in late else {0})
 
 
+@pytest.mark.usefixtures("keys_stay")
 @pytest.mark.parametrize("keep", ["exchanged", "local"])
 def test_keys_of_other_teams_stay_for_all_groups_of_heads(
-    keep: str, monkeypatch: pytest.MonkeyPatch
+    keep: str,
 ) -> None:
     """The groups share a KV head. Own pairs of the last one come last, while gradients go home."""
-    monkeypatch.setattr(ring, "_KEPT", (1, 2**26))
     options = {"layout": "documents", "ulysses": 2, "route": "straight", "chunks": 2, "keep": keep}
     mask = Mask(documents=(70, 110, 190))
     plan = plan_for("usp", options, 8, mask, "backward", 256, kv_heads=2)
