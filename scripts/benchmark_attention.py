@@ -40,9 +40,9 @@ import rivals
 import timing
 import torch
 import torch.distributed as dist
-from lengths import head_dims_of
 from profiles import computing, device_spans, gaps, longest, new_profiler
 from reports import report
+from specs import algo_of, head_dims_of
 from timing import take_gpu
 from torch import Tensor
 
@@ -348,8 +348,7 @@ class Bench:
 
 def ours(spec: str, bench: Bench) -> tuple[Attention, Layout]:
     """One of our algorithms from `name:option=value:option=value`; its kernel, from `kernel=`."""
-    name, *pairs = spec.split(":")
-    options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    name, options = algo_of(spec)
     kernel = options.pop("kernel", bench.args.kernel)
 
     # As the layers of a model, which share the context of a batch.

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from lengths import head_dims_of
 from profiles import by_class, device_spans, new_profiler
 from rich.console import Console
 from rich.table import Table
+from specs import algo_of, head_dims_of
 from timing import take_gpu
 from triton.testing import do_bench
 
@@ -184,13 +184,9 @@ def passes_of_a_rank(
 
     Args: spec: name:option=value. tokens: of all ranks. heads: those of queries, and of keys.
     """
-    name, *pairs = spec.split(":")
-    n_heads, kv_heads = heads
-    algorithm = registry.create(
-        name,
-        DryRunGroup(size - 1, (0,) * size, peer_access=False),
-        dict(pair.split("=", 1) for pair in pairs),
-    )
+    (name, options), (n_heads, kv_heads) = algo_of(spec), heads
+    alone = DryRunGroup(size - 1, (0,) * size, peer_access=False)
+    algorithm = registry.create(name, alone, options)
     algorithm.check(algorithm.options, size=size, heads=n_heads, kv_heads=kv_heads, causal=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernel = resolve("auto", Problem(device, dtype, n_heads, kv_heads, dim))

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from benchmark_rank import RankAlone
 from reports import report
+from specs import algo_of
 from timing import join, take_gpu
 from torch import Tensor
 
@@ -165,8 +166,7 @@ class Bench:
 
     def ours(self, spec: str, bounds: Bounds) -> tuple[Attention, Layout]:
         """One of our algorithms from `name:option=value`; `alone` is lasp on one rank."""
-        name, *pairs = spec.split(":")
-        options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+        name, options = algo_of(spec)
         group: Topology | None = None
         if name == "alone":
             name, group = "lasp", VirtualWorld(1).topology(0)

@@ -50,6 +50,7 @@ from packed_documents import pack, work_of
 from profiles import by_class, class_of, computing, device_spans, longest, new_profiler
 from rich.console import Console
 from rich.table import Table
+from specs import algo_of
 from torch import Tensor
 
 import megatron_cp_plugin as cp
@@ -61,7 +62,6 @@ from megatron_cp_plugin.core.communication.devices import capture
 from megatron_cp_plugin.core.communication.peer import push
 from megatron_cp_plugin.core.kernel import KernelCall, Packing, Problem, Statistics
 from megatron_cp_plugin.core.tiles import Mask
-from megatron_cp_plugin.document_lengths import lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError, ContextParallelError
 from megatron_cp_plugin.kernels import resolve, resolver
 from megatron_cp_plugin.planner.dry_run import DryRunGroup
@@ -239,13 +239,9 @@ class Case:
         if kind == "window" and value:
             return Mask(True, tokens_of(value))
         if kind == "documents" and value:
-            multiple = 2 * self.ranks
-            lengths = lengths_of(value)
-            return Mask(
-                documents=random_documents(seq_len, lengths, multiple=multiple, seed=self.seed)
-            )
+            return pack(value, seq_len, self.ranks, self.seed)
         if kind in ("images", "trees") and not value:
-            return pack(kind, seq_len, self.seed)
+            return pack(kind, seq_len, self.ranks, self.seed)
         if kind in ("causal", "full") and not value:
             return Mask(kind == "causal")
         raise ConfigError(
@@ -450,8 +446,7 @@ def measure(case: Case, spec: str, limit: Limit, args: argparse.Namespace, *, gr
         limit: Of all rows.
         graphs: Whether the step is captured as well.
     """
-    name, *pairs = spec.split(":")
-    options: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+    name, options = algo_of(spec)
     sent = options.pop("send", "") == "latents"
     if sent and "chunks" in option_names(name):
         options.setdefault("chunks", 1)

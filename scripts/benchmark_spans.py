@@ -10,11 +10,10 @@ that they are right is for tests/test_spans.py.
 
 import argparse
 import json
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lengths import head_dims_of
+from specs import algo_of, head_dims_of
 from timing import join, take_gpu, time_ms
 
 import megatron_cp_plugin as cp
@@ -74,8 +73,7 @@ class Bench:
 
     def ours(self, algo: str, tokens: int, spans: list[Slice]) -> float:
         """An algorithm on all ranks, ms. Args: algo: with options, as zigzag:chunks=1."""
-        name, *pairs = algo.split(":")
-        options: dict[str, Any] = dict(pair.split("=") for pair in pairs)
+        name, options = algo_of(algo)
         *inputs, dout = self._inputs(tokens // dist.get_world_size())
         for x in inputs:
             x.requires_grad_()

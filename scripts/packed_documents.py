@@ -3,18 +3,25 @@
     python scripts/packed_documents.py --lengths lognormal:4K:1.5,configs/lengths/long_tail.csv
 
 No processes are needed. Of several packs the mean: the work of the rank that has most, as a
-multiple of the mean of all, and what a rank sends, forward and backward. Padding to multiples of
-2P, which the layout thd needs, is left out there. `images` are documents of 16K in which images of
-256 to 4K tokens see all of themselves; `trees` are prefixes of 8K that 4 to 16 sequences share.
-`dynamic sizes` is Megatron's scheduler (`--hybrid-context-parallel`), which gives each document of
-all packs together a number of ranks, and lets all ranks wait for one another several times a step.
+multiple of the mean of all, and what a rank sends, forward and backward. Lengths are multiples of
+2P, as in benchmark_attention.py. `images` are documents of 16K in which images of 256 to 4K tokens
+see all of themselves; `trees` are prefixes of 8K that 4 to 16 sequences share. `dynamic sizes` is
+Megatron's scheduler (`--hybrid-context-parallel`), which gives each document of all packs together
+a number of ranks, and lets all ranks wait for one another several times a step.
+
+    python scripts/packed_documents.py --machine h200_nvlink --lengths 16K,2K --sizes 8 \
+        --tokens 16K --heads 32:8 --packs 3 --algos zigzag:layout=documents,ulysses
+
+simulates all ranks together. Of each pack: the time of both passes; the mean rank's attention
+kernels as a share of it; and in brackets the bytes' own limit as a share of it: the kernels of the
+slowest rank, slowed for as long as the links need for its exchanges by process groups.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import chain, pairwise
@@ -25,6 +32,7 @@ from statistics import mean
 
 from rich.console import Console
 from rich.table import Table
+from specs import algo_of
 
 from megatron_cp_plugin import spans
 from megatron_cp_plugin.core.algorithm import Algorithm
@@ -34,34 +42,16 @@ from megatron_cp_plugin.core.plans.plan import PHASES, row_bytes
 from megatron_cp_plugin.core.tiles import Mask
 from megatron_cp_plugin.document_lengths import LogNormal, lengths_of, random_documents
 from megatron_cp_plugin.errors import ConfigError
-from megatron_cp_plugin.planner.layer import planned
+from megatron_cp_plugin.planner.dry_run import Post, RecordedKernel
+from megatron_cp_plugin.planner.event_simulation import play, tile_seconds
+from megatron_cp_plugin.planner.layer import Layer, planned
+from megatron_cp_plugin.planner.machine import Machine
+from megatron_cp_plugin.planner.simulate import traces_of
+from megatron_cp_plugin.terminal import tokens_of
 
-
-@dataclass(frozen=True)
-class Line:
-    """An algorithm with its options."""
-
-    label: str
-    algo: str
-    options: tuple[tuple[str, object], ...] = ()
-
-
-LINES = (
-    Line("zigzag, route=ring", "zigzag", (("route", "ring"),)),
-    Line(
-        "zigzag, layout=documents, route=ring",
-        "zigzag",
-        (("layout", "documents"), ("route", "ring")),
-    ),
-    Line(
-        "zigzag, layout=documents, route=straight",
-        "zigzag",
-        (("layout", "documents"), ("route", "straight")),
-    ),
-    Line("distflash, helpers=distance", "distflash", (("helpers", "distance"),)),
-    Line("distflash", "distflash"),
-    Line("ulysses", "ulysses"),
-    Line("all-gather", "allgather", (("transport", "group"),)),
+ALGOS = (
+    "zigzag:route=ring,zigzag:layout=documents:route=ring,zigzag:layout=documents:route=straight,"
+    "distflash:helpers=distance,distflash,ulysses,allgather:transport=group"
 )
 
 
@@ -78,14 +68,16 @@ class Point:
     busiest_mib: float
     mean_mib: float
 
+    def __str__(self) -> str:
+        return f"{self.work:.2f}; {self.mean_mib:.0f}, {self.busiest_mib:.0f}"
 
-def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point | None:
+
+def point(label: str, words: str, size: int, args: argparse.Namespace) -> Point | None:
     """None where the algorithm cannot serve that number of ranks."""
-    heads, kv_heads = args.heads
-    shape = Shape(1, size * args.tokens, heads, kv_heads, 128)
-    packs = [pack(words, shape.seq_len, seed) for seed in range(args.packs)]
+    (algo, options), shape = algo_of(label), shape_of(size, args)
+    packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
     try:
-        algorithms = [planned(line.algo, size, shape, mask, dict(line.options)) for mask in packs]
+        algorithms = [planned(algo, size, shape, mask, options) for mask in packs]
     except ConfigError:
         return None
     sent = [
@@ -97,11 +89,70 @@ def point(line: Line, words: str, size: int, args: argparse.Namespace) -> Point 
     return Point(
         words,
         size,
-        line.label,
+        label,
         mean(max(of_ranks) / mean(of_ranks) for of_ranks in work),
         mean(max(of_ranks) for of_ranks in sent) / 2**20,
         mean(mean(of_ranks) for of_ranks in sent) / 2**20,
     )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What an algorithm takes for some packs. Attributes: packs: of each, as of `together`."""
+
+    lengths: str
+    size: int
+    label: str
+    packs: list[tuple[float, float, float]]
+
+    def __str__(self) -> str:
+        return ", ".join("{:.1f} ms {:.2f} ({:.2f})".format(*each) for each in self.packs)
+
+
+def simulated(label: str, words: str, size: int, args: argparse.Namespace) -> Simulated | None:
+    """None where the algorithm cannot serve that number of ranks."""
+    packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
+    try:
+        return Simulated(words, size, label, [together(label, size, mask, args) for mask in packs])
+    except ConfigError:
+        return None
+
+
+def together(
+    label: str, size: int, mask: Mask, args: argparse.Namespace
+) -> tuple[float, float, float]:
+    """All ranks. Returns: ms of both passes; and as shares of that, the mean rank's attention
+    kernels and the bytes' own limit. Raises: ConfigError if the algorithm cannot serve the mask.
+    """
+    machine, (algo, options), shape = args.machine, algo_of(label), shape_of(size, args)
+    nodes = tuple(rank // machine.gpus_per_node for rank in range(size))
+    near = machine.copy is not None
+    layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access=near)
+    traces, kernel = traces_of(layer, tuple(range(size))), next(iter(machine.kernels))
+    seconds = play(machine, nodes, traces, kernel, captured=args.captured).seconds
+    links = machine.between, machine.inside
+    kernels, limits = list[float](), list[float]()
+    for rank, trace in traces.items():
+        events = *trace.forward, *trace.backward
+        runs = (event for event in events if isinstance(event, RecordedKernel))
+        kernels.append(sum(tile_seconds(machine, kernel, run) for run in runs))
+        posts = [event for event in events if isinstance(event, Post) and event.operation]
+        moved = (
+            sum(
+                count / links[nodes[rank] == nodes[other]].exchange.bytes_per_second
+                for messages in of_posts
+                for other, count in messages
+            )
+            for of_posts in ([post.sends for post in posts], [post.receives for post in posts])
+        )
+        limits.append(kernels[-1] + max(moved) * (1 - machine.group_share))
+    return 1e3 * seconds, mean(kernels) / seconds, max(limits) / seconds
+
+
+def shape_of(size: int, args: argparse.Namespace) -> Shape:
+    """Of a pack of `size` ranks."""
+    heads, kv_heads = args.heads
+    return Shape(1, size * args.tokens, heads, kv_heads, 128)
 
 
 def dynamic_sizes(words: str, size: int, args: argparse.Namespace) -> Point | None:
@@ -109,7 +160,7 @@ def dynamic_sizes(words: str, size: int, args: argparse.Namespace) -> Point | No
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     seq_len = size * args.tokens
-    masks = [pack(words, seq_len, seed) for seed in range(args.packs)]
+    masks = [pack(words, seq_len, size, seed) for seed in range(args.packs)]
     if any(mask.slices is not None for mask in masks):
         return None
     edges = [(0, *mask.documents, seq_len) for mask in masks]
@@ -151,12 +202,13 @@ class VirtualGroup:
         return self.ranks
 
 
-def pack(words: str, seq_len: int, seed: int) -> Mask:
-    """A random sequence. Args: words: of --lengths."""
+def pack(words: str, seq_len: int, size: int, seed: int) -> Mask:
+    """A random sequence. Args: words: of --lengths. size: number of ranks."""
     makers = {"images": images, "trees": trees}
     if words in makers:
         return makers[words](seq_len, seed)
-    return Mask(documents=random_documents(seq_len, lengths_of(words), seed=seed))
+    lengths = lengths_of(words)
+    return Mask(documents=random_documents(seq_len, lengths, multiple=2 * size, seed=seed))
 
 
 def images(seq_len: int, seed: int) -> Mask:
@@ -207,25 +259,20 @@ def work_of(algorithm: Algorithm, shape: Shape, mask: Mask) -> list[float]:
     return found
 
 
-def table(points: Sequence[Point], words: str, tokens: int) -> Table:
+def table(points: Sequence[Point | Simulated], words: str, title: str) -> Table:
     """Of one distribution, a column for each number of ranks."""
     of_words = [found for found in points if found.lengths == words]
     sizes = sorted({found.size for found in of_words})
     drawn = Table(
         "algorithm",
         *(f"P = {size}" for size in sizes),
-        title=f"documents {words}, {tokens} tokens a rank: most work / mean; MiB a rank, busiest",
+        title=f"documents {words}, {title}",
     )
     for label in dict.fromkeys(found.label for found in of_words):
         by_size = {found.size: found for found in of_words if found.label == label}
-        cells = ("-" if size not in by_size else cell(by_size[size]) for size in sizes)
+        cells = (str(by_size.get(size, "-")) for size in sizes)
         drawn.add_row(label, *cells)
     return drawn
-
-
-def cell(found: Point) -> str:
-    """A point in words."""
-    return f"{found.work:.2f}; {found.mean_mib:.0f}, {found.busiest_mib:.0f}"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -237,9 +284,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="as --documents of benchmark_attention.py; images, trees",
     )
     parser.add_argument("--sizes", default="8,16,32,64", help="numbers of ranks")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--tokens", type=tokens_of, default=8192, help="of each rank")
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="query heads : KV heads")
     parser.add_argument("--packs", type=int, default=4, help="random sequences of each kind")
+    parser.add_argument("--algos", default=ALGOS, help="names, each with options")
+    parser.add_argument("--machine", type=Machine.load, help="simulate all ranks on it")
+    parser.add_argument("--captured", action="store_true", help="simulate CUDA graphs")
     parser.add_argument("--output", type=Path, help="JSON of all points")
     return parser.parse_args(argv)
 
@@ -252,15 +302,19 @@ def _heads(text: str) -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table for each distribution."""
     args = parse(argv)
-    points: list[Point] = []
+    title = "most work / mean; MiB a rank, busiest"
+    of: Callable[..., Point | Simulated | None] = point
+    if args.machine:
+        title, of = "simulated: both passes, kernels' share (of the bytes' limit)", simulated
+    points: list[Point | Simulated] = []
     for words in args.lengths.split(","):
         for size in map(int, args.sizes.split(",")):
-            found = (point(line, words, size, args) for line in LINES)
+            found = (of(label, words, size, args) for label in args.algos.split(","))
             points += [each for each in found if each is not None]
-            if by_megatron := dynamic_sizes(words, size, args):
+            if not args.machine and (by_megatron := dynamic_sizes(words, size, args)):
                 points.append(by_megatron)
             print(f"{words}: {size} ranks done", file=sys.stderr, flush=True)
-        Console(width=160).print(table(points, words, args.tokens))
+        Console(width=160).print(table(points, words, f"{args.tokens} tokens a rank: {title}"))
     if args.output is not None:
         args.output.write_text(json.dumps([asdict(found) for found in points], indent=1))
 

@@ -19,8 +19,8 @@ LINES = {
     "integration": 8_001,
     "planner": 5_626,
     "harness": 2_111,
-    "scripts": 7_008,
-    "tests": 37_851,
+    "scripts": 7_058,
+    "tests": 37_888,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_484}

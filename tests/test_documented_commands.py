@@ -95,6 +95,9 @@ ELSEWHERE = {
     "torchrun --nproc-per-node 4 scripts/benchmark_attention.py --tokens 32K,128K "
     "--heads 32:32,32:8": _ON_GPUS,
     "python scripts/benchmark_rank.py --ranks 8,64 --tokens 16K": _ON_GPUS,
+    "python scripts/packed_documents.py --machine h200_nvlink --lengths "
+    "16K,2K,configs/lengths/long_tail.csv --sizes 8 --tokens 16K --heads 32:8 --packs 3 --algos "
+    "zigzag:layout=documents,distflash,ulysses": "test_packed_documents.py::test_ranks_together",
     "pip install .": _INSTALLS,
     "pip install '.[megatron]'": _INSTALLS,
     "pip install '.[report]'": _INSTALLS,

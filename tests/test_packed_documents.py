@@ -1,11 +1,16 @@
 """The script that compares algorithms on packed documents by their plans."""
 
+import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_cp_plugin.planner.simulate import simulate
 from scripts import packed_documents
+from scripts.specs import algo_of
 
 
 def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
@@ -15,15 +20,15 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
     words = f"--lengths lognormal:256:1.2 --tokens 512 --sizes 4,8 --packs 2 --output {output}"
     packed_documents.main(words.split())
     points = {(p["label"], p["size"]): p for p in json.loads(output.read_text())}
-    labels = {line.label for line in packed_documents.LINES}
+    labels = {*packed_documents.ALGOS.split(",")}
     assert {label for label, _ in points} == labels | {"dynamic sizes, zigzag"}
     for size in (4, 8):
         balanced, straight, plain, ulysses = (
             points[label, size]
             for label in (
-                "zigzag, layout=documents, route=ring",
-                "zigzag, layout=documents, route=straight",
-                "zigzag, route=ring",
+                "zigzag:layout=documents:route=ring",
+                "zigzag:layout=documents:route=straight",
+                "zigzag:route=ring",
                 "ulysses",
             )
         )
@@ -33,4 +38,33 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
         assert straight["mean_mib"] < min(plain["mean_mib"], ulysses["mean_mib"])
     said = capsys.readouterr().out
     assert "P = 4" in said
-    assert f"{points['zigzag, route=ring', 8]['work']:.2f}; " in said
+    assert f"{points['zigzag:route=ring', 8]['work']:.2f}; " in said
+
+
+@pytest.mark.parametrize(
+    ("size", "label"), [(4, "distflash"), (4, "zigzag:layout=documents"), (16, "usp:ulysses=8")]
+)
+def test_ranks_together(size: int, label: str) -> None:
+    words = f"--machine h100_400g --lengths 4K --tokens 4K --heads 32:8 --sizes {size} --packs 2"
+    args = packed_documents.parse(words.split())
+    found = packed_documents.simulated(label, "4K", size, args)
+    assert found is not None
+    name, options = algo_of(label)
+    for seed, (ms, kernels, limit) in enumerate(found.packs):
+        mask = packed_documents.pack("4K", size * args.tokens, size, seed)
+        shape = packed_documents.shape_of(size, args)
+        nodes = tuple(rank // 8 for rank in range(size))
+        time = simulate(name, options, shape, mask, args.machine, nodes).seconds
+        assert ms == pytest.approx(1e3 * time)
+        pairs = sum(n * (n + 1) / 2 for n in np.diff([0, *mask.documents, shape.seq_len]))
+        least = 14 * pairs * 32 * 128 / size / 720e12  # seven products, at the kernel's top speed
+        assert least < kernels * time < 2 * least
+        free = replace(args.machine, group_share=1.0)  # exchanges slow no kernels
+        on_free = argparse.Namespace(**{**vars(args), "machine": free})
+        ms_alone, mean_alone, busiest = packed_documents.together(label, size, mask, on_free)
+        assert busiest >= mean_alone * (1 - 1e-9)
+        slowed = limit * ms - busiest * ms_alone
+        if size == 16:  # two nodes
+            assert 0 < slowed < ms
+        else:  # copy engines
+            assert slowed == pytest.approx(0, abs=1e-9)

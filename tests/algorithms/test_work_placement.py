@@ -78,7 +78,7 @@ def test_no_rank_has_a_twentieth_more_than_the_mean(words: str, size: int) -> No
     seq_len = size * 2**14
     edges = tuple(range(0, seq_len + 1, 2**14))
     for seed in range(5):
-        mask = pack(words, seq_len, seed)
+        mask = pack(words, seq_len, size, seed)
         of_ranks = loads(
             Assignment(edges, mask, [rank // 8 for rank in range(size)], COSTS).parts(), size
         )
