@@ -390,6 +390,7 @@ def test_equals_unsplit_attention_and_keeps_its_plan(
         case,
         size,
         seq_len=seq_len,
+        batch=Random(f"{case} {mask}").choice((1, 2)),  # copy engines send pieces in the first
         heads=heads,
         kv_heads=kv_heads,
         value_dim=value_dim,
@@ -407,6 +408,12 @@ def test_own_outputs_that_are_complete_before_those_of_others() -> None:
     """A rank goes on with queries of others when all results for its own ones have come."""
     case = Case("attention2d", (("variant", "overlap"), ("rows", 1)))
     assert_conforms(case, 8, seq_len=19, cu_seqlens=[0, 2, 5, 15, 18, 19], kernel="reference")
+
+
+def test_rows_in_several_pieces_are_one_message() -> None:
+    """Which copy engines send one by one."""
+    documents = [0, 21, 22, 31]
+    assert_conforms(Case("distflash"), 7, seq_len=31, batch=1, cu_seqlens=documents, causal=False)
 
 
 def test_sums_that_wait_for_some_steps_are_not_overwritten() -> None:

@@ -33,6 +33,10 @@ class Pieces(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.parts[0].dtype
 
+    @property
+    def is_meta(self) -> bool:
+        return self.parts[0].is_meta
+
 
 Send = tuple[Tensor, int]
 Receive = tuple[Tensor, int]
@@ -186,8 +190,7 @@ class Communicator(ABC):
                 work that was queued after it.
         """
         if RECORDINGS:
-            sent = [part for t, _ in sends for part in (t.parts if isinstance(t, Pieces) else (t,))]
-            count(self.global_rank, self.channel, "exchange", sent, [t for t, _ in receives])
+            count(self.global_rank, self.channel, "exchange", sends, receives)
         if self.direct:
             return self._exchange_direct(sends, receives, beside, early=early)
         return self._exchange(cast(Sequence[Send], sends), receives)
@@ -223,7 +226,7 @@ class Communicator(ABC):
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""
-        others = [block] * (self.size - 1)
+        others = [(block, self.rank)] * (self.size - 1)
         count(self.global_rank, self.channel, op, others, others)
 
     def _exchange_direct(

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Literal, TypedDict, Unpack
-
-from torch import Tensor
+from typing import Any, Literal, TypedDict, Unpack
 
 Phase = Literal["forward", "backward"]
 Operation = Literal["exchange", "all_gather", "reduce_scatter", "all_to_all"]
+Messages = Sequence[tuple[Any, int]]  # tensors, or pieces that arrive as one, and the other rank
 
 # Under which phase operations are counted.
 PHASE: ContextVar[Phase] = ContextVar("phase", default="forward")
@@ -100,15 +99,13 @@ def record_communication() -> Iterator[CommunicationLog]:
             RECORDINGS[:] = [other for other in RECORDINGS if other is not log]
 
 
-def count(
-    rank: int, channel: str, op: Operation, sent: Sequence[Tensor], received: Sequence[Tensor]
-) -> None:
+def count(rank: int, channel: str, op: Operation, sent: Messages, received: Messages) -> None:
     """Adds what a rank sends and receives in one operation to all recordings."""
-    for direction, tensors in (("sent", sent), ("received", received)):
+    for direction, messages in (("sent", sent), ("received", received)):
         # Tensors without storage are not sent: a simulation uses them.
-        if tensors and not tensors[0].is_meta and not UNRECORDED.get():
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            row = Transfer(rank, channel, op, PHASE.get(), direction, len(tensors), size)  # type: ignore[arg-type]
+        sizes = [x.shape.numel() * x.dtype.itemsize for x, _ in messages if not x.is_meta]
+        if sizes and not UNRECORDED.get():
+            row = Transfer(rank, channel, op, PHASE.get(), direction, len(sizes), sum(sizes))  # type: ignore[arg-type]
             with _recordings_lock:
                 for log in RECORDINGS:
                     log.rows.append(row)
