@@ -72,14 +72,11 @@ class Point:
         return f"{self.work:.2f}; {self.mean_mib:.0f}, {self.busiest_mib:.0f}"
 
 
-def point(label: str, words: str, size: int, args: argparse.Namespace) -> Point | None:
-    """None where the algorithm cannot serve that number of ranks."""
+def point(label: str, words: str, size: int, args: argparse.Namespace) -> Point:
+    """Raises: ConfigError if the algorithm cannot serve that number of ranks."""
     (algo, options), shape = algo_of(label), shape_of(size, args)
     packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
-    try:
-        algorithms = [planned(algo, size, shape, mask, options) for mask in packs]
-    except ConfigError:
-        return None
+    algorithms = [planned(algo, size, shape, mask, options) for mask in packs]
     sent = [
         bytes_of(algorithm, shape, mask) for algorithm, mask in zip(algorithms, packs, strict=True)
     ]
@@ -109,13 +106,10 @@ class Simulated:
         return ", ".join("{:.1f} ms {:.2f} ({:.2f})".format(*each) for each in self.packs)
 
 
-def simulated(label: str, words: str, size: int, args: argparse.Namespace) -> Simulated | None:
-    """None where the algorithm cannot serve that number of ranks."""
+def simulated(label: str, words: str, size: int, args: argparse.Namespace) -> Simulated:
+    """Raises: ConfigError if the algorithm cannot serve that number of ranks."""
     packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
-    try:
-        return Simulated(words, size, label, [together(label, size, mask, args) for mask in packs])
-    except ConfigError:
-        return None
+    return Simulated(words, size, label, [together(label, size, mask, args) for mask in packs])
 
 
 def together(
@@ -280,6 +274,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--lengths",
+        type=_lengths,
         default="lognormal:4K:1.5,configs/lengths/long_tail.csv",
         help="as --documents of benchmark_attention.py; images, trees",
     )
@@ -288,10 +283,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=_heads, default=(64, 8), help="query heads : KV heads")
     parser.add_argument("--packs", type=int, default=4, help="random sequences of each kind")
     parser.add_argument("--algos", default=ALGOS, help="names, each with options")
-    parser.add_argument("--machine", type=Machine.load, help="simulate all ranks on it")
+    parser.add_argument("--machine", help="simulate all ranks on it")
     parser.add_argument("--captured", action="store_true", help="simulate CUDA graphs")
     parser.add_argument("--output", type=Path, help="JSON of all points")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        args.machine = args.machine and Machine.load(args.machine)
+    except ConfigError as error:
+        parser.error(str(error))
+    return args
+
+
+def _lengths(text: str) -> list[str]:
+    for words in (found := text.split(",")):
+        pack(words, 2, 1, 0)
+    return found
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -303,14 +309,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table for each distribution."""
     args = parse(argv)
     title = "most work / mean; MiB a rank, busiest"
-    of: Callable[..., Point | Simulated | None] = point
+    of: Callable[..., Point | Simulated] = point
     if args.machine:
         title, of = "simulated: both passes, kernels' share (of the bytes' limit)", simulated
     points: list[Point | Simulated] = []
-    for words in args.lengths.split(","):
+    for words in args.lengths:
         for size in map(int, args.sizes.split(",")):
-            found = (of(label, words, size, args) for label in args.algos.split(","))
-            points += [each for each in found if each is not None]
+            for label in args.algos.split(","):
+                try:
+                    points.append(of(label, words, size, args))
+                except ConfigError as error:
+                    print(f"{label}, {size} ranks: {error}", file=sys.stderr)
             if not args.machine and (by_megatron := dynamic_sizes(words, size, args)):
                 points.append(by_megatron)
             print(f"{words}: {size} ranks done", file=sys.stderr, flush=True)

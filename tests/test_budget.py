@@ -19,8 +19,8 @@ LINES = {
     "integration": 8_001,
     "planner": 5_626,
     "harness": 2_111,
-    "scripts": 7_058,
-    "tests": 37_895,
+    "scripts": 7_067,
+    "tests": 37_909,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_484}

@@ -41,6 +41,21 @@ def test_layout_documents_is_balanced_and_sends_least_of_the_balanced(
     assert f"{points['zigzag:route=ring', 8]['work']:.2f}; " in said
 
 
+def test_an_algorithm_that_cannot_be_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--machine h200_nvlink --lengths 256 --tokens 512 --packs 1 --sizes 3 --heads 8:8"
+    packed_documents.main([*words.split(), "--algos", "zigzg,zigzag:chunks=x,ulysses,distflash"])
+    said = capsys.readouterr()
+    assert "zigzg, 3 ranks: unknown" in said.err
+    assert "zigzag:chunks=x, 3 ranks: " in said.err
+    assert "│ distflash" in said.out
+    assert "zigz" not in said.out
+    for words in ("--machine nope", "--lengths nope"):
+        with pytest.raises(SystemExit):
+            packed_documents.main(words.split())
+        assert "error: " in (error := capsys.readouterr().err.splitlines()[-1])
+        assert "got 'nope'" in error or "no machine 'nope'" in error
+
+
 @pytest.mark.parametrize(
     ("size", "label"), [(4, "distflash"), (4, "zigzag:layout=documents"), (16, "usp:ulysses=8")]
 )
@@ -48,7 +63,6 @@ def test_ranks_together(size: int, label: str) -> None:
     words = f"--machine h100_400g --lengths 4K --tokens 4K --heads 32:8 --sizes {size} --packs 2"
     args = packed_documents.parse(words.split())
     found = packed_documents.simulated(label, "4K", size, args)
-    assert found is not None
     name, options = algo_of(label)
     for seed, (ms, kernels, limit) in enumerate(found.packs):
         mask = packed_documents.pack("4K", size * args.tokens, size, seed)
