@@ -75,7 +75,7 @@ class Point:
 def point(label: str, words: str, size: int, args: argparse.Namespace) -> Point:
     """Raises: ConfigError if the algorithm cannot serve that number of ranks."""
     (algo, options), shape = algo_of(label), shape_of(size, args)
-    packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
+    packs = packs_of(words, size, args)
     algorithms = [planned(algo, size, shape, mask, options) for mask in packs]
     sent = [
         bytes_of(algorithm, shape, mask) for algorithm, mask in zip(algorithms, packs, strict=True)
@@ -108,8 +108,8 @@ class Simulated:
 
 def simulated(label: str, words: str, size: int, args: argparse.Namespace) -> Simulated:
     """Raises: ConfigError if the algorithm cannot serve that number of ranks."""
-    packs = [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
-    return Simulated(words, size, label, [together(label, size, mask, args) for mask in packs])
+    packs = [together(label, size, mask, args) for mask in packs_of(words, size, args)]
+    return Simulated(words, size, label, packs)
 
 
 def together(
@@ -124,22 +124,17 @@ def together(
     layer = Layer(algo, tuple(options.items()), shape, mask, nodes, peer_access=near)
     traces, kernel = traces_of(layer, tuple(range(size))), next(iter(machine.kernels))
     seconds = play(machine, nodes, traces, kernel, captured=args.captured).seconds
-    links = machine.between, machine.inside
     kernels, limits = list[float](), list[float]()
     for rank, trace in traces.items():
         events = *trace.forward, *trace.backward
         runs = (event for event in events if isinstance(event, RecordedKernel))
         kernels.append(sum(tile_seconds(machine, kernel, run) for run in runs))
         posts = [event for event in events if isinstance(event, Post) and event.operation]
-        moved = (
-            sum(
-                count / links[nodes[rank] == nodes[other]].exchange.bytes_per_second
-                for messages in of_posts
-                for other, count in messages
-            )
-            for of_posts in ([post.sends for post in posts], [post.receives for post in posts])
-        )
-        limits.append(kernels[-1] + max(moved) * (1 - machine.group_share))
+        links = [machine.inside if node == nodes[rank] else machine.between for node in nodes]
+        speeds = [link.exchange.bytes_per_second for link in links]
+        sent = sum(count / speeds[to] for post in posts for to, count in post.sends)
+        came = sum(count / speeds[source] for post in posts for source, count in post.receives)
+        limits.append(kernels[-1] + max(sent, came) * (1 - machine.group_share))
     return 1e3 * seconds, mean(kernels) / seconds, max(limits) / seconds
 
 
@@ -154,7 +149,7 @@ def dynamic_sizes(words: str, size: int, args: argparse.Namespace) -> Point | No
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     seq_len = size * args.tokens
-    masks = [pack(words, seq_len, size, seed) for seed in range(args.packs)]
+    masks = packs_of(words, size, args)
     if any(mask.slices is not None for mask in masks):
         return None
     edges = [(0, *mask.documents, seq_len) for mask in masks]
@@ -194,6 +189,11 @@ class VirtualGroup:
     def size(self) -> int:
         """See ProcessGroup."""
         return self.ranks
+
+
+def packs_of(words: str, size: int, args: argparse.Namespace) -> list[Mask]:
+    """The same ones for all algorithms."""
+    return [pack(words, size * args.tokens, size, seed) for seed in range(args.packs)]
 
 
 def pack(words: str, seq_len: int, size: int, seed: int) -> Mask:

@@ -27,6 +27,7 @@ import numpy as np
 import yaml
 from benchmark_rank import NODE, Case
 from benchmark_train import SHAPES
+from specs import algo_of
 
 import megatron_cp_plugin  # noqa: F401  (registers the algorithms)
 from megatron_cp_plugin.core.call import Shape
@@ -208,12 +209,11 @@ class RankRow:
 
     def predict(self, machine: Machine) -> tuple[float, float]:
         """Forward, and forward and backward, in ms."""
-        name, _, options = self.algorithm.partition(":")
-        case = self.case
+        (name, options), case = algo_of(self.algorithm), self.case
         heads, kv_heads, dim, _ = case.sizes
         nodes = [rank // NODE for rank in range(case.ranks)]
         shape, mask = Shape(1, case.seq_len, heads, kv_heads, dim), case.mask(case.seq_len)
-        layer = Layer(name, tuple(options_of(options).items()), shape, mask, tuple(nodes), False)
+        layer = Layer(name, tuple(options.items()), shape, mask, tuple(nodes), False)
         found = rank_alone(layer, machine, self.rank, captured=self.captured)
         return found.forward.seconds * MS, found.seconds * MS
 

@@ -20,7 +20,7 @@ LINES = {
     "planner": 5_626,
     "harness": 2_111,
     "scripts": 7_067,
-    "tests": 37_909,
+    "tests": 37_907,
 }
 # Words of Markdown: of the README; of all pages, it among them.
 WORDS = {"README": 1_100, "pages": 42_484}

@@ -64,8 +64,8 @@ def test_ranks_together(size: int, label: str) -> None:
     args = packed_documents.parse(words.split())
     found = packed_documents.simulated(label, "4K", size, args)
     name, options = algo_of(label)
-    for seed, (ms, kernels, limit) in enumerate(found.packs):
-        mask = packed_documents.pack("4K", size * args.tokens, size, seed)
+    masks = packed_documents.packs_of("4K", size, args)
+    for mask, (ms, kernels, limit) in zip(masks, found.packs, strict=True):
         shape = packed_documents.shape_of(size, args)
         nodes = tuple(rank // 8 for rank in range(size))
         time = simulate(name, options, shape, mask, args.machine, nodes).seconds

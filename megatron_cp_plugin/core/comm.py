@@ -226,7 +226,7 @@ class Communicator(ABC):
 
     def _count_with_all(self, op: Operation, block: Tensor) -> None:
         """Counts a block to, and one from, each other rank."""
-        others = [(block, self.rank)] * (self.size - 1)
+        others = [(block, rank) for rank in range(self.size) if rank != self.rank]
         count(self.global_rank, self.channel, op, others, others)
 
     def _exchange_direct(

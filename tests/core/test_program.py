@@ -177,9 +177,7 @@ def test_where_keys_stayed_own_pairs_come_last_if_the_others_take_long(
 
 @pytest.mark.usefixtures("keys_stay")
 @pytest.mark.parametrize("keep", ["exchanged", "local"])
-def test_keys_of_other_teams_stay_for_all_groups_of_heads(
-    keep: str,
-) -> None:
+def test_keys_of_other_teams_stay_for_all_groups_of_heads(keep: str) -> None:
     """The groups share a KV head. Own pairs of the last one come last, while gradients go home."""
     options = {"layout": "documents", "ulysses": 2, "route": "straight", "chunks": 2, "keep": keep}
     mask = Mask(documents=(70, 110, 190))
